@@ -165,7 +165,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
 
 def parts_of_a_write(v: Any, x: Any, calls: int) -> list[tuple[str, float]]:
     """Return (part, time) of what a variable's write does around the all-reduce."""
-    storage, owner, context = v._storage, v._owner, current()  # noqa: SLF001  (that is what is measured)
+    storage, owner, context = v._state.storage, v._owner, current()  # noqa: SLF001  (that is what is measured)
 
     def check() -> None:
         prepared = v._prepared.get("assign_add")  # noqa: SLF001

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 from syncvar_launcher.job.start_clock import clock, write_error
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from typing import NoReturn
 
     from syncvar_launcher.local.fork_client import ForkServer
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["main", "program"]
+    from syncvar_launcher.options.allocated_hosts import Allocation
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 
 _EARLY = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )  # the launcher passes them on by default; unhandled they kill
+_SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID")
 _SPARE_S = 2.0  # whoever has a deadline of its own meets that first
 
 
@@ -107,20 +108,29 @@ def _refuse(sentence: str) -> None:
 def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
     """Read the options; a wrong one is an exception where `sv.run` is to raise it."""
     from syncvar.core.errors import ConfigError
-    from syncvar_launcher.options import option_table
+    from syncvar_launcher.options.parse_options import parse
 
     if "SYNCVAR_OUTCOME_FILE" not in os.environ:
-        return option_table.parse(arguments, os.environ, here)
+        return parse(arguments, os.environ, here, _find_allocation)
     from contextlib import redirect_stderr
     from io import StringIO
 
     said = StringIO()
     try:
         with redirect_stderr(said):
-            return option_table.parse(arguments, os.environ, here)
+            return parse(arguments, os.environ, here, _find_allocation)
     except SystemExit:
         sentence = said.getvalue().partition("\n")[0].removeprefix("syncvar-launch: ")
         raise ConfigError(sentence) from None
+
+
+def _find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the job of a scheduler in which the launcher runs, or None."""
+    if not any(name in environ for name in _SCHEDULER_VARIABLES):
+        return None
+    from syncvar_launcher.schedulers.allocation import find_allocation
+
+    return find_allocation(environ)
 
 
 def _run(arguments: list[str], ahead: ForkServer | None) -> int:
@@ -141,13 +151,15 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     clock.set_limits(
         chosen.runtime.missing_report_s, chosen.runtime.rendezvous_timeout_s + _SPARE_S
     )
-    if signal.SIGALRM in forwarded(chosen.forward_signals):
+    if signal.SIGALRM in forwarded(chosen.limits.forward_signals):
         clock.turn_off()
-    if ahead is not None and (chosen.join is not None or chosen.has_hosts or chosen.dry_run):
+    if ahead is not None and (
+        chosen.join.address is not None or chosen.has_hosts or chosen.program.dry_run
+    ):
         ahead.close()
-    if chosen.join is not None or chosen.has_hosts:
+    if chosen.join.address is not None or chosen.has_hosts:
         clock.stop()  # to log in, and to wait for hosts, has limits and words of its own
-    if chosen.join is not None:
+    if chosen.join.address is not None:
         from syncvar_launcher.join.join_client import join
 
         return join(chosen)
@@ -159,22 +171,24 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
             f"syncvar-launch: {seen[0]}, and each starts a job of its own beside the others; where one job is meant, start "
             f"syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are meant)\n"
         )
-    if chosen.dry_run:
+    if chosen.program.dry_run:
         sys.stdout.write(
             multi_host.dry_run(chosen)
             if chosen.has_hosts
             else Job(chosen, arguments, os.environ).dry_run()
         )
         return 0
-    for number in set(_EARLY).difference(forwarded(chosen.forward_signals)):
+    for number in set(_EARLY).difference(forwarded(chosen.limits.forward_signals)):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for sentence in doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
-    if chosen.runtime.opened and (chosen.has_hosts or chosen.fake_hosts > 1):
+    if chosen.runtime.opened and (chosen.has_hosts or chosen.ranks.fake_hosts > 1):
         words = f"syncvar-launch: {chosen.runtime.opened}"
         sys.stderr.write(
-            f"\x1b[31m{words}\x1b[0m\n" if chosen.color_on(sys.stderr.isatty()) else f"{words}\n"
+            f"\x1b[31m{words}\x1b[0m\n"
+            if chosen.output.has_color(is_terminal=sys.stderr.isatty())
+            else f"{words}\n"
         )
     if chosen.has_hosts:
         return multi_host.launch(chosen, arguments)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.hostfile import Host
 
-__all__ = ["NOT_UNDERSTOOD", "AgentProcess", "RemoteHost", "polled", "started"]
-
 NOT_UNDERSTOOD = "its agent is not understood"
 
 _CHUNK = 1 << 18
@@ -170,11 +168,7 @@ class RemoteHost:
         return messages
 
     def learn(self, facts: Message) -> None:
-        """Keep what the agent says of its host.
-
-        Raises:
-            WireError: It has another form than it should.
-        """
+        """Keep what the agent says of its host."""
         self.facts = {**checked_facts(facts), **self.known}
 
     def words(self) -> str:

@@ -37,8 +37,6 @@ from syncvar_launcher.local.local_workers import Event, WorkerExited, WorkerOutp
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["main"]
-
 _CHUNK = 1 << 18
 _UNSENT_MAX = 8 << 20
 _PAUSE_S = 0.005

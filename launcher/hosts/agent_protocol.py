@@ -16,20 +16,6 @@ import msgpack
 
 from syncvar.core.errors import WireError
 
-__all__ = [
-    "CALL_PART_NBYTES",
-    "FIRST_CREDIT",
-    "GREETING",
-    "MESSAGE_NBYTES_MAX",
-    "Message",
-    "RankSpec",
-    "Reader",
-    "StartRequest",
-    "checked_facts",
-    "checked_list",
-    "pack",
-]
-
 GREETING = b"syncvar-agent 1\n"
 MESSAGE_NBYTES_MAX = 16 << 20
 FIRST_CREDIT = 1 << 20
@@ -100,9 +86,6 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 def pack(kind: str, **fields: Any) -> bytes:
     r"""Return a message as bytes.
 
-    Raises:
-        WireError: A field is missing, unknown or of another type, or the message is too long.
-
     Example:
         >>> pack("end")
         b'\x00\x00\x00\n\x81\xa4kind\xa3end'
@@ -133,11 +116,7 @@ class RankSpec(NamedTuple):
 
     @classmethod
     def read(cls, fields: Any) -> RankSpec:
-        """Return what a message holds of one.
-
-        Raises:
-            WireError: A field is missing, unknown or of another type.
-        """
+        """Return what a message holds of one."""
         if not isinstance(fields, dict) or fields.keys() != set(cls._fields):
             raise WireError("a rank of an order to start has other fields than it should")
         one = cls(**fields)
@@ -192,11 +171,7 @@ class StartRequest(NamedTuple):
 
     @classmethod
     def read(cls, fields: Message) -> StartRequest:
-        """Return the order that a message holds.
-
-        Raises:
-            WireError: A field is missing, unknown or of another type.
-        """
+        """Return the order that a message holds."""
         ranks = fields.get("ranks")
         if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
             raise WireError("an order to start has other fields than it should")
@@ -240,11 +215,7 @@ class Reader:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete now.
-
-        Raises:
-            WireError: What came is no message.
-        """
+        """Return the messages that are complete now."""
         self._data += data
         if not self.has_greeted:
             found = self._data.find(GREETING)
@@ -296,11 +267,7 @@ _CORES_MAX = 1 << 14
 
 
 def checked_facts(facts: Message) -> Message:
-    """Return what an agent says of its host, if it is of the right form.
-
-    Raises:
-        WireError: It is not.
-    """
+    """Return what an agent says of its host, if it is of the right form."""
     if facts.keys() != _FACTS.keys() or any(
         type(facts[name]) is not kind for name, kind in _FACTS.items()
     ):
@@ -328,11 +295,7 @@ def _check_address(text: str) -> None:
 
 
 def checked_list(values: Any, kind: type, count: int) -> list[Any]:
-    """Return a list of so many values of one type.
-
-    Raises:
-        WireError: It is none.
-    """
+    """Return a list of so many values of one type."""
     if (
         not isinstance(values, list)
         or len(values) != count

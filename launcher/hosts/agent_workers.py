@@ -23,19 +23,17 @@ from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.status_socket import ANSWER_S
 from syncvar_launcher.local.fork_client import ForkServer, ForkUnsupported, ServerEnded
 from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerOutput
-from syncvar_launcher.local.secret_fd import KEY_FD, KEY_FILE, secret_descriptor, write_secret
+from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
 from syncvar_launcher.local.shm_service import Sharing
 from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
 from syncvar_launcher.local.start_method import StartMethod, plan_beginning
 from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
-from syncvar_launcher.options.worker_environment import inherited
+from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE, inherited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from syncvar_launcher.hosts.agent_protocol import RankSpec, StartRequest
-
-__all__ = ["CannotFork", "HostRanks"]
 
 _RECORD_MAX = 8 << 20
 _FLIGHT = "flight"

@@ -14,8 +14,6 @@ from syncvar_launcher.hosts.agent_protocol import CALL_PART_NBYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["call_parts", "forget_results", "keep_result", "result_parts", "without_call"]
-
 _OF_THE_CALL = ("SYNCVAR_CALL_FD", "SYNCVAR_RESULT_DIR", "SYNCVAR_OUTCOME_FILE", "SYNCVAR_PASS_FDS")
 _RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
 
@@ -85,10 +83,6 @@ def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: 
         name: The name that the agent of another host sends.
         data: The part.
         is_last: The result is complete.
-
-    Raises:
-        WireError: Results have no such name, or there is no such caller.
-        OSError: The part cannot be written.
     """
     folder = environ.get("SYNCVAR_RESULT_DIR")
     if folder is None or not _RESULT.fullmatch(name):

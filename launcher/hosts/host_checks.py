@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar_launcher.options.hostfile import Host
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["why_unfit", "why_unlike"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 
 def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
@@ -53,24 +51,24 @@ def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> s
         host: Which one.
         options: What is to run there.
     """
-    joins = options.listen is not None
+    joins = options.join.listen is not None
     other_python = "join by the same Python" if joins else "give python=PATH or --remote-python"
     why = why_unlike(
         facts["syncvar"], facts["protocol"], facts["byte_order"], facts["python"], other_python
     )
-    cwd = host.cwd or options.cwd
+    cwd = host.cwd or options.program.cwd
     if why:
         return why
     if not facts["numpy"]:
-        python = "python" if joins else host.python or options.remote_python or sys.executable
+        python = "python" if joins else host.python or options.hosts.remote_python or sys.executable
         return f"NumPy is not installed there; {python} -m pip install numpy"
     if 0 <= facts["tasks_left"] < needed_tasks(1):
         return (
             f"its control group allows {facts['tasks_left']} more processes and threads (pids.max), and one rank needs {needed_tasks(1)}; "
             f"ask for a higher limit there, or leave the host out"
         )
-    if not facts["has_folder"] and (host.cwd or not options.stage):
+    if not facts["has_folder"] and (host.cwd or not options.hosts.stage):
         return f"there is no folder {cwd} there; give --cwd{' to its --join' if joins else ', or cwd= in the host file'}"
-    if not facts["has_target"] and not options.stage:
-        return f"there is no script {options.target} in {cwd} there; --stage copies it, or use a shared folder"
+    if not facts["has_target"] and not options.hosts.stage:
+        return f"there is no script {options.program.target} in {cwd} there; --stage copies it, or use a shared folder"
     return ""

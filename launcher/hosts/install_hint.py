@@ -9,8 +9,6 @@ from urllib.parse import unquote, urlsplit
 
 import syncvar
 
-__all__ = ["describe_installation"]
-
 
 def describe_installation(python: str, host: str) -> str:
     """Return in words how to install the syncvar of this host on another one.

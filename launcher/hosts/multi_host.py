@@ -14,20 +14,18 @@ from syncvar.core.rank_text import rank_list
 from syncvar_launcher.hosts.placement import HostCapacity, placed
 from syncvar_launcher.hosts.provision import JobHosts
 from syncvar_launcher.hosts.staging import collected
-from syncvar_launcher.io import output
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.job.resource_limits import LimitTooLow
 from syncvar_launcher.local.start_method import ON_HOSTS
-from syncvar_launcher.options.option_table import check_debugged
+from syncvar_launcher.options.launch_options import check_debugged
+from syncvar_launcher.options.option_values import shown_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["dry_run", "launch"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 _FILES, _FILES_OF_A_HOST = 32, 4
 
@@ -38,12 +36,8 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     Args:
         chosen: The options, with at least one host.
         arguments: The command line as it was given.
-
-    Raises:
-        HostUnreachable: Some hosts cannot be used.
-        ConfigError: The workers have no place there.
     """
-    for sentence in chosen.notices:
+    for sentence in chosen.hosts.notices:
         _say(sentence)
     _check_files(chosen)
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
@@ -51,10 +45,13 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     with contextlib.closing(JobHosts(chosen, _say)) as fleet:
         fleet.open(_import_the_rest)
         workers = sum(one.workers for one in fleet.sites)
-        output.shown_ranks(chosen.output, workers)
-        check_debugged(chosen.debug, workers)
+        shown_ranks(chosen.output.selection, workers)
+        check_debugged(chosen.ranks.debug, workers)
         fleet.exit_code = Job(
-            chosen._replace(workers=workers, fake_hosts=1), arguments, os.environ, fleet
+            chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1)),
+            arguments,
+            os.environ,
+            fleet,
         ).run()
         return fleet.exit_code
 
@@ -65,11 +62,11 @@ def _import_the_rest() -> None:
 
 
 def _check_files(chosen: LaunchOptions) -> None:
-    hosts = len(chosen.hosts) or chosen.host_count or chosen.workers
+    hosts = len(chosen.hosts.entries) or chosen.join.host_count or chosen.ranks.workers
     needed = (
         _FILES
-        + hosts * _FILES_OF_A_HOST * (1 + (chosen.listen is not None))
-        + 2 * (chosen.workers or hosts) * (chosen.log_dir is not None)
+        + hosts * _FILES_OF_A_HOST * (1 + (chosen.join.listen is not None))
+        + 2 * (chosen.ranks.workers or hosts) * (chosen.output.log_dir is not None)
     )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -85,11 +82,11 @@ def _say(sentence: str) -> None:
 
 def dry_run(chosen: LaunchOptions) -> str:
     """Return what a launch on these hosts would do, as text; nobody is asked and nothing is started."""
-    if chosen.listen is not None:
+    if chosen.join.listen is not None:
         return _dry_run_joined(chosen)
     rows = [("host", "slots", "named in", "reached by")]
     with contextlib.closing(JobHosts(chosen, _say)) as fleet:
-        for host in chosen.hosts:
+        for host in chosen.hosts.entries:
             slots = "as many as cores" if host.slots is None else str(host.slots)
             slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
             rows.append((host.name, slots, host.origin, shlex.join(fleet.command(host))))
@@ -98,11 +95,11 @@ def dry_run(chosen: LaunchOptions) -> str:
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    if chosen.stage:
+    if chosen.hosts.stage:
         lines += ["", f"--stage copies to each host {collected(chosen).describe()}"]
-    known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts]
-    if all(one.slots is not None for one in chosen.hosts):
-        sizes = placed(known, chosen.workers or None, chosen.map_by)
+    known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts.entries]
+    if all(one.slots is not None for one in chosen.hosts.entries):
+        sizes = placed(known, chosen.ranks.workers or None, chosen.hosts.map_by)
         lines += [
             "",
             *(
@@ -113,16 +110,18 @@ def dry_run(chosen: LaunchOptions) -> str:
     else:
         lines += [
             "",
-            f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores",
+            f"workers: {chosen.ranks.workers or 'one for each core'}, placed by {chosen.hosts.map_by} when the hosts have told their cores",
         ]
-    if chosen.servers:
+    if chosen.ranks.servers:
         copies = (
-            f", {chosen.server_replicas} cop{'ies' if chosen.server_replicas > 1 else 'y'} of each on others"
-            if chosen.server_replicas
+            f", {chosen.ranks.server_replicas} cop{'ies' if chosen.ranks.server_replicas > 1 else 'y'} of each on others"
+            if chosen.ranks.server_replicas
             else ""
         )
-        lines += [f"servers: {chosen.servers}, in turns on the hosts that have workers{copies}"]
-    job = chosen.scheduled
+        lines += [
+            f"servers: {chosen.ranks.servers}, in turns on the hosts that have workers{copies}"
+        ]
+    job = chosen.hosts.scheduled
     if job is not None:
         others = f"all hosts but {job.here}" if job.here else "all hosts"
         lines += [
@@ -132,14 +131,20 @@ def dry_run(chosen: LaunchOptions) -> str:
         "by which all reach each other" if job is not None else "of the network by which ssh goes"
     )
     lines += [
-        f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else network}"
+        f"addresses: asked for when the job starts, {'by --iface ' + chosen.hosts.iface if chosen.hosts.iface else network}"
     ]
-    lines += [f"workers are {ON_HOSTS[chosen.start_method]}"]
+    lines += [f"workers are {ON_HOSTS[chosen.ranks.start_method]}"]
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
     lines += [chosen.runtime.opened] if chosen.runtime.opened else []
     return "".join(
         f"{escape(line)}\n"
-        for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen)))
+        for line in (
+            *chosen.hosts.notices,
+            *lines,
+            "",
+            "settings:",
+            *columns(settings_rows(chosen)),
+        )
     )
 
 
@@ -150,20 +155,24 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
         listen_address,
     )  # brings sockets for hosts that join
 
-    address, port = listen_address(chosen.listen or "")
+    address, port = listen_address(chosen.join.listen or "")
     whom = (
-        f"{chosen.host_count} hosts"
-        if chosen.host_count is not None
-        else f"as many hosts as have {chosen.workers} slots together"
+        f"{chosen.join.host_count} hosts"
+        if chosen.join.host_count is not None
+        else f"as many hosts as have {chosen.ranks.workers} slots together"
     )
-    is_there = chosen.key_file.exists()
+    is_there = chosen.join.key_file.exists()
     lines = [
         f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to {chosen.runtime.rendezvous_timeout_s:g} s; each runs:",
         f"  {join_command(address, port or 'PORT', chosen)}",
-        f"key: {'read from' if is_there else 'to be made in'} {chosen.key_file}",
-        *([f"--stage copies to each host {collected(chosen).describe()}"] if chosen.stage else []),
-        f"workers: {chosen.workers or 'one for each slot that is offered'}, placed by {chosen.map_by} when all have joined",
-        f"workers are {ON_HOSTS[chosen.start_method]}",
+        f"key: {'read from' if is_there else 'to be made in'} {chosen.join.key_file}",
+        *(
+            [f"--stage copies to each host {collected(chosen).describe()}"]
+            if chosen.hosts.stage
+            else []
+        ),
+        f"workers: {chosen.ranks.workers or 'one for each slot that is offered'}, placed by {chosen.hosts.map_by} when all have joined",
+        f"workers are {ON_HOSTS[chosen.ranks.start_method]}",
     ]
     return "".join(
         f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen)))

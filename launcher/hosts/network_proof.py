@@ -18,8 +18,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Interface", "Listeners", "allowed", "interfaces", "reachable"]
-
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
 _IS_UP = 1
 _PROOF_NBYTES = 32
@@ -70,9 +68,6 @@ def allowed(found: Sequence[Interface], spec: str | None, reached_at: str | None
         spec: `--iface`: names, `^name` and networks ("10.0.0.0/8"), with commas. A host with one that is named uses
             only such; those with ^ are never used. None for all but the bridges of containers.
         reached_at: The address at which ssh reached the host, which comes first.
-
-    Raises:
-        ConfigError: `spec` cannot be understood.
 
     Example:
         >>> two = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7"), Interface("lo", "127.0.0.1")]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 
-__all__ = ["PipeOutbox"]
-
 
 class PipeOutbox:
     """The unwritten end of what goes through a pipe. It never blocks: its owner polls the descriptor.

@@ -9,10 +9,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MAP_BY", "HostCapacity", "placed"]
-
-MAP_BY = ("slot", "host")
-
 
 class HostCapacity(NamedTuple):
     """What a host has place for.
@@ -39,9 +35,6 @@ def placed(
         rooms: The hosts in their order.
         workers: How many in all; None for all slots.
         map_by: "slot": fill a host before the next one gets any. "host": give one to each in turns.
-
-    Raises:
-        ConfigError: There is no place for so many.
 
     Example:
         >>> two = [HostCapacity("a", 4), HostCapacity("b", 4)]

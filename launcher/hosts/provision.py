@@ -32,13 +32,15 @@ from syncvar_launcher.options.worker_environment import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
+    from syncvar_launcher.hosts.remote_workers import RemoteWorkers
+    from syncvar_launcher.job.job import Job
     from syncvar_launcher.join.join_rendezvous import JoinGroup
+    from syncvar_launcher.local.local_workers import LocalWorkers
     from syncvar_launcher.options.hostfile import Host
-    from syncvar_launcher.options.option_table import LaunchOptions
+    from syncvar_launcher.options.launch_options import LaunchOptions
     from syncvar_launcher.schedulers.start_on_hosts import Calling
-
-__all__ = ["HostSlot", "JobHosts", "is_here"]
 
 _LOGINS_AT_ONCE = 16
 _LOGIN_S = 30.0
@@ -95,7 +97,7 @@ class JobHosts:
 
     def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
         self.began = time.monotonic()
-        self._until = self.began + options.timeout_s
+        self._until = self.began + options.limits.timeout_s
         self._options = options
         self._say = say
         self.secret = os.urandom(KEY_BYTES)
@@ -113,16 +115,11 @@ class JobHosts:
 
         Args:
             meanwhile: Called once, while the first logins are under way.
-
-        Raises:
-            HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
-            TimePassed: The time limit of the job passed before all hosts had answered.
-            ConfigError: There is no place for so many workers.
         """
-        if self._options.stage:
+        if self._options.hosts.stage:
             self._collection = collected(self._options)
             self._say(f"--stage copies to each host {self._collection.describe()}")
-        if self._options.listen is not None:
+        if self._options.join.listen is not None:
             from syncvar_launcher.join.join_rendezvous import (
                 JoinGroup,  # sockets for hosts that join, which the others do not need
             )
@@ -131,8 +128,11 @@ class JobHosts:
             meanwhile()
             self._remotes = self._party.gather()
             self.began = time.monotonic()  # who waits for others to join has not begun
-            self._until = self.began + self._options.timeout_s
-        elif self._options.scheduled is not None and self._options.scheduled.starter.joins:
+            self._until = self.began + self._options.limits.timeout_s
+        elif (
+            self._options.hosts.scheduled is not None
+            and self._options.hosts.scheduled.starter.joins
+        ):
             from syncvar_launcher.schedulers.start_on_hosts import Calling  # likewise
 
             self._calling = Calling(self._options, self._say, self._ask)
@@ -149,8 +149,8 @@ class JobHosts:
             )
             for one in self._remotes
         ]
-        workers = self._options.workers or None
-        sizes = placed(rooms, workers, self._options.map_by)
+        workers = self._options.ranks.workers or None
+        sizes = placed(rooms, workers, self._options.hosts.map_by)
         used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
         for one, size in zip(self._remotes, sizes, strict=True):
             if not size:
@@ -163,12 +163,25 @@ class JobHosts:
             for (one, size), address in zip(used, addresses, strict=True)
         ]
 
-    def free_port(self) -> int:
-        """Return a port that nobody uses now at the first host's address, by which all others reach it.
+    def workers_of(
+        self,
+        job: Job,
+        here: LocalWorkers,
+        folder: Path,
+        rendezvous: str,
+        *,
+        generation: int,
+        restarts: int,
+    ) -> RemoteWorkers:
+        """Return the workers of one attempt, not started yet."""
+        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not for a login
 
-        Raises:
-            HostUnreachable: Its agent does not answer.
-        """
+        return RemoteWorkers(
+            self, job, here, folder, rendezvous, generation=generation, restarts=restarts
+        )
+
+    def free_port(self) -> int:
+        """Return a port that nobody uses now at the first host's address, by which all others reach it."""
         first, found = self.sites[0], list[int]()
         first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
         self._await(
@@ -198,19 +211,29 @@ class JobHosts:
 
     def command(self, host: Host) -> list[str]:
         """Return what leads to the agent of a host."""
-        joins = self._options.scheduled is not None and self._options.scheduled.starter.joins
+        joins = (
+            self._options.hosts.scheduled is not None
+            and self._options.hosts.scheduled.starter.joins
+        )
         if self._is_without_ssh(host) and not joins:
-            python = host.python or self._options.remote_python
+            python = host.python or self._options.hosts.remote_python
             return command_of(AGENT) if python is None else agent_words(python)
         options = self._options
-        if options.scheduled is not None and options.scheduled.starter.joins:
+        if options.hosts.scheduled is not None and options.hosts.scheduled.starter.joins:
             from syncvar_launcher.schedulers.start_on_hosts import join_words  # likewise
 
             return join_words(options, host, "ADDRESS:PORT", "KEYFILE")
-        if options.scheduled is not None:
-            return options.scheduled.agent_command(host, options.remote_python or sys.executable)
+        if options.hosts.scheduled is not None:
+            from syncvar_launcher.schedulers.allocation import agent_command  # likewise
+
+            return agent_command(
+                options.hosts.scheduled, host, options.hosts.remote_python or sys.executable
+            )
         return ssh_command(
-            options.ssh, host, options.ssh_port, options.remote_python or sys.executable
+            options.hosts.ssh,
+            host,
+            options.hosts.ssh_port,
+            options.hosts.remote_python or sys.executable,
         )
 
     def renew(self, left_s: float) -> None:
@@ -218,10 +241,6 @@ class JobHosts:
 
         Args:
             left_s: Of the time limit of the job, in seconds; infinite where there is none.
-
-        Raises:
-            HostUnreachable: It does not answer, or is another machine now.
-            TimePassed: The time limit of the job passed before it had answered.
         """
         self._until = time.monotonic() + left_s
         for one in self.sites:
@@ -255,7 +274,7 @@ class JobHosts:
     # -- one after another -------------------------------------------------------------------------
 
     def _log_in(self, meanwhile: Callable[[], object]) -> None:
-        waiting = deque(self._options.hosts)
+        waiting = deque(self._options.hosts.entries)
         under_way: list[RemoteHost] = []
         while waiting or under_way:
             while waiting and len(under_way) < _LOGINS_AT_ONCE:
@@ -282,15 +301,15 @@ class JobHosts:
         self._refuse_silent(one for one in self._remotes if not one.facts)
 
     def _is_without_ssh(self, host: Host) -> bool:
-        job = self._options.scheduled
-        return not self._options.ssh_always and (
+        job = self._options.hosts.scheduled
+        return not self._options.hosts.ssh_always and (
             is_here(host, self._own_interfaces) if job is None else host.name == job.here
         )
 
     def _is_near(self, one: RemoteHost) -> bool:
         """Return whether an agent, and so what it listens at, is on this machine."""
         if (
-            self._options.scheduled is not None and self._party is None
+            self._options.hosts.scheduled is not None and self._party is None
         ):  # it does not say from where it was started
             return self._is_without_ssh(one.host)
         return one.facts["launcher_at"] in ("", "127.0.0.1", "::1")
@@ -299,9 +318,9 @@ class JobHosts:
         """Return the environment of what leads to a host; None for our own."""
         if self._is_without_ssh(host):
             return inherited(os.environ, is_clear=True)
-        if self._options.scheduled is None:
+        if self._options.hosts.scheduled is None:
             return None
-        unset = self._options.scheduled.starter.unset
+        unset = self._options.hosts.scheduled.starter.unset
         return {
             name: value
             for name, value in inherited(os.environ, is_clear=False).items()
@@ -314,12 +333,12 @@ class JobHosts:
             one = RemoteHost(host, started(self.command(host), without_call(environ)))
         except OSError as error:
             if error.errno in OF_LIMITS:
-                count = len(self._options.hosts)
+                count = len(self._options.hosts.entries)
                 raise LimitTooLow(
                     f"a limit of the system is too low to log in to {count} hosts: {error.strerror}"
                 ) from error
-            job = self._options.scheduled
-            program = self._options.ssh[0] if job is None else job.starter.program
+            job = self._options.hosts.scheduled
+            program = self._options.hosts.ssh[0] if job is None else job.starter.program
             raise HostUnreachable(
                 f"{program} cannot be started: {error.strerror}; give --ssh"
             ) from error
@@ -330,9 +349,9 @@ class JobHosts:
         options, runtime = self._options, self._options.runtime
         one.send(
             "ask",
-            kind_of_target=options.kind,
-            target=options.target,
-            cwd=one.host.cwd or str(options.cwd),
+            kind_of_target=options.program.kind,
+            target=options.program.target,
+            cwd=one.host.cwd or str(options.program.cwd),
             beat_s=runtime.heartbeat_interval_s,
             silence_s=runtime.host_silence_s,
             abort_grace_s=runtime.abort_grace_s,
@@ -353,12 +372,12 @@ class JobHosts:
             self._refuse(reasons)
 
     def _why_silent(self, one: RemoteHost) -> str:
-        python = self._options.remote_python or sys.executable
+        python = self._options.hosts.remote_python or sys.executable
         if self._party is not None:
             return one.words() or one.why_gone or "it does not answer in time"
         if one.why_gone.startswith(NOT_UNDERSTOOD):
             return f"{one.why_gone}; install the same syncvar on all"
-        job = self._options.scheduled
+        job = self._options.hosts.scheduled
         program = (
             "ssh"
             if job is None
@@ -388,7 +407,9 @@ class JobHosts:
             ]
         )
         if time.monotonic() >= self._until:
-            raise TimePassed(f"the time limit of {self._options.timeout_s:g} s passed; {lines}")
+            raise TimePassed(
+                f"the time limit of {self._options.limits.timeout_s:g} s passed; {lines}"
+            )
         raise HostUnreachable(lines)
 
     def _check(self, remotes: Iterable[RemoteHost]) -> None:
@@ -512,7 +533,7 @@ class JobHosts:
             one.host.name if any(each.address == one.host.name for each in found) else ""
         )  # without ssh
         reached_at = _for_links(one.facts["reached_at"]) or named or ("127.0.0.1" if near else None)
-        return allowed(found, self._options.iface, reached_at)[:_ADDRESSES_MAX]
+        return allowed(found, self._options.hosts.iface, reached_at)[:_ADDRESSES_MAX]
 
     def _own_candidates(self) -> list[str]:
         seen = list(
@@ -525,8 +546,8 @@ class JobHosts:
         first = "127.0.0.1" if all_here else None
         if seen and any(one.address == seen[0] for one in found):
             first = seen[0]
-        more = seen if self._options.iface is None else []
-        return list(dict.fromkeys([*allowed(found, self._options.iface, first), *more]))[
+        more = seen if self._options.hosts.iface is None else []
+        return list(dict.fromkeys([*allowed(found, self._options.hosts.iface, first), *more]))[
             : 2 * _ADDRESSES_MAX
         ]
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import LocalWorkers
 
-__all__ = ["RemoteWorkers"]
-
 _CLOSE_S = 10.0
 _GRANT = 1 << 18  # bytes that have been used before more are asked for
 _MOMENT_S = 0.3
@@ -97,6 +95,7 @@ class RemoteWorkers:
         here: LocalWorkers,
         folder: Path,
         rendezvous: str,
+        *,
         generation: int,
         restarts: int,
     ) -> None:
@@ -126,18 +125,22 @@ class RemoteWorkers:
         self._stood: dict[int, list[Thread]] = {}
         self._said: list[str] = []
         self._lost_results: set[str] = set()
-        self._reader = job.options.debug or 0  # the rank that gets the standard input
-        self._input = Input(0, 1, is_debugged=job.options.debug is not None)
+        self._reader = job.options.ranks.debug or 0  # the rank that gets the standard input
+        self._input = Input(0, 1, is_debugged=job.options.ranks.debug is not None)
         self._is_closing = False
 
-    def begin(self) -> None:
-        """Start all ranks."""
+    def start(self) -> Iterator[Event]:
+        """Start all workers and servers; an agent reports each later."""
+        self._start()
+        return iter(())
+
+    def _start(self) -> None:
         chosen, config = self._job.options, self._job.config
         forget_results(self._job.environ)
         # For all hosts before the first one is told: what does not fit is refused before anything is started.
         bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
         torch = {}
-        if chosen.torch_env:
+        if chosen.ranks.torch_env:
             torch = {
                 "MASTER_ADDR": self._fleet.sites[0].address,
                 "MASTER_PORT": str(self._fleet.free_port()),
@@ -169,14 +172,14 @@ class RemoteWorkers:
                 "core_count": site.facts["core_count"],
                 "shm_unavailable_reason": self._shm_unavailable_reason[index],
                 "hands_over": config.transport != "zmq",
-                "is_clear": chosen.env_clear,
-                "has_totals": bool(chosen.stats),
-                "start_method": chosen.start_method,
+                "is_clear": chosen.program.env_clear,
+                "has_totals": bool(chosen.output.stats),
+                "start_method": chosen.ranks.start_method,
                 "cwd": cwd,
-                "kind_of_target": chosen.kind,
+                "kind_of_target": chosen.program.kind,
                 "target": target,
-                "args": list(chosen.args),
-                "environ": {**carried(self._job.environ), **chosen.env},
+                "args": list(chosen.program.args),
+                "environ": {**carried(self._job.environ), **chosen.program.env},
                 "servers": len(servers),
             }
             self.workers |= dict.fromkeys((*servers, *ranks), site)
@@ -187,13 +190,14 @@ class RemoteWorkers:
             site.remote.send("begin", start=start)
         self._input.take()
 
-    def start_again(self, rank: int, incarnation: int) -> None:
+    def start_again(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start a rank again, alone; it gets no input."""
         site = self.workers[rank]
         host = self._job.host_of(rank)
         cores = self._job.binding_of(host).cores[self._job.hosts.local_rank(rank)]
         self._running.add(rank)
         site.remote.send("begin_again", one=self._told(rank, {}, cores, incarnation=incarnation))
+        return iter(())
 
     def _told(
         self,
@@ -304,12 +308,11 @@ class RemoteWorkers:
         for site, own in self._by_site(ranks):
             site.remote.send("kill", ranks=own)
 
-    def stop(self) -> set[int]:
+    def stop(self) -> None:
         """Stop the sessions of all workers."""
         self._input.let_go()
         for site in self._fleet.sites:
             site.remote.send("stop")
-        return set()
 
     def resume(self) -> None:
         """Let those go on that `stop` has stopped."""
@@ -338,9 +341,6 @@ class RemoteWorkers:
 
     def await_noted(self, limit_s: float) -> None:
         """Do nothing: an agent answers before it hands on the next signal."""
-
-    def read_noted(self) -> None:
-        """Do nothing: the answers have come by themselves."""
 
     def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
         """Ask a rank where it stands; its answer comes a little later."""
@@ -379,7 +379,7 @@ class RemoteWorkers:
             (said,), _ = polled([site.remote], left_s)
             for message in said:
                 self._late += self._understood(message, site)
-        return where(threads[0].frames, str(self._job.options.cwd)) if threads else ""
+        return where(threads[0].frames, str(self._job.options.program.cwd)) if threads else ""
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process on its host; -1 where it is not known."""

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.hostfile import Host
 
-__all__ = [
-    "AGENT",
-    "SSH_OPTIONS",
-    "agent_words",
-    "remote_command",
-    "ssh_command",
-    "why_failed",
-    "words_for",
-]
-
 AGENT = "syncvar_launcher.hosts.agent_main"
 """The module that serves a host."""
 

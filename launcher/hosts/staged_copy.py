@@ -17,8 +17,6 @@ from syncvar_launcher.local.local_workers import LocalWorkers
 if TYPE_CHECKING:
     from syncvar_launcher.hosts.agent_protocol import Message
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """What the launcher has sent."""
@@ -32,11 +30,7 @@ class HostCopy:
         self._why_not = ""
 
     def take(self, message: Message) -> Message | None:
-        """Do what a message says; return the answer where it is the last one.
-
-        Raises:
-            WireError: Something would lie outside the copy, or lead out of it.
-        """
+        """Do what a message says; return the answer where it is the last one."""
         try:
             if not self._why_not:
                 self._make()

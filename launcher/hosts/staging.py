@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from syncvar_launcher.hosts.agent_connection import RemoteHost
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["FILES_MAX", "NBYTES_MAX", "Collection", "collected", "place_there", "stage"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 NBYTES_MAX = 100 << 20
 FILES_MAX = 10_000
@@ -75,11 +73,7 @@ class Collection(NamedTuple):
         return words
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what an agent is told, to make the copy.
-
-        Raises:
-            ConfigError: A file cannot be read any more.
-        """
+        """Yield what an agent is told, to make the copy."""
         for path, kind, mode, leads_to in self.entries:
             yield {"kind": "stage", "path": path, "what": kind, "mode": mode, "leads_to": leads_to}
             if kind == "file":
@@ -99,12 +93,14 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _source_of(options: LaunchOptions) -> Path:
-    if options.kind == "module":
-        return options.cwd
-    path = options.cwd / options.target
-    if not path.is_file() or (options.kind == "command" and "/" not in options.target):
+    if options.program.kind == "module":
+        return options.program.cwd
+    path = options.program.cwd / options.program.target
+    if not path.is_file() or (
+        options.program.kind == "command" and "/" not in options.program.target
+    ):
         raise ConfigError(
-            f"--stage copies the folder of a script, and there is no file {options.target} in {options.cwd}"
+            f"--stage copies the folder of a script, and there is no file {options.program.target} in {options.program.cwd}"
         )
     return path.parent
 
@@ -114,13 +110,10 @@ def collected(options: LaunchOptions) -> Collection:
 
     Args:
         options: What is to run; its key file is never copied.
-
-    Raises:
-        ConfigError: It is more than the limit, something cannot be read, or there is no such script.
     """
     folder = _source_of(options)
     root = Path(os.path.realpath(folder))
-    key = os.path.realpath(options.key_file)
+    key = os.path.realpath(options.join.key_file)
     folders, files, links, left_out = [], [], [], []
     nbytes = 0
     waiting = [PurePosixPath()]
@@ -172,9 +165,6 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
     Args:
         remotes: The hosts; each that has the copy knows then where it is.
         collection: What is copied.
-
-    Raises:
-        ConfigError: A file cannot be read any more.
     """
     why: dict[str, str] = {}
     sources = {one.host.name: collection.messages() for one in remotes}
@@ -213,7 +203,10 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
 def place_there(remote: RemoteHost, options: LaunchOptions) -> tuple[str, str]:
     """Return the folder in which workers start on a host, and what they run there."""
     if not remote.staged:
-        return remote.host.cwd or str(options.cwd), options.target
-    if options.kind == "module":
-        return remote.staged, options.target
-    return remote.host.cwd or remote.staged, f"{remote.staged}/{os.path.basename(options.target)}"
+        return remote.host.cwd or str(options.program.cwd), options.program.target
+    if options.program.kind == "module":
+        return remote.staged, options.program.target
+    return (
+        remote.host.cwd or remote.staged,
+        f"{remote.staged}/{os.path.basename(options.program.target)}",
+    )

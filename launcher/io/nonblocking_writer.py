@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.io.output import OutputForwarder
     from syncvar_launcher.io.signal_watch import SignalWatch
 
-__all__ = ["QUEUE_NBYTES", "NonblockingWriter", "Outlets", "await_readers", "patience_s", "wait"]
-
 QUEUE_NBYTES = 1 << 20
 _PIECE_NBYTES = 1 << 16
 
@@ -93,11 +91,7 @@ class NonblockingWriter:
         return self._own if self._socket is None else self._socket.fileno()
 
     def write(self, data: bytes, /) -> int:
-        """Take all of `data`; what the reader does not take now waits.
-
-        Raises:
-            OSError: Nobody can read it any more; nothing waits then.
-        """
+        """Take all of `data`; what the reader does not take now waits."""
         if self._is_given_up:
             self.dropped += len(data)
         else:

@@ -19,28 +19,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from syncvar.core.output_files import LostFile, check_folder, why_unwritten
 from syncvar.core.private_files import REQUESTED
 from syncvar.core.process_ids import SERVER_0, is_server, process_name, short_name
-from syncvar.core.rank_text import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
     from pathlib import Path
 
-__all__ = [
-    "IDLE_S",
-    "LINE_NBYTES",
-    "MODES",
-    "PROGRESS_S",
-    "TAIL_LINES",
-    "OutputForwarder",
-    "Sink",
-    "Stream",
-    "escape",
-    "shown_ranks",
-]
-
 Stream = Literal["out", "err"]
 
-MODES = ("all", "first", "failed", "none")
 LINE_NBYTES = 16 << 10
 TAIL_LINES = 40
 IDLE_S = 0.2
@@ -132,27 +117,6 @@ class _Source:
         self.shown = b""
         self.changed = 0.0
         self.closed = False
-
-
-def shown_ranks(which: str, workers: int) -> frozenset[int] | None:
-    """Return the ranks whose lines are shown while a job runs, or None for all.
-
-    Args:
-        which: "all"; "first" (rank 0); "failed" and "none" (nobody's); or ranks such as "0,3-5".
-        workers: How many ranks there are.
-
-    Raises:
-        ConfigError: It is none of these, or there is no such rank.
-
-    Example:
-        >>> sorted(shown_ranks("0,3-5", 8))
-        [0, 3, 4, 5]
-    """
-    if which == "all":
-        return None
-    if which == "first":
-        return frozenset({0})
-    return frozenset() if which in MODES else ranks_of(which, workers)
 
 
 def escape(text: str) -> str:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Input", "open_terminal", "resize"]
-
 _CHUNK = 1 << 16
 _UNFED_MAX = 1 << 20
 _NO_SIZE = (0, 0)

@@ -1,18 +1,16 @@
-"""One start of all ranks of a job: from the first process to the last one's end, and what is said of it.
+"""The loop of one attempt: it starts all ranks of a job, and runs until the last one has ended.
 
-With `--max-restarts` a job may need several. Each has its own private directory, and in it its own rendezvous and segments;
-what a rank of an earlier start still sends or asks finds nobody, or is refused for its generation.
+With `--max-restarts` a job may need several attempts. Each has its own private directory with its
+own rendezvous and shared memory. A message of a rank of an earlier attempt reaches nothing, or the
+rendezvous server rejects it because of its generation.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
-import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -23,34 +21,24 @@ from syncvar.core import exit_codes
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
-from syncvar.core.restart_policy import Ending
-from syncvar.core.stack_dump import doing
 from syncvar.core.status_pipe import BEGUN
-from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar.protocol.failure_detector import Health
-from syncvar.protocol.object_codec import pack_object
-from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
-from syncvar_launcher.io.output import escape
+from syncvar_launcher.job.attempt_report import AttemptReport
+from syncvar_launcher.job.direct_workers import DirectWorkers
 from syncvar_launcher.job.failure_report import (
-    FailureReport,
     SecondaryFailure,
-    WorkerTraceback,
     ending_sentence,
-    failure_block,
-    failure_sentence,
-    interrupted_block,
     mask_arguments,
     spared_block,
 )
-from syncvar_launcher.job.resource_limits import cannot_start
+from syncvar_launcher.job.rank_states import RankStates
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.job.start_progress import StartProgress
 from syncvar_launcher.job.status_socket import StatusSocket
 from syncvar_launcher.job.supervisor import (
     Action,
     DropServer,
-    FailureCause,
     JobOutcome,
     NotifyPeerLost,
     RestartServer,
@@ -68,54 +56,47 @@ from syncvar_launcher.local.local_workers import (
     WorkerStatus,
     WorkerUnreachable,
 )
-from syncvar_launcher.local.secret_fd import KEY_FD, KEY_FILE, secret_descriptor, write_secret
-from syncvar_launcher.local.shm_service import Sharing, sharing_of
-from syncvar_launcher.local.stack_requests import StackCollector
 from syncvar_launcher.local.start_method import StartMethod
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Sequence
 
     from syncvar.bootstrap.job_directory import JobDirectory
-    from syncvar_launcher.hosts.provision import JobHosts
     from syncvar_launcher.io.output import OutputForwarder, Stream
     from syncvar_launcher.io.signal_watch import SignalWatch
     from syncvar_launcher.job.event_log import EventLog
     from syncvar_launcher.job.job import Job
+    from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.local.fork_client import ForkServer
 
-__all__ = ["Attempt", "drop_passing"]
-
-_BUSY_SHARE = 0.2  # of a core
-_IN_ORDER = (0, exit_codes.PREEMPTED)  # the statuses of ranks that have left
-_WORD_S = 5.0  # for what a rank has said to arrive behind the news that it has ended
+_CLEAN_STATUSES = (0, exit_codes.PREEMPTED)
+_LAST_MESSAGE_S = 5.0  # a rank's last messages may arrive this long after the news of its end
 _PAUSE_S = 0.01
-_ABSENT_SHOWN = 4  # of the ranks that have not joined, each with what it does
-_STACKS_S = 0.25  # for ranks to say where they stand, before they are told to end; those that run Python take microseconds
+_STACKS_S = 0.25  # for ranks to show their stacks before SIGTERM; most need microseconds
 
 
-class _Interrupted(Exception):  # noqa: N818  (nothing has gone wrong)
-    """A signal asks for the end, while the launcher starts ranks."""
+class _Interrupted(Exception):  # noqa: N818  (no error)
+    """A signal asks the launcher to end while it starts ranks."""
 
 
 class Attempt:
-    """The loop of one start.
+    """One start of all ranks.
 
     Args:
-        job: What is started.
-        forwarder: Where the output of the ranks goes.
-        events: Where what happens is noted.
-        outlets: What the forwarder writes to.
-        directory: A private directory, fresh.
-        watch: What asks to end.
+        job: The job.
+        forwarder: Shows the output of the ranks.
+        events: The log of events.
+        outlets: The standard streams of the launcher.
+        directory: The private directory of this attempt.
+        watch: The signals that the launcher has received.
         number: The first generation of the membership that ranks may join.
-        restarts: How often the job has been started again before.
-        server: What workers are forked from; None where each is a fresh process.
-        began: When the job began, in seconds of the clock of `watch`; its time limit counts from then.
-        had_met: All ranks have met in an earlier start.
+        restarts: The number of restarts so far.
+        began: When the job began, in seconds of the clock of `watch`; the time limit counts from it.
+        server: The process from which workers are forked; None for fresh processes.
+        had_met: Whether all ranks have met in an earlier attempt.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the parts of the launcher meet here)
         self,
         job: Job,
         forwarder: OutputForwarder,
@@ -123,11 +104,11 @@ class Attempt:
         outlets: Outlets,
         directory: JobDirectory,
         watch: SignalWatch,
+        *,
         number: int,
         restarts: int,
         began: float,
         server: ForkServer | None = None,
-        *,
         had_met: bool = False,
     ) -> None:
         chosen = job.options
@@ -137,112 +118,85 @@ class Attempt:
         self.forwarder = forwarder
         self.events = events
         self.outlets = outlets
-        self.directory = directory
         self.watch = watch
         self.number = number
         self.restarts = restarts
         self.began, self.job_began = watch.now(), began
         self.has_met = had_met
-        self.met: int | None = None  # which generation has met last
-        self.positions: dict[int, str] = {}
-        self.has_said = False
+        self.met: int | None = None  # the generation that has met last
         self.server = server
-        self.host_directories = [directory.path]
-        if job.fleet is None:
-            self._prepare_here(job, directory, server)
-        else:
-            self._prepare_there(job, job.fleet, directory)
+        self._open(directory)
         self.supervisor = Supervisor(
-            chosen.workers,
+            chosen.ranks.workers,
             job.config,
-            chosen.kind == "command",
+            chosen.program.kind == "command",
             began,
-            chosen.timeout_s,
+            chosen.limits.timeout_s,
             job.mirrors(),
-            chosen.max_restarts - restarts,
+            chosen.limits.max_restarts - restarts,
+        )
+        self.report = AttemptReport(
+            job,
+            self.supervisor,
+            self.workers,
+            self.store,
+            forwarder,
+            watch,
+            began=self.began,
+            is_restart=restarts > 0,
         )
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
+        processes = self.report.processes
         self.inquiries = StatusSocket(
-            directory.path, self._about, self.stacks, self._known, self._processes
+            directory.path, self._about, self.workers, self.report.position, processes
         )
-        self.store.seen = self._activity
-        self.store.place = self.stacks.place_now
-        self.store.absent = self._absent
-        # A program that is not started by our own bootstrap does not say that it has begun.
-        telling = self.job.servers if chosen.kind == "command" else self._processes
+        # A program that our bootstrap does not start cannot report that it has begun.
+        reporting = job.servers if chosen.program.kind == "command" else processes
         self.progress = StartProgress(
-            telling, job.config.missing_report_s, job.config.rendezvous_timeout_s, self.began
+            reporting, job.config.missing_report_s, job.config.rendezvous_timeout_s, self.began
         )
-        self.busy: dict[int, tuple[float, float]] = {}
-        self.ends: dict[
-            int, tuple[WorkerExited, float]
-        ] = {}  # not judged yet, each with the time until which more may come
+        self.states = RankStates(self.workers, self.progress.missing)
+        self.store.seen = lambda rank: self.states.activity(rank, watch.now())
+        self.store.place = self.workers.place_now
+        self.store.absent = self.states.absent
+        # Ends that are not judged yet, with the time until which more messages may arrive.
+        self.ends: dict[int, tuple[WorkerExited, float]] = {}
         self.looked = 0.0
-        self._secret = b""  # of the hosts as which this machine poses
 
-    def _prepare_here(self, job: Job, directory: JobDirectory, server: ForkServer | None) -> None:
-        """Make what the ranks of this machine need."""
-        # First of all: who kills this process meanwhile leaves the directory to the guardian.
-        agent = LocalWorkers(directory.path, directory.lock, server)
+    def _open(self, directory: JobDirectory) -> None:
+        """Make the rendezvous and the set of workers, and start no process yet."""
+        job = self.job
+        # First of all: if this process is killed, the cleanup process removes the directory.
+        here = LocalWorkers(directory.path, directory.lock, self.server)
+        args = (self.options.ranks.workers, job.job_id, job.config, self.number)
+        starts = {"generation": self.number, "restarts": self.restarts}
+        if job.fleet is not None:
+            keys = None
+            if job.config.encryption != "off":
+                from syncvar.transports.curve import link_keys
+
+                keys = link_keys(job.fleet.secret, job.job_id)
+            self.store = RendezvousServer(tcp_endpoint(job.fleet.address, "*"), *args, keys)
+            self.workers: Workers = job.fleet.workers_of(
+                job, here, directory.path, self.store.endpoint, **starts
+            )
+            return
         umask = os.umask(0o077)
         try:
-            self.rendezvous = f"ipc://{directory.path}/store"
-            self.store = RendezvousServer(
-                self.rendezvous, self.options.workers, job.job_id, job.config, self.number
-            )
-            if len(job.hosts.sizes) > 1:
-                self.host_directories = [
-                    directory.path / f"h{host}" for host in range(len(job.hosts.sizes))
-                ]
-                for folder in self.host_directories:
-                    folder.mkdir(mode=0o700)
-            sharing = sharing_of(
-                self.options,
-                job.job_id,
-                job.core_count,
-                self.host_directories,
-                generation=self.number,
-            )
+            rendezvous = f"ipc://{directory.path}/store"
+            self.store = RendezvousServer(rendezvous, *args)
+            self.workers = DirectWorkers(job, here, directory.path, rendezvous, **starts)
         finally:
             os.umask(umask)
-        stacks = StackCollector(
-            agent,
-            self._directory_of,
-            str(self.options.cwd),
-            is_command=self.options.kind == "command",
-        )
-        self.agent: LocalWorkers | RemoteWorkers = agent
-        self.sharing: Sharing | RemoteWorkers = sharing
-        self.stacks: StackCollector | RemoteWorkers = stacks
 
-    def _prepare_there(self, job: Job, fleet: JobHosts, directory: JobDirectory) -> None:
-        """Make what the ranks of other hosts need: a place to meet; their agents make the rest."""
-        keys = None
-        if job.config.encryption != "off":
-            from syncvar.transports.curve import link_keys
-
-            keys = link_keys(fleet.secret, job.job_id)
-        self.store = RendezvousServer(
-            tcp_endpoint(fleet.address, "*"),
-            self.options.workers,
-            job.job_id,
-            job.config,
-            self.number,
-            keys,
-        )
-        self.rendezvous = self.store.endpoint
-        self.agent = self.sharing = self.stacks = RemoteWorkers(
-            fleet,
-            job,
-            LocalWorkers(directory.path, directory.lock),
-            directory.path,
-            self.rendezvous,
-            self.number,
-            self.restarts,
-        )
+    @property
+    def next_number(self) -> int:
+        """The first generation that no rank of this attempt can have joined."""
+        coming = self.store.coordinator.next_roll
+        return coming.generation + 1 if coming.members else coming.generation
 
     def run(self) -> JobOutcome:
-        """Start the ranks and stay until all have ended."""
+        """Start the ranks, and return when all have ended."""
         drop_passing(self.forwarder, self.watch, "before the ranks began")
         try:
             if self.server is None:
@@ -251,109 +205,30 @@ class Attempt:
             self._loop()
         finally:
             clock.stop()
-            limit = self.supervisor.now + self.supervisor.timeout_s
-            self.stacks.read_noted()
-            for event in self.agent.close():
+            outlets, limit = self.outlets, self.supervisor.now + self.supervisor.timeout_s
+            for event in self.workers.close():
                 self._handle(event)
-                await_readers(
-                    self.forwarder, self.outlets, self.watch, self.outlets.has_room, limit
-                )
+                await_readers(self.forwarder, outlets, self.watch, outlets.has_room, limit)
             self.inquiries.close()
             self.store.close()
-            self.sharing.close()
         return self.supervisor.outcome()
 
-    def ending(self, outcome: JobOutcome) -> Ending:
-        """Return what the rules of restarting look at."""
-        cause = outcome.cause
-        return Ending(
-            exit_code=outcome.exit_code,
-            why=failure_sentence(self._failure(cause)._replace(elapsed_s=None))
-            if cause is not None
-            else "",
-            error=cause.error if cause is not None else "",
-            was_told=outcome.interrupted != 0 or bool(self.watch.pending),
-            had_met=self.has_met,
-            lasted_s=self.watch.now() - self.began,
-        )
-
-    @property
-    def next_number(self) -> int:
-        """The generation that no rank of this start has joined or could have joined."""
-        coming = self.store.coordinator.next_roll
-        return coming.generation + 1 if coming.members else coming.generation
+    # -- starting ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        chosen = self.options
-        if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
-            bound = f" | {self.job.binding.reason}" if self.job.fleet is None else ""
-            self.forwarder.say(
-                f"syncvar {syncvar.__version__} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n"
-            )
-        if isinstance(self.agent, RemoteWorkers):
-            self.agent.begin()
-            return
-        if chosen.verbose:
+        is_local, is_verbose = self.job.fleet is None, self.options.output.verbose
+        if (sys.stderr.isatty() or is_verbose) and not self.restarts:
+            bound = f" | {self.job.binding.reason}" if is_local else ""
+            transport, _ = self.workers.describe()
+            version = syncvar.__version__
+            self.forwarder.say(f"syncvar {version} | {self.job.summary()} | {transport}{bound}\n")
+        if is_local and is_verbose:
             self.forwarder.say(f"syncvar: workers are {self.job.beginning}\n")
-        if not self.job.beginning.is_forked:
-            self.agent.start_fresh()
-        torch = _torch_environment() if chosen.torch_env else {}
-        if len(self.job.hosts.sizes) > 1:
-            self._secret = os.urandom(KEY_BYTES)
-        for number in (*self.job.servers, *range(chosen.workers)):
-            clock.enter(f"starts {process_name(number)}")
-            self._start_one(number, torch)
+        for event in self.workers.start():
+            self._handle(event)
 
-    def _start_one(self, number: int, torch: Mapping[str, str], incarnation: int = 0) -> None:
-        """Start a worker or a server; one that is started again gets no input."""
-        assert isinstance(self.agent, LocalWorkers)
-        chosen, serves = self.options, is_server(number)
-        argv = (
-            self.job.server_command(number)
-            if serves
-            else self.job.command()
-            if not incarnation
-            else self.job.fresh_command()
-        )
-        has_terminal = chosen.debug == number
-        has_input = (has_terminal if chosen.debug is not None else number == 0) and not incarnation
-        named: dict[str, int] = {}
-        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            own = self.job.own_environment(
-                number,
-                self.rendezvous,
-                self._directory_of(number),
-                torch,
-                self.number,
-                self.restarts,
-                incarnation,
-            )
-            if self._secret and chosen.kind == "command" and not serves:
-                own[KEY_FILE] = write_secret(self._secret, self.directory.path)
-            elif self._secret:
-                named[KEY_FD] = secret_descriptor(self._secret, self.directory.path)
-            self.agent.start(
-                number,
-                argv,
-                self.job.base_environment() | own,
-                chosen.cwd,
-                None if serves else self.job.binding.cores[number],
-                stdin=0 if has_input else null,
-                outputs=(1, 2) if has_terminal else None,
-                pass_fds=self.job.pass_fds(),
-                named=named,
-                is_fresh=serves or incarnation > 0,
-            )
-        except OSError as error:
-            raise cannot_start(argv[0], error) from error
-        finally:
-            for descriptor in (null, *named.values()):
-                os.close(descriptor)
-        self._handle(WorkerStarted(number, self.stacks.pid(number)))
-
-    def _server_speaks(self) -> None:
-        """Start the workers, now that their server is ready, or give up where it has ended instead."""
+    def _handle_server(self) -> None:
+        """Start the workers after their fork server has reported; give up if it has ended."""
         assert self.server is not None
         server, self.server = self.server, None
         server.limit_s, server.waits = self.config.rendezvous_timeout_s, self._raise_if_signalled
@@ -361,9 +236,9 @@ class Attempt:
             with server:
                 refusal = self._fork_from(server)
         except _Interrupted:
-            self.server = server  # its end is that of all ranks
+            self.server = server  # all ranks end with it
             number = self.watch.pending.popleft()
-            self.events.add("signal", signal=number, name=exit_codes.signal_name(number))
+            self._log_signal("signal", number)
             self._do(self.supervisor.signalled(number, self.watch.now()))
             return
         if refusal is not None:
@@ -373,7 +248,7 @@ class Attempt:
             )
 
     def _fork_from(self, server: ForkServer) -> ForkUnsupported | None:
-        """Start the workers from their server; return why that was not possible."""
+        """Start the workers from their server; return the reason if that was not possible."""
         try:
             refusal = server.refusal()
             if refusal is not None and self.job.beginning.may_change:
@@ -396,84 +271,38 @@ class Attempt:
         if self.watch.pending:
             raise _Interrupted
 
-    def _never_begin(self, status: int) -> None:
-        """Let all end before they begin."""
-        for number in sorted(self.supervisor.running):
-            self._handle(WorkerExited(number, status))
-
-    def _directory_of(self, rank: int) -> str:
-        return str(self.host_directories[self.job.host_of(rank)])
+    # -- the loop ----------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         idle: float | None = None
         while not self.supervisor.is_over:
             now = self.watch.now()
-            due = min(
-                self.supervisor.next_due(),
-                self.looked + self.config.heartbeat_interval_s,
-                now + 1.0,
-            )
-            if idle is not None:
-                due = min(due, idle)
-            if self.supervisor.is_ending:
-                self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
-            else:
-                due = min(due, self.progress.due())
-            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now))
-            if self.ends:
-                due = min(due, now + _PAUSE_S)
-            # Who is told to end acts on what it knows of the ranks: one that had ended before is seen by a poll that begins after.
-            is_told = bool(self.watch.pending)
-            if is_told:
+            due = self._due(now, idle)
+            # The launcher reacts to a signal after one more poll: that shows which ranks had ended
+            # before the signal.
+            is_signalled = bool(self.watch.pending)
+            if is_signalled:
                 due = now
-            poller = zmq.Poller()
-            poller.register(self.store.socket, zmq.POLLIN)
-            forking = [] if self.server is None else [self.server.descriptor()]
-            shared = [] if isinstance(self.sharing, RemoteWorkers) else self.sharing.descriptors()
-            for descriptor in (
-                *forking,
-                *self.watch.descriptors(),
-                *self.agent.descriptors(self._takes),
-                *shared,
-                *self.inquiries.descriptors(),
-            ):
-                poller.register(descriptor, zmq.POLLIN)
-            for descriptor in (*self.outlets.descriptors(), *self.agent.unsent()):
-                poller.register(descriptor, zmq.POLLOUT)
-            ready: list[Any] = [
-                item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)
-            ]
+            forking = None if self.server is None else self.server.descriptor()
+            ready = self._poll(max(0.0, due - now), forking)
             now = self.watch.now()
             self.forwarder.flush()
-            # What workers say of themselves comes before what is seen of them.
+            # Messages of workers come before news of their ends.
             self._serve(now)
             self._judge_ends(now)
-            for item in ready:
-                if isinstance(item, int):
-                    if item in forking:
-                        self._server_speaks()
-                    self.watch.readable(item)
-                    for event in self.agent.readable(item):
-                        self._handle(event)
-                    if isinstance(self.sharing, Sharing):
-                        self.sharing.readable(item)
-                    self.inquiries.readable(item, now)
+            for descriptor in ready:
+                if descriptor == forking:
+                    self._handle_server()
+                self.watch.readable(descriptor)
+                for event in self.workers.readable(descriptor):
+                    self._handle(event)
+                self.inquiries.readable(descriptor, now)
             self.inquiries.tick(now)
-            if self.watch.is_to_stop:
-                self._stop()
-            if self.watch.passing:
-                self._pass_on()
-            while self.watch.pending and (is_told or self.supervisor.is_over):
-                self._interrupt(self.watch.pending.popleft(), now)
+            self._handle_signals(now, is_due=is_signalled)
             self._look(now)
             self._look_at_start(now)
             self._do(self.supervisor.tick(now))
-            for sentence in (*self.store.take_said(), *self.sharing.take_said()):
-                self.has_said = True
-                self.events.add(
-                    "stall" if sentence in self.store.stalls else "notice", text=sentence
-                )
-                self.forwarder.say(f"syncvar: {sentence}\n")
+            self._show_notices()
             if self.store.failure is not None and self.supervisor.job_cause is None:
                 self._do(self.supervisor.did_not_meet(self.store.failure.reason, now))
             idle = self.forwarder.tick(now)
@@ -481,151 +310,194 @@ class Attempt:
             if self.forwarder.broken and not self.supervisor.interrupted:
                 self._do(self.supervisor.signalled(signal.SIGPIPE, now))
 
+    def _due(self, now: float, idle: float | None) -> float:
+        """Return when the next poll must end, in seconds of the clock."""
+        times = [
+            self.supervisor.next_due(),
+            self.looked + self.config.heartbeat_interval_s,
+            now + (_PAUSE_S if self.ends else 1.0),
+            self.outlets.give_up_late(now),
+            self.inquiries.due(now),
+        ]
+        if idle is not None:
+            times.append(idle)
+        if self.supervisor.is_ending:
+            self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
+        else:
+            times.append(self.progress.due())
+        return min(times)
+
+    def _poll(self, timeout_s: float, forking: int | None) -> list[int]:
+        """Return the descriptors that are ready, after at most the timeout."""
+        poller = zmq.Poller()
+        poller.register(self.store.socket, zmq.POLLIN)
+        for descriptor in (
+            *([] if forking is None else [forking]),
+            *self.watch.descriptors(),
+            *self.workers.descriptors(self._takes),
+            *self.inquiries.descriptors(),
+        ):
+            poller.register(descriptor, zmq.POLLIN)
+        for descriptor in (*self.outlets.descriptors(), *self.workers.unsent()):
+            poller.register(descriptor, zmq.POLLOUT)
+        ready: list[Any] = [item for item, _ in poller.poll(int(timeout_s * 1000) + 1)]
+        return [item for item in ready if isinstance(item, int)]
+
     def _takes(self, rank: int, stream: Stream) -> bool:
-        return not (
-            self.outlets.is_full(stream)
-            and (rank == self.options.debug or self.forwarder.is_forwarded(rank))
-        )
+        """Return whether the launcher can use more output of a rank."""
+        if not self.outlets.is_full(stream):
+            return True
+        return rank != self.options.ranks.debug and not self.forwarder.is_forwarded(rank)
+
+    def _serve(self, now: float) -> None:
+        self.store.serve(now)
+        for server, of in self.store.servers.take_copies():
+            self.supervisor.copied(server, of)
+            self.events.add("server_copy", server=server, of=of)
+            self.forwarder.say(
+                f"syncvar: server {server} has a new copy of the variables of server {of}\n"
+            )
+        coordinator = self.store.coordinator
+        if coordinator.roll.is_complete and coordinator.roll.generation != self.met:
+            self.has_met, self.met = True, coordinator.roll.generation
+            self.events.add("met", generation=self.met, after_s=now - self.began)
+        if coordinator.broken_by is not None:  # a rank gave up, and the server has told the others
+            self.workers.abort(coordinator.roll.generation)
+
+    def _show_notices(self) -> None:
+        for sentence in (*self.store.take_said(), *self.workers.take_said()):
+            self.report.has_notice = True
+            kind = "stall" if sentence in self.store.stalls else "notice"
+            self.events.add(kind, text=sentence)
+            self.forwarder.say(f"syncvar: {sentence}\n")
+
+    # -- events of workers -------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
         now = self.watch.now()
         if isinstance(event, WorkerOutput):
-            if event.rank == self.options.debug:
-                self.forwarder.pass_raw(event.stream, event.data)
-            elif event.data:
-                self.forwarder.feed(event.rank, event.stream, event.data, now)
-            else:
-                self.forwarder.close(event.rank, event.stream)
+            self._handle_output(event, now)
         elif isinstance(event, WorkerStatus):
-            if event.record.get("event") == BEGUN:
-                self.progress.reached(event.rank, now)
-            elif event.record.get("event") == "goodbye":
-                self.supervisor.goodbye(event.rank)
-            elif event.record.get("event") == "failed":
-                self.events.add(
-                    **_event("failed", event.rank),
-                    error=event.record["error"],
-                    message=event.record["message"],
-                )
-                actions = self.supervisor.failed(
-                    event.rank, event.record, now, joined=self._is_member(event.rank)
-                )
-                if event.rank in self.supervisor.causes:
-                    self.forwarder.conceal(
-                        event.rank, "err", str(event.record.get("written", ""))
-                    )  # `tell` shows it, once for all
-                self._do(actions)
-            elif event.record.get("event") == "takes_notice":
-                self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
-            elif event.record.get("event") == LOST_FILE_EVENT:
-                self.job.lost_files.add_record(event.rank, event.record)
+            self._handle_status(event, now)
         elif isinstance(event, Spared):
-            self._spare(event)
+            self._show_spared(event)
         elif isinstance(event, WorkerStarted):
             self.progress.advance(now)
+            host = self.job.host_name(event.rank)
             self.events.add(
-                **_event("start", event.rank),
-                host=self.job.host_name(event.rank),
-                pid=event.pid,
-                restarts=self.restarts,
+                **_event("start", event.rank), host=host, pid=event.pid, restarts=self.restarts
             )
         elif isinstance(event, WorkerUnreachable):
-            self.progress.reached(event.rank, now)
-            self.events.add(
-                **_event("end", event.rank),
-                pid=self.stacks.pid(event.rank),
-                exit_code=None,
-                signal=None,
-            )
+            self._log_end(event.rank, None, None)
             self._do(self.supervisor.gone(event.rank, event.reason, now, event.code))
-        elif isinstance(event, WorkerExited):
-            self.progress.reached(event.rank, now)
+        else:
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
-            self.events.add(
-                **_event("end", event.rank),
-                pid=self.stacks.pid(event.rank),
-                exit_code=code,
-                signal=number,
-            )
-            self.ends[event.rank] = event, now + _WORD_S
+            self._log_end(event.rank, code, number)
+            self.ends[event.rank] = event, now + _LAST_MESSAGE_S
             self._judge_ends(now)
 
-    def _judge_ends(self, now: float) -> None:
-        """Judge the ends of processes; one that may be in order not before all has come that the rank has said.
+    def _handle_output(self, event: WorkerOutput, now: float) -> None:
+        if event.rank == self.options.ranks.debug:
+            self.forwarder.pass_raw(event.stream, event.data)
+        elif event.data:
+            self.forwarder.feed(event.rank, event.stream, event.data, now)
+        else:
+            self.forwarder.close(event.rank, event.stream)
 
-        A rank says on its control channel that it leaves, and its agent says on another way that it has ended: the order in
-        which both arrive is not fixed. A channel that is closed holds nothing any more.
+    def _handle_status(self, event: WorkerStatus, now: float) -> None:
+        rank, record = event.rank, event.record
+        kind = record.get("event")
+        if kind == BEGUN:
+            self.progress.reached(rank, now)
+        elif kind == "goodbye":
+            self.supervisor.goodbye(rank)
+        elif kind == "takes_notice":
+            self.supervisor.takes_notice(rank, is_on=bool(record.get("on")))
+        elif kind == LOST_FILE_EVENT:
+            self.job.lost_files.add_record(rank, record)
+        elif kind == "failed":
+            error, message = record["error"], record["message"]
+            self.events.add(**_event("failed", rank), error=error, message=message)
+            actions = self.supervisor.failed(rank, record, now, joined=self._is_member(rank))
+            if rank in self.supervisor.causes:  # the report shows the traceback, once for all
+                self.forwarder.conceal(rank, "err", str(record.get("written", "")))
+            self._do(actions)
+
+    def _log_end(self, rank: int, code: int | None, number: int | None) -> None:
+        self.progress.reached(rank, self.watch.now())
+        pid = self.workers.pid(rank)
+        self.events.add(**_event("end", rank), pid=pid, exit_code=code, signal=number)
+
+    def _judge_ends(self, now: float) -> None:
+        """Pass the ends of processes to the supervisor.
+
+        A clean end of a member waits until the rank's last messages have arrived: the control
+        channel carries its goodbye, another path the news of its end, in any order. A channel that
+        is closed carries no more messages.
         """
         self._serve(now)
         for rank, (event, until) in list(self.ends.items()):
             is_open = now < until and not self.store.has_closed(rank, now)
-            if event.status in _IN_ORDER and self._is_member(rank) and is_open:
+            if event.status in _CLEAN_STATUSES and self._is_member(rank) and is_open:
                 continue
             del self.ends[rank]
+            joined = self._is_member(rank)
             self._do(
-                self.supervisor.exited(
-                    rank, event.status, now, joined=self._is_member(rank), beyond=event.beyond
-                )
+                self.supervisor.exited(rank, event.status, now, joined=joined, beyond=event.beyond)
             )
             has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
-            if self.options.servers:
-                self.store.servers.ended(
-                    rank, "" if event.status == 0 else exit_codes.describe_exit(event.status)
-                )
+            if self.options.ranks.servers:
+                reason = exit_codes.describe_exit(event.status) if event.status else ""
+                self.store.servers.ended(rank, reason)
 
     def _is_member(self, rank: int) -> bool:
         """Return whether a rank has joined and has not left."""
-        return (
-            rank in self.store.coordinator.roll.members and rank not in self.store.coordinator.left
-        )
+        coordinator = self.store.coordinator
+        return rank in coordinator.roll.members and rank not in coordinator.left
+
+    # -- actions of the supervisor -----------------------------------------------------------------
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, NotifyPeerLost):
-                self._note_places(but=action.rank if action.has_ended else -1)
-                self.sharing.abort()  # before all else: who waits in shared memory looks at nothing else
+                self.report.note_positions(but=action.rank if action.has_ended else -1)
+                self.workers.abort()  # first: a rank that waits in shared memory sees nothing else
                 if is_server(action.rank):
                     self.store.servers.ended(action.rank, action.reason)
-                tell = self.store.ended if action.has_ended else self.store.given_up
-                tell(action.rank, action.reason, self.watch.now())
+                notify = self.store.ended if action.has_ended else self.store.given_up
+                notify(action.rank, action.reason, self.watch.now())
             elif isinstance(action, DropServer):
-                self._do_without(action)
+                self._drop_server(action)
             elif isinstance(action, RestartServer):
-                self._start_again(action)
-            elif self.server is not None:
+                self._restart_alone(action)
+            elif self.server is not None:  # no rank has begun
                 self.server = None
-                self._never_begin(
-                    -signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL
-                )
+                is_soft = isinstance(action, Terminate)
+                for number in sorted(self.supervisor.running):
+                    status = -signal.SIGTERM if is_soft else -signal.SIGKILL
+                    self._handle(WorkerExited(number, status))
             elif isinstance(action, Terminate):
-                self._note_places()
-                self.stacks.await_noted(_STACKS_S)
-                self.agent.send(action.ranks, signal.SIGTERM)
+                self.report.note_positions()
+                self.workers.await_noted(_STACKS_S)
+                self.workers.send(action.ranks, signal.SIGTERM)
             else:
-                self.agent.kill(action.ranks)
+                self.workers.kill(action.ranks)
 
-    def _do_without(self, action: DropServer) -> None:
-        server = action.rank - SERVER_0
+    def _drop_server(self, action: DropServer) -> None:
+        """Continue without a server, whose variables another one has copied."""
+        server, lost = action.rank - SERVER_0, self.supervisor.lost
         self.store.servers.ended(action.rank, action.reason)
         self.events.add("server_lost", server=server, why=action.reason)
-        there = next(
-            one for one in self.job.heirs(server) if one + SERVER_0 not in self.supervisor.lost
-        )
+        heir = next(one for one in self.job.heirs(server) if one + SERVER_0 not in lost)
         name, host = process_name(action.rank), self.job.host_name(action.rank)
         self.forwarder.say(
-            f"syncvar: {name} on {host} is lost: {action.reason}; server {there} has copies of its variables and takes its place\n"
+            f"syncvar: {name} on {host} is lost: {action.reason}; server {heir} has copies of its "
+            "variables and takes its place\n"
         )
 
-    def _note_copy(self, server: int, of: int) -> None:
-        self.supervisor.copied(server, of)
-        self.events.add("server_copy", server=server, of=of)
-        self.forwarder.say(
-            f"syncvar: server {server} has a new copy of the variables of server {of}\n"
-        )
-
-    def _start_again(self, action: RestartServer) -> None:
+    def _restart_alone(self, action: RestartServer) -> None:
         count = self.supervisor.restarted[action.rank]
         self.events.add("rank_restart", rank=action.rank, why=action.reason, number=count)
         name, host = process_name(action.rank), self.job.host_name(action.rank)
@@ -633,125 +505,112 @@ class Attempt:
             f"syncvar: {name} on {host} is started again alone ({count}): {action.reason}\n"
         )
         self.store.servers.begins_again(action.rank, count)
-        if self.options.kind != "command":
+        if self.options.program.kind != "command":
             self.progress.expect(action.rank, self.watch.now())
-        if isinstance(self.agent, RemoteWorkers):
-            self.agent.start_again(action.rank, count)
-        else:
-            self._start_one(action.rank, {}, count)
+        for event in self.workers.start_again(action.rank, count):
+            self._handle(event)
 
-    def _serve(self, now: float) -> None:
-        self.store.serve(now)
-        for server, of in self.store.servers.take_copies():
-            self._note_copy(server, of)
-        coordinator = self.store.coordinator
-        if coordinator.roll.is_complete and coordinator.roll.generation != self.met:
-            self.has_met, self.met = True, coordinator.roll.generation
-            self.events.add("met", generation=self.met, after_s=now - self.began)
-        if coordinator.broken_by is not None:  # a rank gave up; the others have just been told why
-            self.sharing.abort(coordinator.roll.generation)
+    # -- signals -----------------------------------------------------------------------------------
+
+    def _handle_signals(self, now: float, *, is_due: bool) -> None:
+        if self.watch.is_to_stop:
+            self._stop()
+        if self.watch.passing:
+            self._forward_signals()
+        while self.watch.pending and (is_due or self.supervisor.is_over):
+            self._interrupt(self.watch.pending.popleft(), now)
 
     def _interrupt(self, number: int, now: float) -> None:
-        self.events.add("signal", signal=number, name=exit_codes.signal_name(number))
-        debugged = self.options.debug
+        self._log_signal("signal", number)
+        debugged = self.options.ranks.debug
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
-            self.agent.send(
-                [debugged], signal.SIGINT
-            )  # Ctrl-C belongs to the rank that has the terminal
+            # Ctrl-C belongs to the rank that has the terminal.
+            self.workers.send([debugged], signal.SIGINT)
             return
         if self.supervisor.interrupted or self.supervisor.is_over:
-            self.outlets.patience_s = 0.0  # at once means at once; and where no rank runs, only a reader is left to wait for
+            self.outlets.patience_s = 0.0  # a second signal also ends the wait for readers
             self._do(self.supervisor.signalled(number, now))
             return
         actions = self.supervisor.signalled(number, now)
         grace_s = self.supervisor.grace_s(now)
-        if grace_s is not None:  # before the signals go out, which may take a while
+        if grace_s is not None:  # before the launcher sends signals, which may take a while
             self.forwarder.say(f"syncvar: {ending_sentence(number, grace_s)}\n")
             self.forwarder.flush()
         self._do(actions)
 
-    def _pass_on(self) -> None:
-        """Pass on signals to the ranks and to what they have started, as mpirun does; where there are no ranks yet, drop them."""
-        if not self.agent.workers:
+    def _forward_signals(self) -> None:
+        """Forward signals to the ranks and their children, as mpirun does."""
+        if not self.workers.workers:
             drop_passing(self.forwarder, self.watch, "before the ranks began")
         while self.watch.passing:
             number = self.watch.passing.popleft()
-            self.events.add("signal_forwarded", signal=number, name=exit_codes.signal_name(number))
-            spared = self.agent.send_groups(number)
+            self._log_signal("signal_forwarded", number)
+            spared = self.workers.send_groups(number)
             if spared:
-                self._spare(Spared(number, spared))
-            elif self.options.verbose:
-                self.forwarder.say(
-                    f"syncvar: {exit_codes.signal_name(number) or number} passed on to all ranks\n"
-                )
+                self._show_spared(Spared(number, spared))
+            elif self.options.output.verbose:
+                name = exit_codes.signal_name(number) or number
+                self.forwarder.say(f"syncvar: {name} passed on to all ranks\n")
 
-    def _spare(self, event: Spared) -> None:
-        """Say which ranks got no signal because it would have ended them, and what they do."""
-        places = [SecondaryFailure(rank, self._known(rank)) for rank in event.ranks]
+    def _log_signal(self, event: str, number: int) -> None:
+        self.events.add(event, signal=number, name=exit_codes.signal_name(number))
+
+    def _show_spared(self, event: Spared) -> None:
+        """Show which ranks got no signal because it would have ended them, and what they do."""
+        places = [SecondaryFailure(rank, self.report.position(rank)) for rank in event.ranks]
         self.forwarder.say(spared_block(event.number, places, os.getpid()))
 
     def _stop(self) -> None:
-        """Stop all ranks and this process, as Ctrl-Z asks, until somebody continues it, and then them.
+        """Stop all ranks and this process, as Ctrl-Z asks; continue them after SIGCONT.
 
-        A signal that a terminal sends does not reach the ranks, each of which leads a session. No clock of the launcher
-        goes on meanwhile. Those of the ranks do: a call that waits meets its own deadline (`timeout`,
-        `collective_timeout_s`), and connections that were silent for longer than `lost_after_s` are closed. Ranks that
-        share memory have none.
+        A signal of the terminal does not reach the ranks, because each leads a session. The clocks
+        of the launcher stand meanwhile, those of the ranks run: a waiting call meets its own
+        deadline, and connections close that were silent for longer than `lost_after_s`.
         """
-        stopped = self.agent.stop()
-        lasted = self.watch.stop()
-        if isinstance(self.agent, RemoteWorkers):
-            self.agent.resume()
-        for pid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        if (
-            lasted >= self.config.lost_after_s
-            and len(self.supervisor.running) > 1
-            and not self.sharing.is_complete
-        ):
+        self.workers.stop()
+        lasted_s = self.watch.stop()
+        self.workers.resume()
+        has_links = len(self.supervisor.running) > 1 and not self.workers.is_complete
+        if lasted_s >= self.config.lost_after_s and has_links:
             self.forwarder.say(
-                f"syncvar: the job was stopped for {lasted:.0f} s; connections between ranks count as lost after "
-                f"{self.config.lost_after_s:g} s (lost_after_s)\n"
+                f"syncvar: the job was stopped for {lasted_s:.0f} s; connections between ranks "
+                f"count as lost after {self.config.lost_after_s:g} s (lost_after_s)\n"
             )
 
+    # -- watching ----------------------------------------------------------------------------------
+
     def _look(self, now: float) -> None:
+        """Look at the states of all processes, once per heartbeat."""
         if now - self.looked < self.config.heartbeat_interval_s:
             return
         self.looked = now
-        running = sorted(self.supervisor.running & self.agent.workers.keys())
-        self.agent.look()
+        running = sorted(self.supervisor.running & self.workers.workers.keys())
+        self.workers.look()
         asked = self.store.coordinator.stalls.asked
-        self.busy = {
-            rank: self.busy.get(rank) or (now, self.agent.busy_s(rank))
-            for rank in running
-            if rank in asked
-        }
+        self.states.watch([rank for rank in running if rank in asked], now)
         for rank in running:
-            stopped = self.agent.state(rank) == "T"
-            opinion = self.health.observe(
-                rank, "its process is stopped (state T)" if stopped else "", now
-            )
+            stopped = self.workers.state(rank) == "T"
+            reason = "its process is stopped (state T)" if stopped else ""
+            opinion = self.health.observe(rank, reason, now)
             if opinion is None:
                 continue
             if opinion.is_lost:
                 self._do(self.supervisor.silent(rank, opinion.reason, now))
             else:
-                self.forwarder.say(
-                    f"syncvar: {process_name(rank)} on {self.job.host_name(rank)}: {opinion.reason}\n"
-                )
+                name, host = process_name(rank), self.job.host_name(rank)
+                self.forwarder.say(f"syncvar: {name} on {host}: {opinion.reason}\n")
 
     def _look_at_start(self, now: float) -> None:
-        """Say that the start stands still, once that is due; give it up at its deadline."""
+        """Show that the start makes no progress; give up at its deadline."""
         overdue = None if self.supervisor.is_ending else self.progress.look(now)
         if overdue is None:
             return
-        states = [f"{process_name(one)}: {self._process_words(one)}" for one in overdue.missing]
+        states = [f"{process_name(one)}: {self.states.process(one)}" for one in overdue.missing]
         if self.server is not None:
             states = [f"{self.server.describe()} has not imported NumPy and syncvar"]
         sentence = overdue.sentence(states, set(self.store.coordinator.roll.members))
         if not overdue.has_failed:
-            self.has_said = True
+            self.report.has_notice = True
             self.events.add("stall", text=sentence)
             self.forwarder.say(f"syncvar: {sentence}\n")
             return
@@ -763,245 +622,29 @@ class Attempt:
         server.close()
         self.supervisor.never_began(sentence, exit_codes.RENDEZVOUS)
 
-    def _process_words(self, number: int) -> str:
-        """Return in words whether the process of a rank or server runs, and its state."""
-        pid = self.stacks.pid(number)
-        if number not in self.agent.workers or pid < 0:
-            return "its process has not been started"
-        letter = self.agent.state(number)
-        stopped = " is stopped" if letter == "T" else ""
-        return f"process {pid}{stopped} (state {letter})" if letter else f"process {pid} has ended"
-
-    def _absent(self, ranks: Sequence[int]) -> str:
-        """Return what each of the ranks does that others wait for; of many, only of the first."""
-        return "; ".join(f"rank {rank}: {self._absence(rank)}" for rank in ranks[:_ABSENT_SHOWN])
-
-    def _absence(self, rank: int) -> str:
-        words = self._process_words(rank)
-        if rank in self.progress.missing:
-            return f"{words}, has not reached its script" if words.startswith("process") else words
-        place = self.stacks.place_now(rank) if rank in self.agent.workers else ""
-        return f"{words}, {place}" if place else words
-
-    def _activity(self, rank: int) -> str:
-        """Return what a rank's process has done since it was asked whether it is there, in words."""
-        known = self.busy.get(rank)
-        if not self.agent.state(rank) or known is None:
-            return ""
-        since, before = known
-        share = (self.agent.busy_s(rank) - before) / max(1e-3, self.watch.now() - since)
-        state = self.agent.state(rank)  # R: it runs, or would if it were given a core
-        return f", CPU {'busy' if share > _BUSY_SHARE or state == 'R' else 'idle'} (state {state})"
-
     def _about(self) -> dict[str, Any]:
-        """Return what `syncvar stacks` says of the job."""
+        """Return what `syncvar stacks` shows of the job."""
         return {
             "name": self.job.job_id[:8],
             "pid": os.getpid(),
-            "workers": self.options.workers,
-            "servers": self.options.servers,
+            "workers": self.options.ranks.workers,
+            "servers": self.options.ranks.servers,
             "lasted_s": self.watch.now() - self.job_began,
             "command": shlex.join(["syncvar-launch", *mask_arguments(self.job.arguments)]),
-            "folder": str(self.options.cwd),
+            "folder": str(self.options.program.cwd),
         }
 
-    # -- the last word -----------------------------------------------------------------------------
 
-    def _note_places(self, but: int = -1) -> None:
-        """Remember, at the first failure or when the ranks are told to end, what every rank is doing, but for those that have failed."""
-        have_told = {but, *self.supervisor.causes}
-        self.stacks.note(rank for rank in sorted(self.supervisor.running) if rank not in have_told)
-        if not self.positions:
-            self.positions = {number: self._known(number) for number in self._processes}
-
-    def tell(self, outcome: JobOutcome, *, is_last: bool) -> None:
-        """Say how it ended.
-
-        Args:
-            outcome: What `run` returned.
-            is_last: The ranks are not started again.
-        """
-        cause = outcome.cause
-        if outcome.exit_code == exit_codes.PREEMPTED and cause is None:
-            told = (
-                f" after {exit_codes.signal_name(outcome.interrupted)}"
-                if outcome.interrupted
-                else ""
-            )
-            advice = "; run it again to go on" if is_last else ""
-            self.forwarder.say(
-                f"syncvar: the ranks stopped as asked{told} (exit code {exit_codes.PREEMPTED}){advice}\n"
-            )
-        elif outcome.interrupted:
-            name = exit_codes.signal_name(outcome.interrupted)
-            reads = outcome.interrupted != signal.SIGPIPE
-            places = [
-                SecondaryFailure(number, self._position(number))
-                for number in self._processes
-                if self.positions and reads
-            ]
-            raised = self._raised(("PeerLost", "GroupBroken"))
-            self.forwarder.say(
-                interrupted_block(
-                    name,
-                    places,
-                    [one for one in raised if one.is_own],
-                    is_whole=self.options.verbose,
-                )
-            )
-        records = self._records(outcome)
-        if cause is None:
-            if records:
-                self.forwarder.say(f"syncvar: evidence: {escape(records)}\n")
-            return
-        log_dir = str(self.options.log_dir) if self.options.log_dir else ""
-        others = [
-            SecondaryFailure(number, self._position(number))
-            for number in self._processes
-            if number != cause.rank
-        ]
-        outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
-        arguments = (
-            self.job.arguments if is_last and not outcome_file else []
-        )  # `sv.run` has no command line to try again
-        text = failure_block(
-            self._failure(cause),
-            others,
-            arguments=arguments,
-            log_dir=log_dir,
-            records=records,
-            raised=self._raised(exit_codes.OF_OTHERS),
-            remedies=self._remedies(cause),
-            is_whole=self.options.verbose,
-        )
-        if outcome_file and is_last:
-            told_file = {
-                "rank": cause.rank,
-                "host": self.job.host_name(max(cause.rank, 0)),
-                "exit_code": outcome.exit_code,
-                "text": text,
-            }
-            Path(outcome_file).write_bytes(pack_object(told_file))
-        else:
-            self.forwarder.say(text)
-
-    def _remedies(self, cause: FailureCause) -> list[list[str]]:
-        """Return options with which the job would have gone on without a server that failed."""
-        chosen = self.options
-        if not is_server(cause.rank):
-            return []
-        remedies = []
-        if chosen.servers > 1 and not chosen.server_replicas:
-            remedies.append(["--server-replicas", "1"])
-        if not chosen.max_restarts:
-            remedies.append(["--max-restarts", "3"])
-        return remedies
-
-    def _failure(self, cause: FailureCause) -> FailureReport:
-        return FailureReport(
-            rank=cause.rank,
-            status=cause.status,
-            host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
-            reason=cause.reason.split("\n", 1)[0]
-            if cause.error not in ("", "SystemExit") or not cause.status
-            else cause.beyond,
-            call=self._call(cause),
-            elapsed_s=(self.watch.now() if cause.at is None else cause.at) - self.began,
-            traceback=self._traceback(cause),
-            last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
-            stands_above="SYNCVAR_OUTCOME_FILE" not in self.job.environ
-            and self.forwarder.stands_above(cause.rank),
-        )
-
-    def _traceback(self, cause: FailureCause) -> str:
-        return cause.traceback if self.options.verbose else cause.brief
-
-    def _raised(self, consequences: Container[str]) -> list[WorkerTraceback]:
-        """Return the exceptions of the ranks; those of the given names are told by what others say."""
-        causes = self.supervisor.causes.values()
-        return [
-            WorkerTraceback(cause.rank, self._traceback(cause), cause.error not in consequences)
-            for cause in causes
-        ]
-
-    def _records(self, outcome: JobOutcome) -> str:
-        """Return in words where the flight records are, or an empty text; who has no use for records is left none.
-
-        Ranks write theirs when something goes wrong, which the program may have dealt with. After an interruption they
-        are of use where something had been said, for instance that ranks wait for others. After a restart they are
-        evidence of earlier failures, which have been reported.
-        """
-        is_of_use = outcome.interrupted and self.has_said
-        if (
-            outcome.cause is None
-            and self.options.log_dir is None
-            and not is_of_use
-            and not self.restarts
-        ):
-            self.job.records.remove()
-            return ""
-        return self.job.records.told()
-
-    def _call(self, cause: FailureCause) -> str:
-        position = self.positions.get(cause.rank, "")
-        return position.removeprefix("waiting in ") if position.startswith("waiting in ") else ""
-
-    @property
-    def _processes(self) -> list[int]:
-        """The numbers of all ranks and servers."""
-        return [*range(self.options.workers), *self.job.servers]
-
-    def _known(self, number: int) -> str:
-        """Return what a rank or server is known to do."""
-        return (
-            self.store.servers.position(number)
-            if is_server(number)
-            else self.store.coordinator.position(number)
-        )
-
-    def _position(self, rank: int) -> str:
-        told = self.supervisor.causes.get(rank)
-        if (
-            told is not None and told.status is None and not told.error
-        ):  # nothing more has been heard of it
-            return told.reason.split(": ", 1)[0]
-        position = self.positions.get(rank) or self._known(rank)
-        place = self.stacks.places.get(rank, "")
-        did_not_answer = "; " in position  # then how we ended it says less
-        did_as_told = (
-            told is not None
-            and told.error == "SystemExit"
-            and told.exit_code == 128 + signal.SIGTERM
-        )
-        if told is not None and told.error and not did_not_answer and not did_as_told:
-            is_hit = told.error in (
-                "PeerLost",
-                "GroupBroken",
-            )  # then it matters where it was, else what it raised
-            if not position.startswith("waiting") and not (place and is_hit):
-                return told.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]
-            return f"{doing(position, place)}; then {told.error}"
-        return doing(position, place)
-
-
-def _event(what: str, number: int) -> dict[str, Any]:
-    """Return the name of an event in the life of a process, and whose it is."""
+def _event(name: str, number: int) -> dict[str, Any]:
+    """Return the name of an event in the life of a process, and the rank or server."""
     if is_server(number):
-        return {"event": f"server_{what}", "server": number - SERVER_0}
-    return {"event": f"rank_{what}", "rank": number}
+        return {"event": f"server_{name}", "server": number - SERVER_0}
+    return {"event": f"rank_{name}", "rank": number}
 
 
 def drop_passing(forwarder: OutputForwarder, watch: SignalWatch, when: str) -> None:
-    """Drop the signals that were to be passed on, for there is no rank, and say so."""
+    """Drop signals to forward, because no rank runs, and show that."""
     while watch.passing:
         number = watch.passing.popleft()
-        forwarder.say(
-            f"syncvar: {exit_codes.signal_name(number) or number} came {when}, and is dropped\n"
-        )
-
-
-def _torch_environment() -> dict[str, str]:
-    """Return the variables by which torch.distributed meets; the one place where a free port is guessed."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        name = exit_codes.signal_name(number) or number
+        forwarder.say(f"syncvar: {name} came {when}, and is dropped\n")

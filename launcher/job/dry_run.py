@@ -10,22 +10,20 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import mask_environment
 from syncvar_launcher.local.affinity import BLAS_VARIABLES
-from syncvar_launcher.options.option_table import launch_keys
+from syncvar_launcher.options.option_table import OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar_launcher.options.option_table import LaunchOptions
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["columns", "dry_run_text", "settings_rows"]
-
-_FIELDS = {"timeout": "timeout_s"}
-_TOLD_OTHERWISE = (
+_NOT_SHOWN = (
     "env",
     "hostfile",
     "include",
     "exclude",
-)  # what they name is in `env` and `hosts`
+    "join",
+)  # `env` and `hosts` have their content
 _UNITS = {"timeout": "s"}
 
 
@@ -78,13 +76,18 @@ def dry_run_text(
         ]
         lines += ["", *columns([("server", "host", "copies on"), *rows]), ""]
     lines += [line for line in (binding, transport, kernel, beginning) if line]
-    lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
+    lines += [
+        f"folder {escape(str(options.program.cwd))}",
+        "",
+        "command:",
+        f"  {escape(shlex.join(argv))}",
+    ]
     if servers:
         lines += ["", "command of server 0:", f"  {escape(shlex.join(servers[0][2]))}"]
     if environments:
         lines += [
             "",
-            f"environment {'of rank 0, and nothing else' if options.env_clear else 'set for rank 0'}:",
+            f"environment {'of rank 0, and nothing else' if options.program.env_clear else 'set for rank 0'}:",
         ]
         masked = mask_environment(environments[0])
         lines += [
@@ -98,14 +101,14 @@ def dry_run_text(
 def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
     """Return every setting as name, value with its unit, and origin; launch options first, then knobs."""
     rows = []
-    for key in (*launch_keys(), "config"):
-        if key in _TOLD_OTHERWISE:
-            continue
-        value = getattr(options, _FIELDS.get(key, key))
-        rows.append((key, _value(value, _UNITS.get(key, "")), options.origin[key]))
+    shown = [one for one in OPTIONS if not one.setting and one.key not in _NOT_SHOWN]
+    shown.sort(key=lambda one: one.key == "config")  # last
+    for one in shown:
+        value = getattr(getattr(options, one.section), one.field_name)
+        rows.append((one.key, _value(value, _UNITS.get(one.key, "")), options.origin[one.key]))
     rows += [
         (f"env.{name}", escape(shlex.quote(value)), options.origin[f"env.{name}"])
-        for name, value in mask_environment(options.env).items()
+        for name, value in mask_environment(options.program.env).items()
     ]
     rows += [
         (

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["EventLog"]
-
 _TEXT_MAX = 2000
 _ALIASES = ("/dev/", "/proc/")  # /dev/fd/63 is a link, as `--events >(reader)` gives it
 

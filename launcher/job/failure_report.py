@@ -10,28 +10,13 @@ import re
 import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.exit_codes import describe_exit, exit_code_of, signal_name
+from syncvar.core.exit_codes import describe_exit, signal_name
 from syncvar.core.process_ids import is_server, process_name
 from syncvar.core.rank_text import process_list
 from syncvar_launcher.io.output import escape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-__all__ = [
-    "FailureReport",
-    "SecondaryFailure",
-    "WorkerTraceback",
-    "describe_exit",
-    "ending_sentence",
-    "exit_code_of",
-    "failure_block",
-    "failure_sentence",
-    "interrupted_block",
-    "mask_arguments",
-    "mask_environment",
-    "spared_block",
-]
 
 _CTRL_C = 2
 _EVIDENCE_LINES = 40

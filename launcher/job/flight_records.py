@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["FlightRecords"]
-
 
 class FlightRecords:
     """Where the workers of a job leave their records, and what is there. The folder need not exist.

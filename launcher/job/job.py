@@ -21,16 +21,14 @@ from syncvar_launcher.local.affinity import Binding, blas_environment, blas_thre
 from syncvar_launcher.local.fork_client import ForkServer
 from syncvar_launcher.local.start_method import StartMethod, plan_beginning
 from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
-from syncvar_launcher.options import option_table
+from syncvar_launcher.options.usable_cores import core_count, usable_cores
 from syncvar_launcher.options.worker_environment import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar_launcher.hosts.provision import JobHosts
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["Job"]
+    from syncvar_launcher.job.workers import HostGroup
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 _LOOPBACK = "127.0.0.1"
 
@@ -50,7 +48,7 @@ class Job:
         chosen: LaunchOptions,
         arguments: Sequence[str],
         environ: Mapping[str, str],
-        fleet: JobHosts | None = None,
+        fleet: HostGroup | None = None,
     ) -> None:
         self.options = chosen
         self.arguments = list(arguments)
@@ -59,33 +57,33 @@ class Job:
         self.job_id = os.urandom(16).hex()
         self.fleet = fleet
         if fleet is None:
-            self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
+            self.hosts = HostMap(divided(chosen.ranks.workers, chosen.ranks.fake_hosts))
         else:
             self.hosts = HostMap(tuple(one.workers for one in fleet.sites))
-        self.server_hosts = server_hosts(chosen.servers, len(self.hosts.sizes))
+        self.server_hosts = server_hosts(chosen.ranks.servers, len(self.hosts.sizes))
         self.host = socket.gethostname()
-        self.records = FlightRecords(chosen.log_dir, environ, self.job_id)
+        self.records = FlightRecords(chosen.output.log_dir, environ, self.job_id)
         self.lost_files = LostFiles()
-        self.usable = option_table.usable_cores()
-        self.core_count = option_table.core_count()
+        self.usable = usable_cores()
+        self.core_count = core_count()
         self.binding = (
             Binding((), "")
             if fleet is not None
             else plan_binding(
-                chosen.workers,
+                chosen.ranks.workers,
                 self.usable,
                 os.cpu_count() or 1,
-                chosen.bind,
-                chosen.cores_per_worker,
+                chosen.ranks.bind,
+                chosen.ranks.cores_per_worker,
             )
         )
-        variables = {**self.base_environment(), **chosen.env}
+        variables = {**self.base_environment(), **chosen.program.env}
         self.beginning = plan_beginning(
-            chosen.start_method,
-            chosen.kind,
-            chosen.target,
-            chosen.workers,
-            str(chosen.cwd),
+            chosen.ranks.start_method,
+            chosen.program.kind,
+            chosen.program.target,
+            chosen.ranks.workers,
+            str(chosen.program.cwd),
             variables,
         )
 
@@ -94,31 +92,37 @@ class Job:
     def command(self) -> list[str]:
         """Return the command line of a worker, or of the process that workers are forked from."""
         chosen = self.options
-        return self.beginning.command(chosen.kind, chosen.target, chosen.args)
+        return self.beginning.command(
+            chosen.program.kind, chosen.program.target, chosen.program.args
+        )
 
     def fresh_command(self) -> list[str]:
         """Return the command line of a worker that is not forked."""
         chosen = self.options
-        return worker_command(chosen.kind, chosen.target, chosen.args, is_forked=False)
+        return worker_command(
+            chosen.program.kind, chosen.program.target, chosen.program.args, is_forked=False
+        )
 
     def server_command(self, number: int) -> list[str]:
         """Return the command line of a server, by the number of its process."""
-        return server_command(self.options.kind, self.options.target, number - SERVER_0)
+        return server_command(
+            self.options.program.kind, self.options.program.target, number - SERVER_0
+        )
 
     @property
     def servers(self) -> range:
         """The numbers of the servers' processes."""
-        return range(SERVER_0, SERVER_0 + self.options.servers)
+        return range(SERVER_0, SERVER_0 + self.options.ranks.servers)
 
     def heirs(self, server: int) -> tuple[int, ...]:
         """Return the servers that take a server's place, in order."""
-        return heirs_of(server, self.server_hosts, self.options.server_replicas)
+        return heirs_of(server, self.server_hosts, self.options.ranks.server_replicas)
 
     def mirrors(self) -> tuple[tuple[int, ...], ...]:
         """Return for each server those that hold copies of its variables."""
         return tuple(
-            mirrors_of(server, self.server_hosts, self.options.server_replicas)
-            for server in range(self.options.servers)
+            mirrors_of(server, self.server_hosts, self.options.ranks.server_replicas)
+            for server in range(self.options.ranks.servers)
         )
 
     def host_of(self, number: int) -> int:
@@ -134,13 +138,15 @@ class Job:
         assert self.fleet is not None
         site, chosen = self.fleet.sites[host], self.options
         cores, cpu_count = site.facts["cores"], site.facts["cpu_count"]
-        return plan_binding(site.workers, cores, cpu_count, chosen.bind, chosen.cores_per_worker)
+        return plan_binding(
+            site.workers, cores, cpu_count, chosen.ranks.bind, chosen.ranks.cores_per_worker
+        )
 
     def summary(self) -> str:
         """Return how many ranks there are, and where, in words."""
-        workers = self.options.workers
+        workers = self.options.ranks.workers
         ranks = f"{workers} rank{'s' * (workers > 1)}"
-        if servers := self.options.servers:
+        if servers := self.options.ranks.servers:
             ranks += f" and {servers} server{'s' * (servers > 1)}"
         if self.fleet is None:
             return f"{ranks} on {self.host}"
@@ -191,7 +197,7 @@ class Job:
             }
         contract = RankEnvironment(
             rank=rank - SERVER_0 if serves else rank,
-            world_size=chosen.workers,
+            world_size=chosen.ranks.workers,
             local_rank=0 if serves else self.hosts.local_rank(rank),
             local_world_size=self.hosts.sizes[host],
             host_index=host,
@@ -206,16 +212,16 @@ class Job:
             host_address=self._address_of(host),
             restarts=restarts,
             stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://"))
-            if chosen.stats and self.fleet is None
+            if chosen.output.stats and self.fleet is None
             else "",
-            servers=chosen.servers,
-            server_replicas=chosen.server_replicas,
+            servers=chosen.ranks.servers,
+            server_replicas=chosen.ranks.server_replicas,
             incarnation=incarnation,
         )
         return {
             **self._settings(host),
             **({} if serves else torch),
-            **chosen.env,
+            **chosen.program.env,
             **contract.to_mapping(),
         }
 
@@ -226,7 +232,7 @@ class Job:
 
     def base_environment(self) -> dict[str, str]:
         """Return what workers inherit of the launcher's environment."""
-        return inherited(self.environ, is_clear=self.options.env_clear)
+        return inherited(self.environ, is_clear=self.options.program.env_clear)
 
     def pass_fds(self) -> list[int]:
         """Return the descriptors that workers inherit from whoever started the launcher."""
@@ -235,15 +241,15 @@ class Job:
     def _settings(self, host: int = 0) -> dict[str, str]:
         """Return the variables that tell all ranks of a host the same."""
         chosen = self.options
-        workers, cores = chosen.workers, self.core_count
+        workers, cores = chosen.ranks.workers, self.core_count
         if self.fleet is not None:
             workers, cores = (
                 self.fleet.sites[host].workers,
                 self.fleet.sites[host].facts["core_count"],
             )
-        threads = blas_threads(workers, cores, chosen.cores_per_worker)
+        threads = blas_threads(workers, cores, chosen.ranks.cores_per_worker)
         return {
-            **blas_environment(threads, {**self.environ, **chosen.env}),
+            **blas_environment(threads, {**self.environ, **chosen.program.env}),
             **self.config.to_mapping(),
         }
 
@@ -256,14 +262,14 @@ class Job:
 
         torch = (
             {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"}
-            if self.options.torch_env
+            if self.options.ranks.torch_env
             else {}
         )
         hidden = {"SYNCVAR_JOB_ID": "<random>"}
-        if self.options.log_dir is None:
+        if self.options.output.log_dir is None:
             hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
         kept = (
-            self.base_environment() if self.options.env_clear else {}
+            self.base_environment() if self.options.program.env_clear else {}
         )  # where all is inherited, only what is added tells something
         environments = [
             kept
@@ -271,7 +277,7 @@ class Job:
                 rank, "ipc://<private directory>/store", "<private directory>", torch
             )
             | hidden
-            for rank in range(self.options.workers)
+            for rank in range(self.options.ranks.workers)
         ]
         folder, _ = runtime_directory(self.environ)
         folders = [folder] * len(self.hosts.sizes)
@@ -327,9 +333,13 @@ class Job:
         """
         chosen = self.options
         is_needed = self.fleet is None and self.beginning.is_forked
-        environ = {**self.base_environment(), **self._settings(), **chosen.env} if is_needed else {}
+        environ = (
+            {**self.base_environment(), **self._settings(), **chosen.program.env}
+            if is_needed
+            else {}
+        )
         if ahead is not None and not (
-            is_needed and ahead.suits(environ, chosen.cwd)
+            is_needed and ahead.suits(environ, chosen.program.cwd)
         ):  # it has no descriptors to pass on, as there are none
             ahead.close()
             ahead = None
@@ -337,8 +347,11 @@ class Job:
             return None
         argv = self.command()
         try:
-            server = ahead or ForkServer(argv, environ, chosen.cwd, self.pass_fds())
+            server = ahead or ForkServer(argv, environ, chosen.program.cwd, self.pass_fds())
         except OSError as error:
             raise cannot_start(argv[0], error) from error
-        server.order(worker_arguments(chosen.kind, chosen.target, chosen.args), environ)
+        server.order(
+            worker_arguments(chosen.program.kind, chosen.program.target, chosen.program.args),
+            environ,
+        )
         return server

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["merged", "read_totals", "table"]
-
 _ROWS_MAX = 14
 _FILE_NBYTES_MAX = 16 << 20
 _TEXTS, _NUMBERS = ("call", "ranks"), ("group", "size", "class", "calls", "nbytes", "ns", "failed")

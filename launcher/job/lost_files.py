@@ -12,9 +12,7 @@ from syncvar_launcher.io.output import escape
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["LostFiles", "check_requested_files"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 _SHOWN = 20
 
@@ -85,16 +83,13 @@ def check_requested_files(chosen: LaunchOptions, *, is_local: bool) -> None:
     Args:
         chosen: The options.
         is_local: All ranks run on this host, so that this host writes their files too.
-
-    Raises:
-        ConfigError: A file or folder cannot be written.
     """
-    if chosen.log_dir is not None:
-        check_folder(str(chosen.log_dir), "--log-dir")
-    if chosen.events is not None:
-        check_file(str(chosen.events), "--events")
-    if chosen.stats and not isinstance(chosen.stats, bool | str):
-        check_file(str(chosen.stats), "--stats")
+    if chosen.output.log_dir is not None:
+        check_folder(str(chosen.output.log_dir), "--log-dir")
+    if chosen.output.events is not None:
+        check_file(str(chosen.output.events), "--events")
+    if chosen.output.stats and not isinstance(chosen.output.stats, bool | str):
+        check_file(str(chosen.output.stats), "--stats")
     if is_local and chosen.runtime.trace:
         check_folder(chosen.runtime.trace, "SYNCVAR_TRACE")
     if is_local and chosen.runtime.auto_log:

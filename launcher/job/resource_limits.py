@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import ConfigError, HostUnreachable
 
 if TYPE_CHECKING:
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = [
-    "OF_LIMITS",
-    "LimitTooLow",
-    "TimePassed",
-    "cannot_start",
-    "check_limits",
-    "needed_files",
-    "needed_tasks",
-    "tasks_left",
-]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 # Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
@@ -98,15 +87,14 @@ def tasks_left(groups: str | None = None, mounts: Path = Path("/sys/fs/cgroup"))
 
 
 def check_limits(options: LaunchOptions) -> None:
-    """Refuse a job that the limits of the system leave no room for.
-
-    Raises:
-        LimitTooLow: What is needed, what is allowed, and what to write.
-    """
-    workers = options.workers
-    are_linked = options.fake_hosts > 1 or options.runtime.transport == "zmq"
+    """Refuse a job that the limits of the system leave no room for."""
+    workers = options.ranks.workers
+    are_linked = options.ranks.fake_hosts > 1 or options.runtime.transport == "zmq"
     needed, whose = needed_files(
-        workers, options.fake_hosts, has_logs=options.log_dir is not None, are_linked=are_linked
+        workers,
+        options.ranks.fake_hosts,
+        has_logs=options.output.log_dir is not None,
+        are_linked=are_linked,
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _is_below(soft, needed):

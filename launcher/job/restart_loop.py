@@ -19,7 +19,7 @@ from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
 from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s, wait
-from syncvar_launcher.io.output import OutputForwarder, Sink, shown_ranks
+from syncvar_launcher.io.output import OutputForwarder, Sink
 from syncvar_launcher.io.signal_watch import SignalWatch
 from syncvar_launcher.job.attempt import Attempt, drop_passing
 from syncvar_launcher.job.event_log import EventLog
@@ -30,14 +30,13 @@ from syncvar_launcher.job.resource_limits import TimePassed
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
 from syncvar_launcher.options.forwarded_signals import forwarded
+from syncvar_launcher.options.option_values import shown_ranks
 
 if TYPE_CHECKING:
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.supervisor import JobOutcome
     from syncvar_launcher.local.fork_client import ForkServer
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["run"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 
 def run(job: Job, server: ForkServer | None) -> int:
@@ -61,7 +60,9 @@ def run(job: Job, server: ForkServer | None) -> int:
 def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
     chosen = job.options
     forwarder = _forwarder(chosen, job.servers, outlets)
-    events = EventLog(chosen.events, job.job_id, lambda text: forwarder.say(f"syncvar: {text}\n"))
+    events = EventLog(
+        chosen.output.events, job.job_id, lambda text: forwarder.say(f"syncvar: {text}\n")
+    )
     with contextlib.closing(events):
         return _started(job, server, outlets, forwarder, events)
 
@@ -79,22 +80,22 @@ def _started(
         version=syncvar.__version__,
         host=job.host,
         hosts=len(job.hosts.sizes),
-        workers=chosen.workers,
-        servers=chosen.servers,
-        kind=chosen.kind,
-        target=chosen.target,
-        start_method=chosen.start_method,
-        max_restarts=chosen.max_restarts,
+        workers=chosen.ranks.workers,
+        servers=chosen.ranks.servers,
+        kind=chosen.program.kind,
+        target=chosen.program.target,
+        start_method=chosen.ranks.start_method,
+        max_restarts=chosen.limits.max_restarts,
         options=_digest(chosen),
         pid=os.getpid(),
     )
     job.records.remove()  # of an earlier job with the same folder for its output
-    restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
+    restarting = Restarting(chosen.limits.max_restarts, job.config.restart_delay_s)
     number, had_met, code = 0, False, exit_codes.RENDEZVOUS
     culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
     tallies: dict[str, bytes] = {}
-    with SignalWatch(job.environ, forwarded(chosen.forward_signals)) as watch:
+    with SignalWatch(job.environ, forwarded(chosen.limits.forward_signals)) as watch:
         began = watch.now() if job.fleet is None else job.fleet.began  # before the logins
         while True:
             with contextlib.ExitStack() as stack:
@@ -121,33 +122,34 @@ def _started(
                 clock.stop()
                 try:
                     if job.fleet is not None:
-                        job.fleet.renew(began + chosen.timeout_s - watch.now())
+                        job.fleet.renew(began + chosen.limits.timeout_s - watch.now())
                 except HostUnreachable as error:
                     code = exit_codes.TIMEOUT if isinstance(error, TimePassed) else code
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
                 clock.enter("prepares sockets and shared memory")
-                generation = Attempt(
+                attempt = Attempt(
                     job,
                     forwarder,
                     events,
                     outlets,
                     directory,
                     watch,
-                    number,
-                    restarting.number,
-                    began,
-                    server,
+                    number=number,
+                    restarts=restarting.number,
+                    began=began,
+                    server=server,
                     had_met=had_met,
                 )
-                outcome = generation.run()
+                outcome = attempt.run()
                 tallies = take_tallies(directory.path)
-                if chosen.stats:
+                if chosen.output.stats:
                     totals = read_totals(directory.path)
-            code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
-            decision = restarting.after(generation.ending(outcome))
-            generation.tell(outcome, is_last=not decision.restarts)
-            culprit = _culprit(generation, outcome)
+            code, had_met, number = outcome.exit_code, attempt.has_met, attempt.next_number
+            ending = attempt.report.ending(outcome, had_met=had_met)
+            decision = restarting.after(ending)
+            attempt.report.tell(outcome, is_last=not decision.restarts)
+            culprit = _culprit(outcome, ending.why)
             if code == exit_codes.PREEMPTED and outcome.cause is None:
                 events.add("preempted", signal=outcome.interrupted or None)
             if not decision.restarts:
@@ -165,7 +167,9 @@ def _started(
                 generation=number,
                 **culprit,
             )
-            ended = _pause(forwarder, outlets, watch, decision.pause_s, began, chosen.timeout_s)
+            ended = _pause(
+                forwarder, outlets, watch, decision.pause_s, began, chosen.limits.timeout_s
+            )
             if ended is not None:
                 code = code if code == exit_codes.PREEMPTED else ended[0]
                 culprit = {"rank": None, "why": ended[1].split("\n", 1)[0]}
@@ -180,12 +184,12 @@ def _started(
         for line in restarting.summary():
             forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
         forwarder.finish()
-        if chosen.stats:
+        if chosen.output.stats:
             job.lost_files.add(_tell_totals(chosen, totals, forwarder))
         code = _name_lost_files(job, forwarder, events, code)
         if code:
             outlets.patience_s = min(outlets.patience_s, patience_s(job.config))
-        await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.timeout_s)
+        await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.limits.timeout_s)
         if watch.is_orphan:  # whose folder for the results of its workers nobody else removes now
             shutil.rmtree(job.environ.get("SYNCVAR_RESULT_DIR", ""), ignore_errors=True)
         if (
@@ -236,37 +240,37 @@ def _tell_totals(
     chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]], forwarder: OutputForwarder
 ) -> list[LostFile]:
     """Show the totals of the last start, or write them to a file; return that file if it cannot be written."""
-    everybody = (*range(chosen.workers), *map(server_number, range(chosen.servers)))
+    everybody = (*range(chosen.ranks.workers), *map(server_number, range(chosen.ranks.servers)))
     rows, missing = merged(totals), [number for number in everybody if number not in totals]
-    if not isinstance(chosen.stats, Path):
+    if not isinstance(chosen.output.stats, Path):
         forwarder.say(table(rows, missing))
         return []
     import json
 
     told: dict[str, Any] = {
-        "workers": chosen.workers,
+        "workers": chosen.ranks.workers,
         "missing": [number for number in missing if not is_server(number)],
         "rows": rows,
     }
-    if chosen.servers:
+    if chosen.ranks.servers:
         told |= {
-            "servers": chosen.servers,
+            "servers": chosen.ranks.servers,
             "missing_servers": [number - SERVER_0 for number in missing if is_server(number)],
         }
     try:
-        chosen.stats.write_text(json.dumps(told, indent=1) + "\n")
+        chosen.output.stats.write_text(json.dumps(told, indent=1) + "\n")
     except OSError as error:
-        return [LostFile(str(chosen.stats), "--stats", why_unwritten(error))]
+        return [LostFile(str(chosen.output.stats), "--stats", why_unwritten(error))]
     return []
 
 
-def _culprit(generation: Attempt, outcome: JobOutcome) -> dict[str, object]:
-    """Return who failed first, and how, for events."""
+def _culprit(outcome: JobOutcome, why: str) -> dict[str, object]:
+    """Return the rank or server that failed first, and how, for events."""
     cause = outcome.cause
     who: dict[str, object] = {"rank": None}
     if cause is not None and cause.rank >= 0:
         who = {"server": cause.rank - SERVER_0} if is_server(cause.rank) else {"rank": cause.rank}
-    return {"rank": None, **who, "why": generation.ending(outcome).why}
+    return {"rank": None, **who, "why": why}
 
 
 def _digest(chosen: LaunchOptions) -> str:
@@ -276,7 +280,7 @@ def _digest(chosen: LaunchOptions) -> str:
     from syncvar_launcher.job.dry_run import settings_rows
 
     rows = [row[:2] for row in settings_rows(chosen) if not row[0].startswith("env.")]
-    told = repr((rows, sorted(chosen.env)))  # values of variables may be secrets
+    told = repr((rows, sorted(chosen.program.env)))  # values of variables may be secrets
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
@@ -321,15 +325,15 @@ def _outlets() -> Outlets:
 
 def _forwarder(chosen: LaunchOptions, servers: range, outlets: Outlets) -> OutputForwarder:
     sinks = [
-        Sink(outlet, stream.isatty(), chosen.color_on(stream.isatty()))
+        Sink(outlet, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
         for stream, outlet in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
     ]
     return OutputForwarder(
         sinks[0],
         sinks[1],
-        shown=shown_ranks(chosen.output, chosen.workers),
-        clock=time.time if chosen.timestamps else None,
-        log_dir=chosen.log_dir,
-        ranks=(*range(chosen.workers), *servers),
+        shown=shown_ranks(chosen.output.selection, chosen.ranks.workers),
+        clock=time.time if chosen.output.timestamps else None,
+        log_dir=chosen.output.log_dir,
+        ranks=(*range(chosen.ranks.workers), *servers),
         is_one=os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())),
     )

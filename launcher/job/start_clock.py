@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import FrameType
 
-__all__ = ["StartClock", "clock", "write_error"]
-
 _TICK_S = 1.0
 _NOTICE_S, _LIMIT_S = 5.0, 300.0  # the defaults of missing_report_s and rendezvous_timeout_s
 _EXIT_CODE = 69  # exits.RENDEZVOUS; this module imports nothing of the package

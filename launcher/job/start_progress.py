@@ -9,8 +9,6 @@ from syncvar.core.rank_text import process_list
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["Overdue", "StartProgress"]
-
 _SHOWN = 8
 
 

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from syncvar_launcher.hosts.remote_workers import RemoteWorkers
-    from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
-
-__all__ = ["ANSWER_S", "SOCKET", "StatusSocket"]
+    from syncvar_launcher.job.workers import Workers
+    from syncvar_launcher.local.stack_requests import StackRequest
 
 SOCKET = "inquiries"
 ANSWER_S = 2.0  # for ranks to say where they stand; who has not by then is named
@@ -48,7 +46,7 @@ class StatusSocket:
     Args:
         directory: The job's private folder.
         about: Returns what is told of the job.
-        stacks: What asks ranks where they stand.
+        workers: The workers, which answer for their stacks.
         position: Says what a rank or server is known to do, where its process ended included.
         processes: The numbers of the ranks and servers.
     """
@@ -57,12 +55,12 @@ class StatusSocket:
         self,
         directory: Path,
         about: Callable[[], dict[str, Any]],
-        stacks: StackCollector | RemoteWorkers,
+        workers: Workers,
         position: Callable[[int], str],
         processes: Sequence[int],
     ) -> None:
         self._about = about
-        self._stacks = stacks
+        self._workers = workers
         self._position = position
         self._processes = processes
         self._open: list[_Inquiry] = []
@@ -107,7 +105,7 @@ class StatusSocket:
         """Answer who can be answered, and let go of who has been or does not take it."""
         for one in list(self._open):
             if one.asked:
-                told = {rank: self._stacks.answer(asked) for rank, asked in one.asked.items()}
+                told = {rank: self._workers.answer(asked) for rank, asked in one.asked.items()}
                 if now >= one.until or None not in told.values():
                     self._finish(
                         one,
@@ -147,7 +145,7 @@ class StatusSocket:
         if question == "stacks":
             all_threads = bool(request.get("all_threads"))
             one.asked = {
-                rank: self._stacks.ask(rank, all_threads=all_threads) for rank in self._processes
+                rank: self._workers.ask(rank, all_threads=all_threads) for rank in self._processes
             }
             one.until = now + ANSWER_S
         else:
@@ -159,10 +157,10 @@ class StatusSocket:
         one.until = now + _PATIENCE_S
 
     def _told(self, rank: int, asked: StackRequest) -> dict[str, Any]:
-        threads = self._stacks.answer(asked, is_last=True)
+        threads = self._workers.answer(asked, is_last=True)
         return {
             "rank": rank,
-            "pid": self._stacks.pid(rank),
+            "pid": self._workers.pid(rank),
             "position": self._position(rank),
             "instead": asked.instead,
             "threads": None

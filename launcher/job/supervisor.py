@@ -27,18 +27,6 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = [
-    "Action",
-    "DropServer",
-    "FailureCause",
-    "JobOutcome",
-    "Kill",
-    "NotifyPeerLost",
-    "RestartServer",
-    "Supervisor",
-    "Terminate",
-]
-
 _TERM, _KILL = 15, 9
 _TERMINATED = (
     0,

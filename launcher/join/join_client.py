@@ -50,9 +50,7 @@ from syncvar_launcher.options.join_options import place_of
 from syncvar_launcher.options.worker_environment import inherited
 
 if TYPE_CHECKING:
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["join"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 _TRIES = 3  # handshakes that fail, one after another: a listener that is busy may close one
 _RECONNECT_MS = 200
@@ -70,13 +68,10 @@ def join(chosen: LaunchOptions) -> int:
 
     Args:
         chosen: The options, with `join`.
-
-    Raises:
-        ConfigError: The key file cannot be used, or the launcher's name is unknown.
     """
-    assert chosen.join is not None
-    host, port = place_of(chosen.join)
-    secret = join_secret(chosen.key_file)
+    assert chosen.join.address is not None
+    host, port = place_of(chosen.join.address)
+    secret = join_secret(chosen.join.key_file)
     try:
         _, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -97,7 +92,7 @@ class _Host:
     ) -> None:
         self._chosen = chosen
         self._watch = watch
-        self._where = chosen.join or ""
+        self._where = chosen.join.address or ""
         self._agent: _Agent | None = None
         self._unsent: list[bytes] = []
         self._failures = self._notice = 0
@@ -112,8 +107,8 @@ class _Host:
             + Hello(
                 socket.gethostname(),
                 own,
-                chosen.slots,
-                None if chosen.origin["cwd"] == "default" else str(chosen.cwd),
+                chosen.join.slots,
+                None if chosen.origin["cwd"] == "default" else str(chosen.program.cwd),
                 syncvar.__version__,
                 PROTOCOL_VERSION,
                 platform.python_version(),
@@ -258,7 +253,7 @@ class _Host:
                 self._failures += 1
                 if self._failures >= _TRIES and not self._has_joined:
                     _say(
-                        f"whoever listens at {self._where} does not take the key of {self._chosen.key_file}: it is another key than that of "
+                        f"whoever listens at {self._where} does not take the key of {self._chosen.join.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
                     self._code = exit_codes.KEY

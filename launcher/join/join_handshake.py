@@ -12,22 +12,6 @@ import msgpack
 
 from syncvar.core.errors import WireError
 
-__all__ = [
-    "CHUNK",
-    "DONE",
-    "ENDED",
-    "END_INPUT",
-    "HELLO",
-    "INPUT",
-    "OUTPUT",
-    "PING",
-    "QUEUED",
-    "REFUSED",
-    "START",
-    "WORDS",
-    "Hello",
-]
-
 CHUNK = 1 << 18
 """The most bytes behind a letter."""
 
@@ -85,11 +69,7 @@ class Hello(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes) -> Hello:
-        """Return what bytes say.
-
-        Raises:
-            WireError: They say something else.
-        """
+        """Return what bytes say."""
         try:
             found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
         except (ValueError, TypeError, msgpack.UnpackException):

@@ -13,17 +13,11 @@ from syncvar.protocol.auth_keys import KEY_BYTES, derive
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["join_secret", "make_key_file"]
-
 _SHOWN = "--key-file "
 
 
 def make_key_file(path: Path) -> bool:
-    """Make a key file where there is none; return whether it was made.
-
-    Raises:
-        ConfigError: It cannot be made there.
-    """
+    """Make a key file where there is none; return whether it was made."""
     try:
         descriptor = create_file(path, PRIVATE)
     except FileExistsError:
@@ -36,9 +30,5 @@ def make_key_file(path: Path) -> bool:
 
 
 def join_secret(path: Path) -> bytes:
-    """Return what the connections of hosts that join are protected by.
-
-    Raises:
-        ConfigError: The file cannot be read, holds no key, or others may read it.
-    """
+    """Return what the connections of hosts that join are protected by."""
     return derive(secret_of_file(str(path), _SHOWN), b"syncvar join")

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar_launcher.join.listener import AgentPipe, JoinedHost
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["JoinGroup", "join_command", "listen_address"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 _ANSWER_S = 30.0
 _BEAT_S = 5.0
@@ -35,11 +33,7 @@ _JOIN = "join"
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Return the address and port of `--listen`.
-
-    Raises:
-        ConfigError: This machine has no such address.
-    """
+    """Return the address and port of `--listen`."""
     host, port = place_of(text)
     own = [one.address for one in interfaces()]
     if host in own:
@@ -61,7 +55,7 @@ def listen_address(text: str) -> tuple[str, int]:
 
 def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
     """Return what is to be run on each host."""
-    return f"syncvar-launch --join {bracketed(address)}:{port} --key-file {shlex.quote(str(options.key_file))}"
+    return f"syncvar-launch --join {bracketed(address)}:{port} --key-file {shlex.quote(str(options.join.key_file))}"
 
 
 class JoinGroup:
@@ -89,35 +83,31 @@ class JoinGroup:
         called_by: str = "",
         why_ended: Callable[[], str] = str,
     ) -> None:
-        assert options.listen is not None
+        assert options.join.listen is not None
         self._options, self._ask = options, ask
         self._say: Callable[[str], None] = lambda sentence: say(escape(sentence))
         self._limit_s = options.runtime.rendezvous_timeout_s
         self._ways: dict[str, AgentPipe] = {}  # by the name of the host
         self._addresses: dict[str, str] = {}
         self._reasons: list[str] = []
-        address, port = listen_address(options.listen)
+        address, port = listen_address(options.join.listen)
         self._called_by, self._why_ended = called_by, why_ended
-        if make_key_file(options.key_file) and not called_by:
-            say(f"made {options.key_file}; copy it to hosts that do not share this folder")
+        if make_key_file(options.join.key_file) and not called_by:
+            say(f"made {options.join.key_file}; copy it to hosts that do not share this folder")
         self._address = address
         self._door = Listener(
-            address, port, join_secret(options.key_file), options.host_count or _MOST
+            address, port, join_secret(options.join.key_file), options.join.host_count or _MOST
         )
         self.place = f"{bracketed(address)}:{self._door.port}"
         self._command = join_command(address, self._door.port, options)
 
     def gather(self) -> list[RemoteHost]:
-        """Wait for as many hosts as the job needs, and return them in the order of their names.
-
-        Raises:
-            HostUnreachable: Too few have joined in time; who has, and who was refused for what, is told.
-        """
-        count = self._options.host_count
+        """Wait for as many hosts as the job needs, and return them in the order of their names."""
+        count = self._options.join.host_count
         whom = (
             f"{count} host{'s' * (count != 1)}"
             if count is not None
-            else f"hosts with {self._options.workers} slots together"
+            else f"hosts with {self._options.ranks.workers} slots together"
         )
         each = "this host" if count == 1 else "each host"
         if not self._called_by:
@@ -135,11 +125,7 @@ class JoinGroup:
         return came
 
     def again(self, host: Host, machine: str) -> RemoteHost:
-        """Return the way to a new agent on a host whose agent is gone; where the host itself is, it may join once more.
-
-        Raises:
-            HostUnreachable: It does not in time.
-        """
+        """Return the way to a new agent on a host whose agent is gone; where the host itself is, it may join once more."""
         way = self._ways[host.name].again()
         if way is not None:
             self._ways[host.name] = way
@@ -265,7 +251,7 @@ class JoinGroup:
 
     def _why_not(self, one: RemoteHost, came: list[RemoteHost]) -> str:
         twins = [each for each in came if each.facts["machine"] == one.facts["machine"]]
-        if len(twins) >= self._options.fake_hosts:
+        if len(twins) >= self._options.ranks.fake_hosts:
             return (
                 f"this machine has joined already, as {_shown(twins[0])}: start --join once on each host, with --slots K for K workers"
                 f" (--fake-hosts N beside --listen lets one machine pose as N)"
@@ -277,11 +263,11 @@ class JoinGroup:
         return int(one.host.slots or one.facts["core_count"])
 
     def _has_enough(self, came: list[RemoteHost]) -> bool:
-        count = self._options.host_count
+        count = self._options.join.host_count
         return (
             len(came) >= count
             if count is not None
-            else sum(map(self._slots, came)) >= self._options.workers
+            else sum(map(self._slots, came)) >= self._options.ranks.workers
         )
 
     def _give_up(self, came: list[RemoteHost], whom: str) -> None:

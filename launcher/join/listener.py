@@ -42,8 +42,6 @@ from syncvar_launcher.join.join_handshake import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["AgentPipe", "JoinedHost", "Listener"]
-
 _PING_S = 0.25  # who is gone is noticed by what cannot be sent to it
 _RETRY_S = 0.005
 _HELD_MAX = 16 << 20
@@ -107,11 +105,7 @@ class AgentPipe:
         return self._status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended, once it has.
-
-        Raises:
-            TimeoutExpired: It has not within the time.
-        """
+        """Return how it ended, once it has."""
         if not self._has_ended.wait(timeout) or self._status is None:
             raise subprocess.TimeoutExpired("the agent of a host that has joined", timeout or 0.0)
         return self._status

@@ -9,13 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.errors import ConfigError
+from syncvar_launcher.options.option_table import BIND_MODES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-__all__ = ["BLAS_VARIABLES", "MODES", "Binding", "blas_environment", "blas_threads", "plan_binding"]
-
-MODES = ("auto", "none", "cores")
 
 BLAS_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -58,9 +55,6 @@ def plan_binding(
             (always) or "none".
         cores_per_worker: Cores of each worker, or None for an equal share. Given, it is also bound under "auto".
 
-    Raises:
-        ConfigError: There are not enough cores for `cores_per_worker`.
-
     Example:
         >>> plan_binding(2, [0, 1, 2, 3], 4).cores
         ((0, 1), (2, 3))
@@ -68,8 +62,8 @@ def plan_binding(
         Binding(cores=(None, None, None), reason='not bound: 3 workers share 2 usable cores')
     """
     usable = len(usable_cores)
-    if mode not in MODES:
-        raise ConfigError(f"bind must be one of {', '.join(MODES)}, not {mode!r}")
+    if mode not in BIND_MODES:
+        raise ConfigError(f"bind must be one of {', '.join(BIND_MODES)}, not {mode!r}")
     if cores_per_worker is not None and workers * cores_per_worker > usable:
         fewer_cores, fewer_workers = usable // workers, usable // cores_per_worker
         remedies = [f"--cores-per-worker {fewer_cores}"] * (fewer_cores > 0)

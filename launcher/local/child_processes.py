@@ -10,8 +10,6 @@ from syncvar.core.parent_death import end_with, libc
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["adopt_orphans", "child_of"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar_launcher.local.child_processes import adopt_orphans, child_of
 from syncvar_launcher.local.process_sessions import process_state
-from syncvar_launcher.local.secret_fd import WITHHELD
 from syncvar_launcher.local.start_method import SHOW_IMPORTS
+from syncvar_launcher.options.worker_environment import WITHHELD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-
-__all__ = ["ForkServer", "ForkUnsupported", "ForkedWorker", "ServerEnded", "started_ahead"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
@@ -234,10 +232,6 @@ class ForkServer:
             cores: The cores it may use, or None for all.
             descriptors: By name what it gets: "stdin", "stdout" and "stderr", and others by the variable that is to
                 tell their number.
-
-        Raises:
-            OSError: The system refuses.
-            ServerEnded: There is nothing to fork from any more, or it does not answer.
         """
         self._has_forked = True
         adopt_orphans(is_on=True)
@@ -266,11 +260,7 @@ class ForkServer:
         return f"{_SERVER} (process {self._process.pid}, state {process_state(self._process.pid) or 'gone'})"
 
     def release(self) -> None:
-        """Let the forked workers begin after `close`, which otherwise ends them.
-
-        Raises:
-            ServerEnded: The server has ended, or does not answer.
-        """
+        """Let the forked workers begin after `close`, which otherwise ends them."""
         if not self._has_forked:
             return
         data = b""
@@ -288,11 +278,7 @@ class ForkServer:
         adopt_orphans(is_on=False)
 
     def _answered(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a call on the socket returns, as soon as the server takes part.
-
-        Raises:
-            ServerEnded: It has not within the limit; it is killed then.
-        """
+        """Return what a call on the socket returns, as soon as the server takes part."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):

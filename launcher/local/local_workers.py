@@ -37,17 +37,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.local.fork_client import ForkedWorker, ForkServer
 
-__all__ = [
-    "Event",
-    "LocalWorkers",
-    "WorkerExited",
-    "WorkerOutput",
-    "WorkerProcess",
-    "WorkerStarted",
-    "WorkerStatus",
-    "WorkerUnreachable",
-]
-
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
 _tgkill = getattr(libc, "tgkill", None)  # not in every libc

@@ -15,8 +15,6 @@ from syncvar.shm.host_limits import CONTROL_GROUPS, control_groups, field_of, re
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["OUT_OF_MEMORY", "OutOfMemory"]
-
 OUT_OF_MEMORY = "out of memory (kernel)"
 _COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
 _RECENT_S = 10.0  # between the count and the end of a large process, whose memory the system takes back first

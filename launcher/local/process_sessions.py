@@ -5,17 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = [
-    "busy_ticks",
-    "expects",
-    "groups",
-    "kill_sessions",
-    "members",
-    "process_state",
-    "signal_sessions",
-    "start_time",
-]
-
 _KILL, _STOP = 9, 19
 _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
 

@@ -14,28 +14,7 @@ from syncvar.core.private_files import PRIVATE, create_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["KEY_FD", "KEY_FILE", "WITHHELD", "secret_descriptor", "write_secret"]
-
-KEY_FD = "SYNCVAR_KEY_FD"
-"""The variable in which a worker finds the number of the descriptor."""
-
-KEY_FILE = "SYNCVAR_KEY_FILE"
-"""The variable in which a program finds the path of the file."""
-
 _FILE_NAME = "key"
-
-WITHHELD = frozenset(
-    (
-        KEY_FD,
-        "SYNCVAR_KEY",
-        "SYNCVAR_STATUS_FD",
-        "SYNCVAR_PROCESS",
-        "SYNCVAR_PASS_FDS",
-        "SYNCVAR_PARENT_FD",
-        "SYNCVAR_OUTCOME_FILE",
-    )
-)
-"""Variables of the launcher itself, and of whoever started it: no worker gets them."""
 
 
 def secret_descriptor(secret: bytes, directory: Path) -> int:

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["Sharing", "sharing_of", "shm_unavailable_reason"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 
 def sharing_of(
@@ -41,19 +39,20 @@ def sharing_of(
         generation: The first generation of the ranks that will ask.
         hands_over: Workers will ask for it.
     """
-    sizes = divided(options.workers, options.fake_hosts)
+    sizes = divided(options.ranks.workers, options.ranks.fake_hosts)
     return Sharing(
         job_id,
         options.runtime.shm_bytes,
         sizes,
-        [max(1, core_count * size // options.workers) for size in sizes],
+        [max(1, core_count * size // options.ranks.workers) for size in sizes],
         directories,
         why_not=shm_unavailable_reason(options, os.uname().machine, sizes[0]),
         generation=generation,
         between_hosts=options.runtime.between_hosts,
         hands_over=hands_over and options.runtime.transport != "zmq",
         servers=[
-            server_hosts(options.servers, len(sizes)).count(host) for host in range(len(sizes))
+            server_hosts(options.ranks.servers, len(sizes)).count(host)
+            for host in range(len(sizes))
         ],
     )
 
@@ -65,14 +64,11 @@ def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> s
         options: What was asked for.
         machine: The host's kind of processor, as `os.uname` names it.
         size: How many ranks the host has.
-
-    Raises:
-        ConfigError: `shm_bytes` is too small for so many ranks.
     """
     if options.runtime.transport == "zmq":
         said = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}
         return f"{said.get(options.origin['transport'], 'the default')} asks for it"
-    if options.workers == 1:
+    if options.ranks.workers == 1:
         return "a single rank sends nothing"
     if size == 1:
         return "there is one rank on this host"

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.local.local_workers import LocalWorkers
 
-__all__ = ["ENDED", "NOT_STARTED", "StackCollector", "StackRequest"]
-
 ENDED, NOT_STARTED = "its process has ended", "its process has not been started"
 
 _LARGE = 1 << 20  # bytes of a file, after which it begins anew

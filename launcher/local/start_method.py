@@ -10,9 +10,6 @@ from syncvar_launcher.local.worker_command import worker_command
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["METHODS", "ON_HOSTS", "StartMethod", "plan_beginning"]
-
-METHODS = ("auto", "spawn", "fork")
 ON_HOSTS = {
     "auto": "forked on each host that has several, where nothing speaks against it, else fresh processes",
     "spawn": "fresh processes: --start-method spawn",
@@ -52,7 +49,7 @@ def plan_beginning(
     """Decide how the workers of a host begin.
 
     Args:
-        method: One of `METHODS`, as it was asked for.
+        method: One of `START_METHODS`, as it was asked for.
         kind: What the target is: "script", "module" or "command".
         target: What is run. A script, or a module in the folder, is looked through for variables that come too late where
             NumPy is there already.

@@ -9,8 +9,6 @@ from syncvar.bootstrap.worker_entry import command_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["server_command", "worker_arguments", "worker_command"]
-
 
 def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
     """Return the command line of a worker, or of the process that workers are forked from.

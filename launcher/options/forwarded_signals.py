@@ -8,8 +8,6 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.exit_codes import signal_name
 from syncvar.core.stack_dump import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
 
-__all__ = ["DEFAULT", "forwarded"]
-
 DEFAULT = "USR1,USR2,CONT"
 
 _END = "it ends the job: the launcher sees to it that all ranks end"
@@ -48,9 +46,6 @@ def forwarded(text: str) -> tuple[int, ...]:
 
     Args:
         text: Names with or without SIG, and numbers, separated by commas; or "none".
-
-    Raises:
-        ConfigError: One is no signal, or is the launcher's own.
 
     Example:
         >>> forwarded("USR1,SIGUSR2,18"), forwarded("none")

@@ -28,16 +28,6 @@ from syncvar.core.settings import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = [
-    "Host",
-    "HostfileError",
-    "Hosts",
-    "expanded",
-    "parse_hostfile",
-    "parse_hosts",
-    "selected",
-]
-
 _TOKEN = re.compile(r'(?:"[^"]*"|[^\s"])+')
 _COUNTS = ("slots", "count", "cpu")
 _LIMITS = tuple(
@@ -146,9 +136,6 @@ def parse_hostfile(content: bytes, source: str) -> Hosts:
         content: The file's bytes.
         source: Its name, for messages.
 
-    Raises:
-        HostfileError: For the first thing that cannot be understood.
-
     Example:
         >>> parse_hostfile(b"a slots=2\nb:3", "hosts").hosts[1].slots
         3
@@ -178,9 +165,6 @@ def parse_hosts(value: str, option: str = "-H") -> Hosts:
         value: The option's value.
         option: Its name, for messages.
 
-    Raises:
-        HostfileError: For the first thing that cannot be understood.
-
     Example:
         >>> [(one.name, one.slots) for one in parse_hosts("n[1-2]:4").hosts]
         [('n1', 4), ('n2', 4)]
@@ -205,9 +189,6 @@ def selected(hosts: Sequence[Host], include: str | None, exclude: str | None) ->
         include: Names with commas and bracket ranges; None for all.
         exclude: The same; None for no host.
 
-    Raises:
-        ConfigError: A name is not among the hosts, or none is left.
-
     Example:
         >>> [one.name for one in selected(parse_hosts("n[1-4]").hosts, None, "n[2-3]")]
         ['n1', 'n4']
@@ -228,9 +209,6 @@ def expanded(name: str) -> Iterator[str]:
 
     Args:
         name: For instance "r[1-2]n[01-03,07]".
-
-    Raises:
-        ValueError: The text in brackets is no list of numbers and ranges.
 
     Example:
         >>> list(expanded("n[08-10]"))

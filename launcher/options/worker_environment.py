@@ -13,12 +13,28 @@ from typing import TYPE_CHECKING
 from syncvar.core.environment import PREFIX, RankEnvironment
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.local.secret_fd import WITHHELD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["carried", "check_assignment", "inherited", "variables"]
+KEY_FD = "SYNCVAR_KEY_FD"
+"""The variable in which a worker finds the number of the secret's descriptor."""
+
+KEY_FILE = "SYNCVAR_KEY_FILE"
+"""The variable in which a program finds the path of the secret's file."""
+
+WITHHELD = frozenset(
+    (
+        KEY_FD,
+        "SYNCVAR_KEY",
+        "SYNCVAR_STATUS_FD",
+        "SYNCVAR_PROCESS",
+        "SYNCVAR_PASS_FDS",
+        "SYNCVAR_PARENT_FD",
+        "SYNCVAR_OUTCOME_FILE",
+    )
+)
+"""Variables of the launcher itself and of its parent: no worker gets them."""
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
@@ -115,11 +131,7 @@ def carried(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_assignment(text: str) -> None:
-    """Check the form of what `--env` is given: NAME=value, NAME or PREFIX*.
-
-    Raises:
-        ConfigError: It is none of them, or the variable is not the user's to set.
-    """
+    """Check the form of what `--env` is given: NAME=value, NAME or PREFIX*."""
     name, equals, _ = text.partition("=")
     if not equals and text.endswith("*"):
         if not _NAME.fullmatch(text[:-1]):
@@ -148,9 +160,6 @@ def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> 
         items: As `check_assignment` takes them.
         environ: The launcher's environment, from which a NAME, or all names with a PREFIX*, are copied.
         source: Where the items were given, for messages.
-
-    Raises:
-        ConfigError: There is nothing to copy.
 
     Example:
         >>> variables(["A=1", "LANG", "AWS_*"], {"LANG": "C", "AWS_REGION": "x", "AWS_ID": "y"}, "command line")

@@ -1,23 +1,27 @@
-"""The job of a scheduler in which the launcher runs: its hosts, how many workers each has place for, and what starts there.
+"""The job of a scheduler (Slurm, PBS or LSF) in which the launcher runs, from its variables and files.
 
-Slurm, PBS and LSF give a job hosts, and a command that starts something on them within the job: counted with it, and ended
-with it. Data in, data out: who reads the environment and files is told what they hold.
+Such a job gives hosts, and a command that starts processes on them. The scheduler counts these
+processes as part of the job, and ends them with it. To add a scheduler, add a function like
+`_slurm` and call it in `allocation`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from syncvar.bootstrap.launch_env.detection import started_with_others
 from syncvar.bootstrap.launch_env.slurm import counts
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts.ssh import agent_words, remote_command
+from syncvar_launcher.options.allocated_hosts import Allocation, Starter, short_name
 from syncvar_launcher.options.hostfile import Host, expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Allocation", "Starter", "allocation", "within"]
-
+# Options of srun for the whole job. An agent needs its pipes unchanged and all resources of the job
+# on its host.
 _OF_SRUN = (
     "SLURM_LABELIO",
     "SLURM_STDINMODE",
@@ -27,77 +31,32 @@ _OF_SRUN = (
     "SLURM_EXACT",
     "SLURM_DISTRIBUTION",
 )
-"""Options of srun, said to the whole job: an agent's pipes go through it as they are, and it gets all that the job has on its host."""
 
 
-class Starter(NamedTuple):
-    """What starts an agent on a host of the job, in place of ssh.
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the job of a scheduler whose hosts the launcher uses.
 
-    Args:
-        program: "srun", "blaunch" or "pbsdsh".
-        where: Its words for a host, in which {host} stands for the name and {place} for its place among the job's.
-        joins: What it starts has no pipes to us, so that the host has to join by tcp.
-        unset: Variables that would change what the program does.
+    None outside of a job, and where the scheduler has started this process beside others.
     """
+    if started_with_others(environ) is not None:
+        return None
+    import socket  # only a job of a scheduler needs it
 
-    program: str
-    where: tuple[str, ...]
-    joins: bool = False
-    unset: tuple[str, ...] = ()
-
-    def command(self, host: Host, place: int, words: Sequence[str]) -> list[str]:
-        """Return the command line that runs some words on a host.
-
-        Example:
-            >>> Starter("pbsdsh", ("-n", "{place}", "--")).command(Host("n1"), 4, ["true"])
-            ['pbsdsh', '-n', '4', '--', 'true']
-        """
-        return [
-            self.program,
-            *(
-                word.replace("{host}", host.name).replace("{place}", str(place))
-                for word in self.where
-            ),
-            *words,
-        ]
+    return allocation(environ, socket.gethostname(), lambda path: Path(path).read_text("utf-8"))
 
 
-class Allocation(NamedTuple):
-    """The job.
+def agent_command(job: Allocation, host: Host, python: str) -> list[str]:
+    """Return the command line that starts an agent on a host of the job.
 
-    Args:
-        name: For messages, for instance "job 7 of Slurm".
-        hosts: Its hosts with their slots, in its order.
-        places: Where each host stands among what the scheduler counts, by name; empty where it goes by names.
-        here: The host on which the launcher runs; empty where it is none of them.
-        starter: What starts on the others.
+    Example:
+        >>> job = allocation({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 2"}, "a", str)
+        >>> agent_command(job, job.hosts[1], "python3")[:2]
+        ['blaunch', 'b']
     """
-
-    name: str
-    hosts: tuple[Host, ...]
-    places: dict[str, int]
-    here: str
-    starter: Starter
-
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return the command line that runs some words on a host of the job."""
-        return self.starter.command(host, self.places.get(host.name, 0), words)
-
-    def agent_command(self, host: Host, python: str) -> list[str]:
-        """Return the command line that starts an agent on a host of the job, by an interpreter there.
-
-        Example:
-            >>> job = allocation({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 2"}, "a", str)
-            >>> job.agent_command(job.hosts[1], "python3")[:2]
-            ['blaunch', 'b']
-        """
-        # srun hands its words over as they are; blaunch, as ssh, to a shell there
-        words = (
-            agent_words(host.python or python)
-            if self.starter.program == "srun"
-            else [remote_command(host.python or python)]
-        )
-        return self.command(host, words)
+    # srun passes its arguments on unchanged; blaunch passes them to a shell, as ssh does.
+    python = host.python or python
+    is_srun = job.starter.program == "srun"
+    return job.command(host, agent_words(python) if is_srun else [remote_command(python)])
 
 
 def allocation(
@@ -110,9 +69,6 @@ def allocation(
         own_name: What this host calls itself.
         read: Returns what a file holds.
 
-    Raises:
-        ConfigError: What the scheduler says cannot be understood, or is not all here.
-
     Example:
         >>> job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
         >>> [(one.name, one.slots) for one in allocation(job, "login", str).hosts]
@@ -121,51 +77,8 @@ def allocation(
     return _slurm(environ, own_name) or _lsf(environ, own_name) or _pbs(environ, own_name, read)
 
 
-def within(
-    allocation: Allocation, named: Sequence[Host]
-) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return the hosts of an allocation that a host file or -H names, and what is to be said of them.
-
-    A file takes away, hosts and slots, and adds nothing. The order is the file's.
-
-    Raises:
-        ConfigError: A host is not in the allocation, or is to be logged in to by another user or port.
-    """
-    known = {_short(one.name): one for one in allocation.hosts}
-    kept, said = [], []
-    for one in named:
-        found = known.get(_short(one.name))
-        if found is None:
-            raise ConfigError(
-                f"{one.origin} names {one.name}, which is not in {allocation.name} ({', '.join(each.name for each in allocation.hosts)}); "
-                f"leave it out, or give --allocation off"
-            )
-        slots, most = found.slots or 1, found.max_slots or found.slots or 1
-        if one.slots is not None and one.slots > most:
-            said.append(
-                f"{one.origin} gives {one.name} {one.slots} slots, and {allocation.name} has {most} there: {most} count"
-            )
-        kept.append(
-            found._replace(
-                slots=min(one.slots, most) if one.slots is not None else slots,
-                max_slots=min(one.max_slots, most) if one.max_slots else None,
-                addr=one.addr,
-                python=one.python,
-                cwd=one.cwd,
-                user=one.user,
-                port=one.port,
-                origin=f"{one.origin}, within {found.origin}",
-            )
-        )
-    return tuple(kept), tuple(said)
-
-
-def _short(name: str) -> str:
-    return name if name.replace(".", "").isdigit() else name.partition(".")[0]
-
-
 def _here(hosts: Sequence[Host], own_name: str) -> str:
-    return next((one.name for one in hosts if _short(one.name) == _short(own_name)), "")
+    return next((one.name for one in hosts if short_name(one.name) == short_name(own_name)), "")
 
 
 def _slurm(environ: Mapping[str, str], own_name: str) -> Allocation | None:

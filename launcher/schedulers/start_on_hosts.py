@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hosts.agent_connection import RemoteHost
     from syncvar_launcher.options.hostfile import Host
-    from syncvar_launcher.options.option_table import LaunchOptions
-
-__all__ = ["Calling", "join_words"]
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 _RUN = "syncvar_launcher.main"
 _END_S = 10.0
@@ -43,7 +41,7 @@ def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list
         place: Where the launcher listens.
         key: The file with the key.
     """
-    job = options.scheduled
+    job = options.hosts.scheduled
     assert job is not None
     own = [
         "--join",
@@ -53,9 +51,9 @@ def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list
         *(["--slots", str(host.slots)] if host.slots else []),
         *(["--cwd", host.cwd] if host.cwd else []),
     ]
-    if host.name == job.here and host.python is None and options.remote_python is None:
+    if host.name == job.here and host.python is None and options.hosts.remote_python is None:
         return [*command_of(_RUN), *own]
-    words = [*words_for(host.python or options.remote_python or sys.executable, _RUN), *own]
+    words = [*words_for(host.python or options.hosts.remote_python or sys.executable, _RUN), *own]
     return words if host.name == job.here else job.command(host, words)
 
 
@@ -78,24 +76,27 @@ class Calling:
     def __init__(
         self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None]
     ) -> None:
-        job = options.scheduled
+        job = options.hosts.scheduled
         assert job is not None
         self._program = job.starter.program
-        others = [one.name for one in options.hosts if one.name != job.here]
+        others = [one.name for one in options.hosts.entries if one.name != job.here]
         address = (
-            allowed(interfaces(), options.iface, None)[0]
-            if options.iface
+            allowed(interfaces(), options.hosts.iface, None)[0]
+            if options.hosts.iface
             else address_towards_any(others)
         )
         self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
         self._started: dict[Host, subprocess.Popen[bytes]] = {}
-        joined = options._replace(
-            listen=bracketed(address), host_count=len(options.hosts), key_file=self._key
+        count = len(options.hosts.entries)
+        join = options.join._replace(
+            listen=bracketed(address), host_count=count, key_file=self._key
         )
-        self.party = JoinGroup(joined, say, ask, self._program, self._why_ended)
+        self.party = JoinGroup(
+            options._replace(join=join), say, ask, self._program, self._why_ended
+        )
         environ = inherited(os.environ, is_clear=False)
         try:
-            for host in options.hosts:
+            for host in options.hosts.entries:
                 line = join_words(options, host, self.party.place, str(self._key))
                 self._started[host] = subprocess.Popen(
                     line,

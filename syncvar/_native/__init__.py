@@ -1,10 +1,12 @@
-"""The optional C runner of persistent calls, and what stands in for it where it has not been built.
+"""The optional C extension, and what replaces it where it was not built.
 
-`pip install` builds the module `native` where a C compiler and Python's headers are; without it everything works, with
-Python's own steps. `SYNCVAR_CALL_RUNNER=python` or `c` demands one of the two. `native.h` tells which file of C has what.
+`pip install` builds the module `native` if a C compiler and Python's headers are present. Without
+it everything works in Python, more slowly. SYNCVAR_CALL_RUNNER=python or c demands one of the two.
+`native.h` lists the C files.
 
-The C runner reads arrays and ufuncs by the beginnings of NumPy's own structures, which its C interface has kept since
-version 1. Before it is used for the first time, that is tried out with this NumPy.
+The extension reads arrays and ufuncs through the first fields of NumPy's structures, which NumPy's
+C API has kept since version 1. This module checks them with the installed NumPy before the first
+use.
 """
 
 from __future__ import annotations
@@ -16,39 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native.constants import FORM
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
-
-__all__ = [
-    "UNREAD",
-    "AdmissionState",
-    "Begun",
-    "ChannelState",
-    "CommunicatorState",
-    "Copied",
-    "Count",
-    "Tally",
-    "Watch",
-    "access",
-    "bind",
-    "entrance",
-    "group_of",
-    "message_end",
-    "message_entrance",
-    "note_change",
-    "open_program",
-    "program",
-    "recall",
-    "remember",
-    "run",
-    "slot_call",
-    "told",
-    "which",
-    "why_not_native",
-]
 
 _native: ModuleType | None
 _missing: str
@@ -57,17 +32,17 @@ try:
     _missing = ""
 except ModuleNotFoundError:
     _native = None
-    _missing = "syncvar was installed without the C extension: that takes a C compiler and Python's headers at the time"
+    _missing = (
+        "syncvar was installed without the C extension: "
+        "building it needs a C compiler and Python's headers"
+    )
 except ImportError as error:
     _native = None
     _missing = f"the C extension cannot be loaded: {error}"
 
 
-_FORM = 19  # as in native.c
-
-
 def _differs(native: Any) -> str:
-    """Return what the C runner reads otherwise than NumPy says; empty where they agree."""
+    """Return what the extension reads differently from NumPy; empty if nothing."""
     left = np.arange(6.0).reshape(2, 3)
     for array in (left, left[:, 1:], left.astype(np.int16), np.array(1.0)):
         flags = array.flags
@@ -88,11 +63,9 @@ def _differs(native: Any) -> str:
     return ""
 
 
-if _native is not None and getattr(_native, "FORM", 0) != _FORM:
-    _native, _missing = (
-        None,
-        "the C extension is of another version of syncvar: install syncvar again",
-    )
+if _native is not None and getattr(_native, "FORM", 0) != FORM:
+    _native = None
+    _missing = "the C extension is of another version of syncvar: install syncvar again"
 if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
 
@@ -100,15 +73,15 @@ if _native is not None and (_found := _differs(_native)):
 _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
-class Begun:
-    """A persistent call that has begun, and is waited for later; only the C runner makes them.
+class AsyncCall:
+    """A persistent call with async_op=True; only the C extension makes them.
 
     Attributes:
-        operation: The engine's, once it goes on with the call; None before.
-        begin: When it began, CLOCK_MONOTONIC in nanoseconds.
-        is_over: It has ended without the engine.
-        end: Returns the result if it is there, or, with True, comes soon; None where the engine has to go on.
-        adopt: Lets the engine go on with it; nothing where it is over.
+        operation: The engine's request after the engine has adopted the call; None before.
+        begin: Start time, CLOCK_MONOTONIC in nanoseconds.
+        is_over: The call has ended without the engine.
+        end: Returns the result if it is ready, or with True arrives while spinning; else None.
+        adopt: Lets the engine continue the call; does nothing if it is over.
     """
 
     operation: Any
@@ -119,7 +92,7 @@ class Begun:
 
 
 class ChannelState:
-    """What a rank has published last in a group, and whether everyone has reached it."""
+    """Last publication of a rank in a group, and whether all ranks have reached it."""
 
     __slots__ = ("is_settled", "last", "phase", "side", "tail")
     is_settled: bool
@@ -130,11 +103,11 @@ class ChannelState:
 
 
 class AdmissionState:
-    """What every call reads of the engine.
+    """Part of the engine that every call reads.
 
     Attributes:
-        is_quiet: Nothing is known that would refuse a call, and no writes are queued.
-        driver: The thread that drives in order to wait for its own call; 0 where none does.
+        is_quiet: The engine admits calls, and no writes are queued.
+        driver: Thread that drives the engine in order to wait for its own call; 0 for none.
     """
 
     __slots__ = ("driver", "is_quiet")
@@ -143,23 +116,19 @@ class AdmissionState:
 
 
 class CommunicatorState:
-    """What every call reads of its group's communicator.
-
-    Attributes:
-        next_call: The number of the group's next call.
-    """
+    """Part of a communicator that every call reads: `next_call`, the number of its next call."""
 
     __slots__ = ("next_call",)
     next_call: int
 
 
-class Copied:
-    """What is going on with a variable's copy.
+class CopyGuard:
+    """Detects concurrent access to the local copy of a variable.
 
     Attributes:
-        changes: That this process makes by itself now.
-        is_being_written: A call of all replicas writes it in place.
-        moves: Twice how often it has gone to other memory; odd while it goes.
+        changes: Local writes of this process in progress.
+        is_being_written: A call of all replicas is writing the copy in place.
+        moves: Seqlock of relocations: odd while the copy is being moved.
     """
 
     __slots__ = ("changes", "is_being_written", "moves")
@@ -168,16 +137,16 @@ class Copied:
     moves: int
 
 
-class Tally:
-    """What is counted of a variable.
+class VariableCounters:
+    """Counters of a variable.
 
     Attributes:
-        added: Increments of AUTO's.
-        collectives: Calls of the group.
+        added: Increments of an AUTO variable.
+        collectives: Collective calls.
         reads: All reads.
-        steps: Writes outside runs, by which comparisons are due.
-        turned: Increments at the last read after one.
-        turns: Such reads.
+        steps: Writes outside of runs, which schedule the comparisons of replicas.
+        turned: Value of `added` at the latest read that followed an increment.
+        turns: Reads that followed at least one increment.
         writes: All writes.
     """
 
@@ -189,21 +158,24 @@ class Tally:
         ) = 0
 
 
-class Watch:
-    """When a strategy looks at writes: not at all (`is_free`), or at those whose number among a variable's is above `until`."""
+class CheckGate:
+    """Gate of writes: none needs a check if `is_free`, else those from number `until` on."""
 
     __slots__ = ("is_free", "until")
     is_free: bool
     until: int
 
 
-class Count:
-    """How far the messages of a pair and tag are: calls that the engine has not seen, for `CallLedger.count_by`.
+class MessageCounter:
+    """Sequence counter of one (sender, receiver, tag).
+
+    The C extension advances it without informing the engine; `CallLedger.count_by` merges it.
 
     Attributes:
-        identity: Of the pair's calls.
-        next_call: It grows when a call is over, or has been seen by the other rank: frames of it that come later are of no use then.
-        number: Of the next message. Whoever numbers one by the pair's communicator looks here first, and tells it here then.
+        identity: Identity of the pair's calls.
+        next_call: First call that is not over; the receiver needs no frames of calls before it.
+        number: Number of the next message. Code that numbers a message by the communicator must
+            read and update this value.
     """
 
     __slots__ = ("__weakref__", "identity", "next_call", "number")
@@ -213,30 +185,29 @@ class Count:
         self.next_call = self.number = next_call
 
 
-if _native is not None:  # these have the same attributes, which C reads as numbers
+if _native is not None:  # classes with the same attributes, which C reads directly
     AdmissionState = _native.AdmissionState  # type: ignore[misc]
-    Begun = _native.Begun  # type: ignore[misc]
+    AsyncCall = _native.AsyncCall  # type: ignore[misc]
     ChannelState = _native.ChannelState  # type: ignore[misc]
     CommunicatorState = _native.CommunicatorState  # type: ignore[misc]
-    Copied = _native.Copied  # type: ignore[misc]
-    Count = _native.Count  # type: ignore[misc]
-    Tally = _native.Tally  # type: ignore[misc]
-    Watch = _native.Watch  # type: ignore[misc]
+    CopyGuard = _native.CopyGuard  # type: ignore[misc]
+    MessageCounter = _native.MessageCounter  # type: ignore[misc]
+    VariableCounters = _native.VariableCounters  # type: ignore[misc]
+    CheckGate = _native.CheckGate  # type: ignore[misc]
 
 
 def why_not_native() -> str:
-    """Return why there is no C runner in this process; empty where there is one."""
+    """Return why this process has no C extension; empty if it has one."""
     return _missing
 
 
 def which(wanted: str) -> str:
-    """Return the runner that a setting means: "c" or "python".
+    """Return the runner for the setting `call_runner`: "c" or "python".
 
-    Args:
-        wanted: "auto", "c" or "python".
+    `wanted` is "auto", "c" or "python".
 
     Raises:
-        ConfigError: The C runner is demanded, and there is none.
+        ConfigError: "c" was demanded, but there is no extension.
 
     Example:
         >>> which("python")
@@ -244,13 +215,14 @@ def which(wanted: str) -> str:
     """
     if wanted == "c" and _native is None:
         raise ConfigError(
-            f"call_runner = c, but there is no C extension: {_missing}; install with a compiler, or leave it to auto"
+            f"call_runner = c, but there is no C extension: {_missing}; install syncvar with a "
+            f"compiler, or set call_runner = auto"
         )
     return "python" if wanted == "python" or _native is None else "c"
 
 
 def told(wanted: str) -> str:
-    """Return in words what runs persistent calls, and why, under a setting.
+    """Return a text that says what runs persistent calls under a setting, and why.
 
     Example:
         >>> told("python")
@@ -265,12 +237,8 @@ def told(wanted: str) -> str:
     )
 
 
-UNREAD = -(1 << 41)
-"""Yielded by a run that could not read the memory of another process."""
-
-
 def bind(channel: Any, *places: Any) -> bool:
-    """Tell the C runner where the words of a channel's ranks are; returns False where it does not take so many ranks."""
+    """Set the offsets of a channel in the extension; False if it does not take so many ranks."""
     if _native is None:
         return False
     try:
@@ -281,47 +249,49 @@ def bind(channel: Any, *places: Any) -> bool:
 
 
 def program(*parts: Any) -> Any:
-    """Return a program for the C runner, or None where it takes no such program; see `program_check.c`."""
+    """Return a program for the extension, or None if it cannot run it; see `program_check.c`."""
     if _native is None:
         return None
     try:
         return _native.Program(*parts)
-    except ValueError:  # a dtype or an op without a loop of its own
+    except ValueError:  # NumPy has no loop for this dtype and op
         return None
 
 
 def open_program(
     made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> None:
-    """Make the copies of a program's opening in C; arguments as of `run`, None for memories that the opening does not use."""
+    """Run a program's opening; see `run`. Arrays may be None for memories that it does not use."""
     _native.Run(made, channel, arrays, offsets, keeps_lock, True)  # type: ignore[union-attr]
 
 
 def run(
     made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> Iterator[int]:
-    """Run a program in C; yields what the others have to reach.
+    """Run a program in C; yield the publications to wait for.
 
     Args:
-        made: What `program` has returned.
-        channel: This rank's end of the group's channels.
+        made: Result of `program`.
+        channel: This rank's channel.
         arrays: The memories that are arrays; anything for the others.
-        offsets: Where the others lie in shared memory, in bytes; with bit 60 the address in the process of the memory's rank; -1 for arrays.
-        keeps_lock: Python's lock is kept.
+        offsets: Offsets of the others in shared memory, in bytes, or with bit 60 addresses in the
+            process of the memory's rank; -1 for arrays.
+        keeps_lock: Keep the GIL.
     """
     found: Iterator[int] = _native.Run(made, channel, arrays, offsets, keeps_lock, False)  # type: ignore[union-attr]
     return found
 
 
 def slot_call(*parts: Any, **objects: Any) -> Any:
-    """Return the C runner of a persistent call, or None where it takes no such call; see `persistent_call.c`, and `Preparation.natively` for the objects."""
+    """Return a persistent call in C, or None if C cannot run it; see `persistent_call.c`.
+
+    `PersistentCallBuilder.natively` explains the keyword arguments.
+    """
     if _native is None:
         return None
     try:
         return _native.SlotCall(*parts, **objects)
-    except (
-        ValueError
-    ):  # a dtype or an op without a loop of its own, or more ranks than it is made for
+    except ValueError:  # NumPy has no loop for this dtype and op, or there are too many ranks
         return None
 
 
@@ -331,7 +301,7 @@ def group_of(
     tallies: tuple[Any, ...],
     parts: tuple[Any, ...],
 ) -> Any:
-    """Return what looks at variables that are written together in C, or None where there is no C runner; see `PlainGroup` for the arguments."""
+    """Return a flat bucket of variables in C, or None; see `PlainGroup` for the arguments."""
     if _native is None:
         return None
     nbytes = tuple([part.nbytes for part in parts])
@@ -341,18 +311,12 @@ def group_of(
 
 
 def message_end(*parts: Any, **objects: Any) -> Any:
-    """Return the C runner of one end of a pair's messages, or None where there is none; see `p2p.h`."""
+    """Return an endpoint of messages in C, or None; see `p2p.h`."""
     return None if _native is None else _native.End(*parts, **objects)
 
 
 def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
-    """Return a callable that makes in C what it can of `send` or `recv`, and calls the function for anything else.
-
-    Args:
-        function: What it stands for; its name, documentation and signature are the callable's.
-        state: As for `entrance`.
-        is_sending: It is `send`.
-    """
+    """Return a C dispatch of `send` or `recv`, which calls the function for all other messages."""
     return (
         function
         if _native is None
@@ -364,29 +328,30 @@ def access(
     kind: str,
     plain: Any,
     where: tuple[Any, ...],
-    storage: Copied,
-    tally: Tally,
+    storage: CopyGuard,
+    tally: VariableCounters,
     form: tuple[Any, ...],
     *,
     call: Any = None,
-    watch: Watch | None = None,
+    watch: CheckGate | None = None,
     is_default: bool = False,
     is_increment: bool = False,
 ) -> Any:
-    """Return the C runner of a prepared access of a variable; `plain` where there is none.
+    """Return a persistent access of a variable in C, or `plain` if there is no extension.
 
     Args:
         kind: "Write", "Look" (a read of this replica's copy), or "Read" (of the copies, combined).
-        plain: Does the same in Python; takes every access that is unusual, before anything has been changed.
-        where: The stacks of places, the strategy; of a call of all replicas also the strategy's calls, their channel, and the
-            context in which each replica has its own values. A read with None for the places is one of all replicas, and not counted.
-        storage: The memory of the copy.
-        tally: The variable's.
+        plain: The Python version, called for unusual accesses before anything has changed.
+        where: (scope stack, strategy); for calls of all replicas also the communicator, its
+            channel, and the context in which each replica has its own values. A Read with None for
+            the stack is always one of all replicas, and not counted.
+        storage: Storage of the copy.
+        tally: Counters of the variable.
         form: dtype and shape.
-        call: The prepared all-reduce; that of a write applies its result to the copy.
-        watch: The strategy's, of writes; None where nothing is compared.
+        call: The persistent all-reduce; in a write it applies its result to the copy.
+        watch: Gate of the strategy for writes; None if nothing is compared.
         is_default: The strategy is the default one.
-        is_increment: It writes an AUTO variable.
+        is_increment: It increments an AUTO variable.
     """
     if _native is None or (kind == "Read" and type(call) is not _native.SlotCall):
         return plain
@@ -420,16 +385,16 @@ def entrance(
     positions: int = 1,
     takes_numbers: bool = True,
 ) -> Any:
-    """Return a callable that finds and runs a public function's persistent calls in C, and calls the function for any other.
+    """Return a C dispatch of a public function, which calls the function for all calls not cached.
 
     Args:
-        function: What it stands for; its name, documentation and signature are the callable's.
-        state: Has the process's context as `default`, and `is_bound` True where threads have their own.
-        nothing: What a function without arguments brings; None for one that takes an array.
-        second: Name of the argument beside the array that calls may differ in: op, root, axis.
-        usual: Its default.
-        positions: How many arguments may be given by position.
-        takes_numbers: A number, or a short list of numbers, is the array that NumPy makes of it.
+        function: The function; the dispatch takes its name, documentation and signature.
+        state: Holder of the process context: `default`, and `is_bound` if threads have their own.
+        nothing: Input of a function without arguments; None for one that takes an array.
+        second: Name of the second cached argument: op, root or axis.
+        usual: Default of that argument.
+        positions: Positional arguments at most.
+        takes_numbers: A number, or a short list of numbers, becomes an array.
     """
     if _native is None:
         return function
@@ -447,30 +412,27 @@ def entrance(
 
 
 def note_change() -> None:
-    """Let entrances look again of which group calls are that name none: the process's job, what threads have, or a group is another."""
+    """Invalidate the dispatch cache for calls without `group=`.
+
+    Call it when the default group changes: init, shutdown, or a thread sets its own context.
+    """
     if _native is not None:
         _native.note_change()
 
 
 def remember(function: Any, *what: Any) -> None:
-    """Let a callable find what makes some of its calls in C.
+    """Cache a persistent call, or an endpoint, in a C dispatch; ignore Python ones.
 
     Args:
-        function: What `entrance` or `message_entrance` has returned; nothing is done where it is the function itself.
-        what: The argument beside the array, as the caller writes it, what `slot_call` has returned, and its group's persistent calls,
-            while they are the same; or what `message_end` has returned, the other rank, and the tag. Nothing is done with what does
-            not run in C.
+        function: Result of `entrance` or `message_entrance`.
+        what: (second argument, call, persistent calls of its group), or (endpoint, other rank,
+            tag).
     """
     if _native is not None and isinstance(function, (_native.Entrance, _native.MessageEntrance)):
         function.remember(*what)
 
 
 def recall(function: Any, call: Any) -> None:
-    """Let an entrance find a persistent call again that it has forgotten for others, since it can remember some hundred.
-
-    Args:
-        function: As in `remember`.
-        call: What `slot_call` has returned. Nothing is done with what was never remembered, or does not run in C.
-    """
+    """Cache a persistent call again that a C dispatch has evicted; ignore calls never cached."""
     if _native is not None and isinstance(function, _native.Entrance):
         function.recall(call)

@@ -1,31 +1,31 @@
-/* Calls that have begun, and are waited for later. */
+/* Persistent calls with async_op=True. */
 #include "persistent_call.h"
 
-enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED };
+typedef enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED } AsyncState;
 
-/* While it is BEGUN it is the only entry of the channel's queue: nobody publishes before it has
- * ended, or the engine has adopted it. */
+/* Invariant: while a call is BEGUN, it is the only entry of the channel's queue. No other call
+ * publishes before it has ended, or the engine has adopted it. */
 typedef struct {
     PyObject_HEAD SlotCall *call;
     PyObject *number, *begin, *timeout, *made, *site, *instruction, *operation;
     uint64_t check;
-    int state;
-} Begun;
+    AsyncState state;
+} AsyncCall;
 
-/* Take a call out of the lists of those that are to be ended; an error that is set stays. */
-static void withdraw(Begun *self) {
+/* Remove a call from the lists of open calls; keep an exception that is set. */
+static void withdraw(AsyncCall *self) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     if (call_one(self->call->queue, name_remove, (PyObject *)self) < 0)
-        PyErr_Clear(); /* it is not there */
+        PyErr_Clear(); /* not in the list */
     if (call_one(self->call->begun, name_remove, (PyObject *)self) < 0) PyErr_Clear();
     PyErr_Restore(type, error, trace);
 }
 
-/* End a call that has begun if the others have come, or come soon: 1; 0 where it has to go on; -1
- * with an error. */
-int end_begun(PyObject *object, int64_t patience_ns) {
-    Begun *self = (Begun *)object;
+/* End a call if the others have entered, or enter while this rank spins. Return 1 if it has ended,
+ * 0 if not, -1 with an exception. */
+int end_async_call(PyObject *object, int64_t patience_ns) {
+    AsyncCall *self = (AsyncCall *)object;
     if (self->state == ENDED) return 1;
     if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
     SlotCall *call = self->call;
@@ -35,21 +35,21 @@ int end_begun(PyObject *object, int64_t patience_ns) {
     finish(call, (int)call->channel->side, NULL, self->made);
     self->state = ENDED;
     call->channel->begun = NULL;
-    Py_INCREF(object); /* its lists may be all that keep it */
+    Py_INCREF(object); /* the lists may hold the last reference */
     withdraw(self);
     const int recorded = record(call->add, call->told, self->number, self->begin);
     Py_DECREF(object);
     return recorded < 0 ? -1 : 1;
 }
 
-/* Begin a call that is waited for later; returns what waits for it, or None where nothing has been
- * done. What this rank brings is taken now. */
+/* Begin an asynchronous call. Return its `Work`, or None if nothing was done. The input is copied
+ * now. */
 PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
                       PyObject *instruction) {
     ChannelState *channel = self->channel;
     PyObject *brought = NULL, *goal = NULL, *work = NULL;
     if (self->adopt == Py_None || !accept(self, x, out, &brought, &goal)) Py_RETURN_NONE;
-    Begun *begun = new_object(begun_type);
+    AsyncCall *begun = new_object(async_call_type);
     if (begun == NULL) goto given_up;
     int taken = 0;
     begun->call = (SlotCall *)Py_NewRef((PyObject *)self);
@@ -61,8 +61,8 @@ PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *time
     work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
     begun->begin = PyLong_FromLongLong(now_ns());
     if (work == NULL || begun->begin == NULL) goto done;
-    /* What comes before may have run other threads, or the collector of garbage; from here on
-     * nothing does. */
+    /* The code above may have run other threads, or the garbage collector. The code below does not:
+     * so these checks stay valid. */
     if (!may_begin(self) || !fit_still(self, &self->brought, brought, IN_ONE_PIECE | ALIGNED))
         goto done;
     taken = 1;
@@ -98,19 +98,20 @@ given_up:
     return work;
 }
 
-static PyObject *begun_end(PyObject *object, PyObject *arguments) {
+static PyObject *async_call_end(PyObject *object, PyObject *arguments) {
     int waits;
     if (!PyArg_ParseTuple(arguments, "p", &waits)) return NULL;
-    const int ended = end_begun(object, waits ? 0 : -1);
+    const int ended = end_async_call(object, waits ? 0 : -1);
     if (ended < 0) return NULL;
-    return ended ? given_of(((Begun *)object)->call, ((Begun *)object)->made) : Py_NewRef(Py_None);
+    AsyncCall *const self = (AsyncCall *)object;
+    return ended ? given_of(self->call, self->made) : Py_NewRef(Py_None);
 }
 
-/* Let the engine go on with it. Others wait for that where they would queue a call of the group:
- * its caller has a lock. */
-static PyObject *begun_adopt(PyObject *object, PyObject *unused) {
+/* Let the engine continue the call. Callers hold the lock of the group, so that no other call of
+ * the group can be queued before. */
+static PyObject *async_call_adopt(PyObject *object, PyObject *unused) {
     (void)unused;
-    Begun *self = (Begun *)object;
+    AsyncCall *self = (AsyncCall *)object;
     if (self->state != BEGUN) Py_RETURN_NONE;
     SlotCall *call = self->call;
     self->state = ADOPTED;
@@ -125,35 +126,39 @@ static PyObject *begun_adopt(PyObject *object, PyObject *unused) {
     return self->operation == NULL ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *begun_is_over(PyObject *object, void *unused) {
+static PyObject *async_call_is_over(PyObject *object, void *unused) {
     (void)unused;
-    return PyBool_FromLong(((Begun *)object)->state == ENDED);
+    return PyBool_FromLong(((AsyncCall *)object)->state == ENDED);
 }
 
-static int begun_clear(PyObject *object) {
-    Begun *self = (Begun *)object;
+static int async_call_clear(PyObject *object) {
+    AsyncCall *self = (AsyncCall *)object;
     if (self->state == BEGUN && self->call->channel != NULL) self->call->channel->begun = NULL;
     self->state = ADOPTED;
     return clear_held(object);
 }
 
-static PyMemberDef begun_members[] = {
-    HELD(Begun, call),        HELD(Begun, number),    HELD(Begun, begin),
-    HELD(Begun, timeout),     HELD(Begun, made),      HELD(Begun, site),
-    HELD(Begun, instruction), HELD(Begun, operation), {NULL},
+static PyMemberDef async_call_members[] = {
+    HELD(AsyncCall, call),        HELD(AsyncCall, number),    HELD(AsyncCall, begin),
+    HELD(AsyncCall, timeout),     HELD(AsyncCall, made),      HELD(AsyncCall, site),
+    HELD(AsyncCall, instruction), HELD(AsyncCall, operation), {NULL},
 };
 
-static PyGetSetDef begun_getters[] = {{"is_over", begun_is_over, NULL, NULL, NULL}, {NULL}};
-
-static PyMethodDef begun_methods[] = {
-    {"end", begun_end, METH_VARARGS,
-     "Return the result if it is there, or, end(True), comes soon; else None."},
-    {"adopt", begun_adopt, METH_NOARGS,
-     "Let the engine go on with it, as `operation`; nothing where it has ended."},
+static PyGetSetDef async_call_getters[] = {
+    {"is_over", async_call_is_over, NULL, NULL, NULL},
     {NULL},
 };
 
-TYPE(Begun, begun, begun_members, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-     "A persistent call that has begun, and is waited for later.", {Py_tp_getset, begun_getters},
-     {Py_tp_methods, begun_methods}, {Py_tp_traverse, traverse_held}, {Py_tp_clear, begun_clear},
-     {Py_tp_dealloc, dealloc_held})
+static PyMethodDef async_call_methods[] = {
+    {"end", async_call_end, METH_VARARGS,
+     "Return the result if it is there, or with end(True) comes while spinning; else None."},
+    {"adopt", async_call_adopt, METH_NOARGS,
+     "Let the engine continue the call, as `operation`; nothing if it has ended."},
+    {NULL},
+};
+
+TYPE(AsyncCall, async_call, async_call_members,
+     Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+     "A persistent call with async_op=True.", {Py_tp_getset, async_call_getters},
+     {Py_tp_methods, async_call_methods}, {Py_tp_traverse, traverse_held},
+     {Py_tp_clear, async_call_clear}, {Py_tp_dealloc, dealloc_held})

@@ -1,4 +1,4 @@
-/* How a rank waits for the others of its group, and what both runners know of a channel. */
+/* Waiting for the other ranks of a group, and the state of a channel that C and Python share. */
 #include "native.h"
 
 static PyMemberDef channel_state_members[] = {
@@ -8,14 +8,14 @@ static PyMemberDef channel_state_members[] = {
 
 /* -- waiting ----------------------------------------------------------------------------------- */
 
-/* Note whether what is waited for has come while a rank was looking, before it gave way. */
+/* Record whether a spin has succeeded before the rank yielded its core. */
 void note_looks(Wait *wait, int has_come) {
     Patience *patience = wait->patience;
     if (wait->most > LOOKS_SHORT)
         patience->missed = has_come ? 0 : patience->missed + (patience->missed < MISSED_MOST);
 }
 
-/* Let others of this core go on; returns whether to look again after that. */
+/* Yield the core to others; return whether to poll again. */
 int give_way(Wait *wait) {
     if (wait->until == 0) note_looks(wait, 0);
     if (seen(wait->abort)) return 0;
@@ -27,8 +27,8 @@ int give_way(Wait *wait) {
     return 1;
 }
 
-/* Return whether a rank has published a word, or, with a negative need, minus the phase of the call
- * published last. */
+/* Return whether a rank has published the word `need`; or with a negative need, the phase -need of
+ * the last call. */
 static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long need) {
     if (need > 0) return seen(channel->words + other) >= (uint64_t)need;
     return seen(channel->words + other + channel->phase_at) >= (uint64_t)-need ||
@@ -36,8 +36,8 @@ static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long
             seen(channel->words + other + channel->done_at) >= (uint64_t)-need);
 }
 
-/* Wait a short while until all others have published what is needed; with a patience below 0, only
- * look. */
+/* Spin until all others have published `need`; with a negative patience poll once. Return whether
+ * they have. */
 int have_come(ChannelState *channel, long long need, int64_t patience_ns) {
     Wait wait = wait_with(&channel->patience, channel->words + channel->abort_at, patience_ns);
     for (int other = 0; other < channel->size - 1; other++)
@@ -47,14 +47,15 @@ int have_come(ChannelState *channel, long long need, int64_t patience_ns) {
     return 1;
 }
 
-/* Learn where the words of all ranks are: bind(memory, entry, fields, others, slots, side_bytes,
- * rank, shares_cores, looks, processes): processes whose memory can be read, or none. */
+/* bind(memory, entry, fields, others, slots, sizes, rank, shares_cores, looks, processes): set the
+ * offsets of all ranks' words and slots. `processes` are readable processes, one a rank, or none.
+ */
 static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     ChannelState *self = (ChannelState *)object;
     PyObject *memory, *fields, *others, *slots, *sizes, *processes;
     Py_ssize_t places[7], lengths[3];
     if (self->is_bound) {
-        PyErr_SetString(PyExc_ValueError, "a channel is bound once");
+        PyErr_SetString(PyExc_ValueError, "this channel is bound already");
         return NULL;
     }
     if (!PyArg_ParseTuple(arguments, "OnOOOOiiiO", &memory, &self->entry, &fields, &others, &slots,
@@ -77,13 +78,15 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     const Py_ssize_t readable = read_numbers(processes, self->processes, RANKS_MAX);
     if (readable != 0 && readable != self->size) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "a process of each rank, or of none");
+            PyErr_SetString(PyExc_ValueError,
+                            "processes must name one process for each rank, or none");
         return NULL;
     }
     int good = self->size >= 2 && self->rank >= 0 && self->rank < self->size &&
                read_numbers(others, self->others, RANKS_MAX) == self->size - 1;
     if (!good || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a channel of 2 to 64 ranks");
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a channel must have 2 to 64 ranks");
         return NULL;
     }
     const Py_ssize_t entry_bytes = 8 * 16, segment_bytes = self->memory.len;
@@ -113,11 +116,10 @@ static void channel_state_dealloc(PyObject *object) {
 }
 
 static PyMethodDef channel_state_methods[] = {
-    {"bind", channel_state_bind, METH_VARARGS,
-     "Learn where the words of all ranks are, for the C runner."},
+    {"bind", channel_state_bind, METH_VARARGS, "Set the offsets of all ranks' words and slots."},
     {NULL},
 };
 
 TYPE(ChannelState, channel_state, channel_state_members, Py_TPFLAGS_BASETYPE,
-     "What a rank has published last in a group, and whether everyone has reached it.",
+     "The last publication of a rank in a group, and whether all ranks have reached it.",
      {Py_tp_methods, channel_state_methods}, {Py_tp_dealloc, channel_state_dealloc})

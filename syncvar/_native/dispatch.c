@@ -1,13 +1,10 @@
-/* The entrances of public functions: they find and run persistent calls without a step of Python.
- */
+/* Dispatch of public functions in C: find the persistent call of the arguments, and run it. */
 #include "persistent_call.h"
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
-#define NUMBERS_MAX 1024 /* of a list that is made an array here */
-
-/* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes
- * an array of it. */
+/* Return whether NumPy makes an array of a value: a number, or a short list or tuple of numbers of
+ * one type. */
 static int are_numbers(PyObject *value) {
     if (is_number(value)) return 1;
     const int is_list = Py_TYPE(value) == &PyList_Type;
@@ -23,15 +20,11 @@ static int are_numbers(PyObject *value) {
     return 1;
 }
 
-#define TOGETHER                                                                                   \
-    4 /* in one place: the one that was remembered last comes first, and the last one is forgotten \
-         for another */
+#define TOGETHER 4 /* entries of a cache set: the newest comes first, the last one is evicted */
 
-static uint64_t changes =
-    1; /* of which job this process is in, of threads that have one of their own, of groups */
+static uint64_t changes = 1; /* changes of the default group: init, shutdown, contexts of threads */
 
-/* note_change(): whoever makes one of these changes says so; then entrances look again which group
- * calls without one are of. */
+/* note_change(): invalidate the cached default group. */
 PyObject *note_change(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
     changes++;
@@ -41,14 +34,13 @@ PyObject *note_change(PyObject *module, PyObject *unused) {
 typedef struct {
     Face face;
     PyObject *nothing, *second, *usual, *home;
-    PyObject *world, *prepared_calls; /* borrowed: of calls without a group, as long as there was no
-                                         other change than these */
+    PyObject *world, *prepared_calls; /* borrowed: the default group and its cache, valid while
+                                         `changes` equals the global counter */
     uint64_t changes;
-    int positions, takes_numbers; /* how many arguments may be given by position; a number or a list
-                                     of them is an array too */
+    int positions, takes_numbers; /* positional arguments at most; numbers become arrays */
 } Entrance;
 
-/* Return where calls of a group are remembered that combine, or move, arrays of a form. */
+/* Return the cache set of calls of a group with an array of this dtype and shape. */
 static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *op, PyObject *dtype,
                              int ndim, const intptr_t *shape) {
     uintptr_t mixed =
@@ -57,14 +49,14 @@ static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *o
     return self->face.remembered + (mixed ^ mixed >> 17) % (REMEMBERED / TOGETHER) * TOGETHER;
 }
 
-/* Return where calls are remembered that take several arrays as one. */
+/* Return the cache set of calls with several arrays. */
 static Remembered **place_of_several(Entrance *self, PyObject *communicator, PyObject *op,
                                      PyTypeObject *kind, intptr_t count) {
     return place_of(self, communicator, op, (PyObject *)kind, 1, &count);
 }
 
-/* Return the remembered call of an array, or of several, in a group, of the world for None, if it
- * belongs to the job that this thread is in, and to the group as it is now; else NULL. */
+/* Return the cached call of a value in a group (None: the world), or NULL. It must belong to the
+ * job of this thread, and to the group as it is now. */
 static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *value) {
     const Array *form = (PyObject *)Py_TYPE(value) == array_type ? (const Array *)value : NULL;
     const int is_known = group == Py_None && self->changes == changes;
@@ -101,9 +93,8 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
     return found;
 }
 
-/* Begin a call that has been remembered; None where nothing has been done. The caller's place is
- * put into words when somebody asks; where it is in this package, the function has to look further.
- */
+/* Begin a cached call asynchronously; None if nothing was done. The call site becomes text only
+ * when needed. If it is in this package, the Python function has to find the user's frame. */
 static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *array, PyObject *out,
                                   PyObject *timeout) {
     PyFrameObject *frame = PyEval_GetFrame();
@@ -122,8 +113,7 @@ static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *arra
     return made;
 }
 
-/* Run a call that has been remembered; NULL without an error where the function itself has to be
- * called. */
+/* Run a cached call; NULL without an exception if the Python function has to be called. */
 static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_ssize_t given,
                                 PyObject *names) {
     PyObject *x = given > 0 ? arguments[0] : self->nothing,
@@ -150,7 +140,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
     }
     const int brings = x != Py_None || out == Py_None;
     PyObject *array;
-    if (!brings) { /* who only takes may give nothing else but where it goes */
+    if (!brings) { /* a rank without input may pass `out` only */
         array = Py_NewRef(out);
     } else if (self->takes_numbers && are_numbers(x)) {
         array = PyObject_CallFunctionObjArgs(as_array, x, NULL);
@@ -168,7 +158,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
             result = later ? begin_remembered(self, call, array, out, timeout)
                            : run_slots((PyObject *)call, array, out, Py_None, timeout);
             if (result == Py_None) {
-                Py_CLEAR(result); /* nothing has been done */
+                Py_CLEAR(result); /* nothing was done */
             } else if (result != NULL && call->nothing != Py_None) {
                 Py_DECREF(result);
                 result = Py_NewRef(Py_None);
@@ -190,8 +180,7 @@ static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, siz
                : call_function(self->face.function, arguments, given, names);
 }
 
-/* Remember a persistent call, by what it is made of; the one of its place that was remembered first
- * is forgotten. */
+/* Cache a persistent call; the oldest entry of its set is evicted. */
 static void keep_call(Entrance *self, SlotCall *call) {
     const Form *form = &call->brought;
     PyObject *const communicator = (PyObject *)call->communicator;
@@ -206,7 +195,7 @@ static void keep_call(Entrance *self, SlotCall *call) {
     remember(&self->face, place, (Remembered *)call);
 }
 
-/* Remember a persistent call: remember(op, call, prepared_calls). */
+/* remember(op, call, prepared_calls): cache a persistent call. */
 static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     PyObject *op, *call, *prepared_calls;
     if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
@@ -222,8 +211,7 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-/* Remember a persistent call again that has been forgotten for others; nothing of one that was
- * never remembered. */
+/* recall(call): cache a persistent call again after its eviction; ignore one never cached. */
 static PyObject *entrance_recall(PyObject *object, PyObject *call) {
     if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL &&
         ((SlotCall *)call)->op != NULL)
@@ -231,7 +219,7 @@ static PyObject *entrance_recall(PyObject *object, PyObject *call) {
     Py_RETURN_NONE;
 }
 
-/* Entrance(positions, takes_numbers, *, what it holds). */
+/* Entrance(positions, takes_numbers, *, members). */
 static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     int positions, takes_numbers;
     if (!PyArg_ParseTuple(arguments, "ip", &positions, &takes_numbers)) return NULL;
@@ -256,15 +244,13 @@ static PyMemberDef entrance_members[] = {
 
 static PyMethodDef entrance_methods[] = {
     {"remember", entrance_remember, METH_VARARGS,
-     "Remember a persistent call: (op, call, prepared_calls)."},
-    {"recall", entrance_recall, METH_O,
-     "Remember a persistent call again that has been forgotten for others."},
+     "Cache a persistent call: (op, call, prepared_calls)."},
+    {"recall", entrance_recall, METH_O, "Cache a persistent call again after its eviction."},
     FACE_METHODS,
     {NULL},
 };
 
-/* A public function whose persistent calls are found and run without Python's steps; any other call
- * is the function's. */
+/* Replaces a public function: runs its persistent calls in C, and calls it for all others. */
 TYPE(Entrance, entrance, entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
      NULL, /* `__doc__` is the function's */
      {Py_tp_new, entrance_new}, {Py_tp_methods, entrance_methods}, FACE, HOLDING)

@@ -1,29 +1,21 @@
-/* Copying bytes between the caches of cores. */
+/* Copies of bytes between the caches of cores. */
 #include "native.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-#define SLOW_NS_PER_KIB                                                                            \
-    200 /* of ordinary stores: 20 to 140 where cores share a cache, 300 to 600 where they do not   \
-           (measured) */
-#define SLOW_NS_MOST 600   /* the same, at most: what takes longer has been interrupted */
-#define PASSING_LEAST 1024 /* bytes */
-#define TIMED                                                                                      \
-    12 /* copies are timed, one after the other: in a call some go where nobody has read, and some \
-          are interrupted */
-#define UNTIMED 200 /* copies by ordinary stores before these */
-#define PASSING_FOR                                                                                \
-    3000 /* copies past the caches, before ordinary stores are tried again: what runs the cores    \
-            may move them any time */
-#define TRIED                                                                                      \
-    36 /* ordinary copies before these are timed: what has gone past the caches has to be fetched  \
-          from memory first */
+/* Ordinary stores take 20 to 140 ns per KiB if the cores share a cache, and 300 to 600 if not. */
+#define SLOW_NS_PER_KIB 200
+#define SLOW_NS_MOST 600   /* a longer copy has been interrupted: it counts as this */
+#define PASSING_LEAST 1024 /* bytes from which a copy may bypass the caches */
+#define TIMED 12           /* copies of a timed series: single ones may be interrupted */
+#define UNTIMED 200        /* ordinary copies between two series */
+#define PASSING_FOR 3000   /* copies that bypass the caches, before ordinary ones are tried again */
+#define TRIED 36           /* of those, untimed ones: lines have to come from memory first */
 
-/* The C library takes string instructions for so much, which are slower here by a tenth, and by
- * half where the cores are far from each other (measured); the barrier keeps the compiler from
- * calling it. */
+/* memcpy uses string instructions for such sizes. They are slower here by a tenth, and by half if
+ * the cores are far from each other. The barrier keeps the compiler from calling memcpy. */
 #define COPIES_BY(bytes)                                                                           \
     (char *target, const char *source, size_t nbytes) {                                            \
         typedef uint64_t Vector __attribute__((vector_size(bytes), aligned(1), may_alias));        \
@@ -49,7 +41,7 @@ static void copy_by_16 COPIES_BY(16)
         void (*copy_bytes)(char *target, const char *source, size_t nbytes) = copy_by_16;
 
 #if defined(__x86_64__)
-/* Copy past the caches: the lines need not be fetched from where they have been read last. */
+/* Copy with stores that bypass the caches: no line has to come from the core that read it last. */
 void copy_past(char *target, const char *source, size_t nbytes) {
     const size_t ahead = -(uintptr_t)target % LINE, head = ahead < nbytes ? ahead : nbytes;
     memcpy(target, source, head);
@@ -59,7 +51,7 @@ void copy_past(char *target, const char *source, size_t nbytes) {
             _mm_stream_si128((__m128i *)(target + place),
                              _mm_loadu_si128((const __m128i *)(source + place)));
     memcpy(target + done, source + done, nbytes - done);
-    _mm_sfence(); /* before anything is published */
+    _mm_sfence(); /* complete the stores before anything is published */
 }
 #else
 void copy_past(char *target, const char *source, size_t nbytes) {
@@ -71,20 +63,19 @@ int are_apart(const char *one, const char *other, size_t nbytes) {
     return one + nbytes <= other || other + nbytes <= one;
 }
 
-/* Return whether string instructions copy slowly between two places.
+/* Return whether string instructions copy slowly between two addresses.
  *
- * The C library takes them for 2 to 700 KiB, and the system for what one process reads of another.
- * They are twice as fast as `copy_bytes` where both places lie in this core's caches; but AMD's
- * processors (Zen 3 and 4) take one byte a cycle where the target lies up to 32 bytes after the
- * source by their places in a page: 3 GB/s instead of 50 (measured). NumPy's arrays from 128 KiB on
- * begin 16 bytes into a page, cells of the shared memory with a page, and of two arrays of whole
- * pages that are made one after the other the second one lies 16 bytes after the first. */
+ * memcpy uses them for 2 to 700 KiB, and so does the kernel in process_vm_readv. They are twice as
+ * fast as `copy_bytes` if source and target are in this core's caches. But AMD Zen 3 and 4 copy
+ * only one byte a cycle if the page offset of the target is up to 32 bytes above that of the
+ * source. This is common: NumPy arrays of 128 KiB and more begin 16 bytes into a page, and cells of
+ * shared memory begin with a page. */
 int is_slow_by_string(const char *target, const char *source) {
     const uintptr_t ahead = ((uintptr_t)target - (uintptr_t)source) % PAGE;
     return 0 < ahead && ahead < LINE;
 }
 
-/* Copy to memory that only this rank reads; the two may overlap. */
+/* Copy to memory that only this rank reads; source and target may overlap. */
 void copy_in(char *target, const char *source, size_t nbytes) {
     if (is_slow_by_string(target, source) && are_apart(target, source, nbytes))
         copy_bytes(target, source, nbytes);
@@ -92,12 +83,12 @@ void copy_in(char *target, const char *source, size_t nbytes) {
         memmove(target, source, nbytes);
 }
 
-/* Copy to memory from which another core has read, and will read again.
+/* Copy to memory that another core has read, and will read again.
  *
- * An ordinary store fetches its line first. Where the cores share a cache that is quick; where they
- * do not it takes longer than all else in a call, and stores that pass the caches take a tenth of
- * it, while what they have written is read more slowly. Virtual machines do not tell which is so,
- * and it changes while they run: so ordinary stores are timed. */
+ * An ordinary store fetches its line first. That is fast if the cores share a cache. If they do
+ * not, it takes longer than everything else in a call. Stores that bypass the caches take a tenth
+ * of it, but readers of the data are slower. Virtual machines hide the topology, and it changes
+ * while they run. So this function times ordinary stores. */
 void copy_out(Stores *stores, char *target, const char *source, size_t nbytes) {
     if (nbytes < PASSING_LEAST) {
         copy_bytes(target, source, nbytes);
@@ -128,7 +119,7 @@ void copy_out(Stores *stores, char *target, const char *source, size_t nbytes) {
                                          : UNTIMED};
 }
 
-/* Take the best copy that this processor has. */
+/* Choose the fastest copy for this processor. */
 void choose_copy(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2")) copy_bytes = copy_by_32;

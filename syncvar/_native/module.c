@@ -1,10 +1,7 @@
-/* The module: what it tells of itself, and its types. */
+/* The module: self-checks and types. */
 #include "persistent_call.h"
 
-#define FORM 19 /* of what Python and this module tell each other; as in __init__.py */
-
-/* Say where an array lies, as this module reads it; the loader compares this with what NumPy says.
- */
+/* Describe an array as this module reads its memory; __init__.py compares this with NumPy. */
 static PyObject *describe(PyObject *module, PyObject *value) {
     (void)module;
     const Array *array = (const Array *)value;
@@ -15,8 +12,7 @@ static PyObject *describe(PyObject *module, PyObject *value) {
                          array->flags & (IN_ONE_PIECE | ALIGNED | WRITEABLE));
 }
 
-/* Combine two arrays of one dtype and length into a third one by a ufunc's own loop; the loader
- * compares the result. */
+/* Combine two arrays into a third one by the loop of a ufunc; __init__.py compares the result. */
 static PyObject *combine_once(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *ufunc, *left, *right, *out;
@@ -31,9 +27,8 @@ static PyObject *combine_once(PyObject *module, PyObject *arguments) {
     Py_RETURN_TRUE;
 }
 
-/* Copy the bytes of an array into another one, as a run does; tests compare the ways: 0 and 1 to
- * memory that others read, by ordinary stores and past the caches, 2 to memory that only this rank
- * reads. */
+/* Copy the bytes of an array into another one, for tests. Way 0: to memory that others read, by
+ * ordinary stores; 1: the same bypassing the caches; 2: to memory that only this rank reads. */
 static PyObject *copy_once(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *target, *source;
@@ -53,18 +48,18 @@ static PyMethodDef functions[] = {
     {"describe", describe, METH_O,
      "Return (address, shape, dtype, flags) of an array, as this module reads its memory."},
     {"combine_once", combine_once, METH_VARARGS,
-     "Combine two flat arrays into a third one by the loop of a ufunc; False where it has none."},
+     "Combine two flat arrays into a third one by the loop of a ufunc; False if it has none."},
     {"note_change", note_change, METH_NOARGS,
-     "Let entrances look again of which group calls are that name none."},
+     "Invalidate the dispatch cache for calls without `group=`."},
     {"copy_once", copy_once, METH_VARARGS,
-     "Copy so many bytes of an array into another one in one of three ways."},
+     "Copy bytes of an array into another one in one of three ways."},
     {NULL},
 };
 
 #define DEFINED_TYPE(PREFIX) PyTypeObject *PREFIX##_type;
 TYPES(DEFINED_TYPE)
 
-/* Add a type to the module, and keep it for other types' own use. */
+/* Add a type to the module, and keep it for type checks. */
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
     *kept = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
     return *kept == NULL ? -1 : PyModule_AddType(module, *kept);
@@ -86,7 +81,7 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NUL
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     "syncvar._native.native",
-    "Runs persistent calls in shared memory without Python's own steps.",
+    "Persistent calls, programs, variables and messages in shared memory, in C.",
     0,
     functions,
     module_slots,

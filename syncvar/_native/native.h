@@ -1,11 +1,11 @@
-/* What the parts of the C extension share. Only the limited API of CPython is used: one build
- * serves every version from 3.11 on.
+/* Declarations that the files of the C extension share. Only the limited API of CPython is used,
+ * so one build serves every version from 3.11 on.
  *
- * Each part uses those above it: `object_support.c` what objects have in common; `memory_copy.c`,
- * `reduce_kernels.c` what is done with bytes; `channels.c` what ranks tell each other;
- * `program_check.c`, `program_exec.c` programs; `pytree.c`, `persistent_call.c`,
- * `persistent_call_exec.c`, `async_call.c`, `dispatch.c` prepared calls; `variable_access.c`
- * variables; `p2p.c`, `p2p_endpoints.c` messages; `module.c` the module. */
+ * Each file uses those above it in this list. `object_support.c`: objects in general.
+ * `memory_copy.c`, `reduce_kernels.c`: copies and arithmetic. `channels.c`: waiting for ranks.
+ * `program_check.c`, `program_exec.c`: programs. `pytree.c`, `persistent_call.c`,
+ * `persistent_call_exec.c`, `async_call.c`, `dispatch.c`: persistent calls. `variable_access.c`:
+ * variables. `p2p.c`, `p2p_endpoints.c`: messages. `module.c`: the module. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
 #define Py_LIMITED_API 0x030B0000
@@ -18,18 +18,16 @@
 #include <structmember.h>
 #include <time.h>
 
+#include "constants.h"
+
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
 #else
 #define RELAX() ((void)0)
 #endif
 
-#define YIELD_NS                                                                                   \
-    100000 /* so long a rank gives way to others of its cores, before Python goes on               \
-            */
-#define PATIENCE_NS                                                                                \
-    1000000 /* so long others are waited for without Python's lock, before Python waits */
-#define LINE 64
+#define YIELD_NS 100000     /* a rank yields its core to others so long, before Python waits */
+#define PATIENCE_NS 1000000 /* longest wait without the GIL, before Python waits */
 
 /* -- objects ----------------------------------------------------------------------------------- */
 
@@ -38,27 +36,28 @@
     X(_beneath)                                                                                    \
     X(_communicator)                                                                               \
     X(_ground)                                                                                     \
-    X(_references) X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename)   \
-        X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(locked) X(out)          \
-            X(prepared_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view)    \
-                X(world)
+    X(_references)                                                                                 \
+    X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename) X(default)       \
+        X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls)   \
+            X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
 int intern_names(void);
 
-/* What an object holds is told by its members: all of T_OBJECT are the collector's, and go with it.
- * Those whose names begin with an underscore are its own, the others are given when it is made. */
+/* An object owns a reference for each T_OBJECT member; the garbage collector visits all of them.
+ * Members whose names begin with an underscore are private. The constructor takes all others as
+ * keyword arguments. */
 #define HOLDS(TYPE, MEMBER, NAME) {NAME, T_OBJECT, offsetof(TYPE, MEMBER), READONLY, NULL}
 #define HELD(TYPE, MEMBER) HOLDS(TYPE, MEMBER, #MEMBER)
 #define HOLDING                                                                                    \
     {Py_tp_traverse, traverse_held}, {Py_tp_clear, clear_held}, { Py_tp_dealloc, dealloc_held }
 
-/* The type of a struct, by its members and slots. */
-#define TYPE(NAME, PREFIX, MEMBERS, FLAGS, TOLD, ...)                                              \
+/* Define the Python type of a struct, from its members and slots. */
+#define TYPE(NAME, PREFIX, MEMBERS, FLAGS, DOC, ...)                                               \
     static PyType_Slot PREFIX##_type_slots[] = {                                                   \
         {Py_tp_members, MEMBERS},                                                                  \
-        {Py_tp_doc, TOLD},                                                                         \
+        {Py_tp_doc, DOC},                                                                          \
         __VA_ARGS__,                                                                               \
         {0, NULL},                                                                                 \
     };                                                                                             \
@@ -69,9 +68,10 @@ int intern_names(void);
 #define TYPES(X)                                                                                   \
     X(admission_state)                                                                             \
     X(communicator_state)                                                                          \
-    X(tally)                                                                                       \
-    X(watch) X(copied) X(channel_state) X(program) X(run) X(slot_call) X(begun) X(entrance)        \
-        X(write) X(look) X(read) X(group) X(count) X(end) X(message_entrance)
+    X(variable_counters)                                                                           \
+    X(check_gate)                                                                                  \
+    X(copy_guard) X(channel_state) X(program) X(run) X(slot_call) X(async_call) X(entrance)        \
+        X(write) X(look) X(read) X(group) X(message_counter) X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
@@ -98,50 +98,50 @@ int64_t now_ns(void);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
 
-/* Records: numbers that Python has as attributes. __init__.py says what they mean. */
+/* Structs whose numbers are attributes in Python. __init__.py explains the attributes. */
 typedef struct {
     PyObject_HEAD long long driver;
     char is_quiet;
-} AdmissionState; /* the beginning of the engine */
+} AdmissionState; /* base class of the engine */
 
 typedef struct {
     PyObject_HEAD long long next_call;
-} CommunicatorState; /* the beginning of a communicator */
+} CommunicatorState; /* base class of a communicator */
 
 typedef struct {
     PyObject_HEAD long long writes, collectives, added, steps, reads, turned, turns;
-} Tally;
+} VariableCounters;
 
 typedef struct {
     PyObject_HEAD long long until;
     char is_free;
-} Watch;
+} CheckGate;
 
 typedef struct {
     PyObject_HEAD long long moves, changes;
     char is_being_written;
-} Copied;
+} CopyGuard;
 
 #define NUMBER(TYPE, MEMBER) {#MEMBER, T_LONGLONG, offsetof(TYPE, MEMBER), 0, NULL}
 #define FLAG(TYPE, MEMBER) {#MEMBER, T_BOOL, offsetof(TYPE, MEMBER), 0, NULL}
 
-/* How callables are called without a tuple and a dict for their arguments (PEP 590). The limited
- * API has it from 3.12 on; 3.11 has it in the same place. */
+/* Calls without a tuple and a dict for the arguments (PEP 590). The limited API has them from 3.12
+ * on; 3.11 has the same layout. */
 typedef PyObject *(*Vectorcall)(PyObject *callable, PyObject *const *arguments, size_t given,
                                 PyObject *names);
 #define HAS_VECTORCALL (1UL << 11)
 #define GIVEN(FLAGGED) ((Py_ssize_t)((FLAGGED) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
 
-/* What a face remembers, without keeping it: it takes itself out when it goes. These are the
- * beginnings of such objects. */
+/* First fields of an object that a Face caches. The cache owns no reference: the object removes
+ * itself when it is freed. */
 typedef struct {
-    PyObject_HEAD PyObject *face; /* where it is remembered, if anywhere */
+    PyObject_HEAD PyObject *face; /* the face that caches it, or NULL */
 } Remembered;
 
-#define REMEMBERED 1024 /* by what a call is made of; each face has its own way to find a place */
+#define REMEMBERED 1024 /* entries of a cache */
 
-/* An object that stands for a public function, and makes in C the calls for which it remembers
- * something. */
+/* Callable that replaces a public function. It makes calls in C if it finds them in its cache, and
+ * calls the function otherwise. */
 typedef struct {
     PyObject_HEAD PyObject *function, *state;
     Vectorcall vectorcall;
@@ -191,7 +191,7 @@ typedef struct {
 #define WRITEABLE 0x0400
 #define NDIM_MAX 64
 
-/* The shape that an array has to have. */
+/* dtype and shape that an array must have. */
 typedef struct {
     PyObject *dtype;
     int ndim;
@@ -204,18 +204,17 @@ int fits_shape(PyObject *dtype, int ndim, const intptr_t *shape, PyObject *value
 int fits(const Form *form, PyObject *value, int flags);
 int is_number(PyObject *value);
 
-/* -- what is done with bytes ------------------------------------------------------------------- */
+/* -- copies and arithmetic --------------------------------------------------------------------- */
 
 void choose_copy(void);
 extern void (*copy_bytes)(char *target, const char *source, size_t nbytes);
 
-/* What is known of stores to memory that others read. */
+/* Measurements of copies to memory that other ranks read; see copy_out. */
 typedef struct {
-    int has_begun, was_slow; /* where nobody has touched the pages before, copies take long by
-                                themselves: so it has to be slow twice */
-    int passes, left;        /* copies go past the caches; so many of them go as the last one */
-    int timed;               /* copies that have been timed after those */
-    int64_t ns, bytes;       /* of these */
+    int has_begun, was_slow; /* first copies to new pages are slow: so only two slow series count */
+    int passes, left;        /* whether copies bypass the caches; copies before the next series */
+    int timed;               /* copies timed in this series */
+    int64_t ns, bytes;       /* their total time and size */
 } Stores;
 
 int are_apart(const char *one, const char *other, size_t nbytes);
@@ -224,15 +223,8 @@ void copy_in(char *target, const char *source, size_t nbytes);
 void copy_past(char *target, const char *source, size_t nbytes);
 void copy_out(Stores *stores, char *target, const char *source, size_t nbytes);
 
-#define BLOCK                                                                                      \
-    8192 /* bytes that are combined at a time: all terms of a block stay in the first cache */
-#define RANKS_MAX 64
-#define PAGE 4096
-#define ADDRESS ((uint64_t)1 << 60) /* in a memory's offset: an address in another process */
-#define AT_PAGE                                                                                    \
-    ((uint64_t)1                                                                                   \
-     << 62) /* in what a rank tells of its vector: its cells begin at a page, see reductions.py */
-#define LEVELS 6 /* of a tree over RANKS_MAX ranks */
+#define BLOCK 8192 /* bytes combined at a time: all terms of a block stay in the L1 cache */
+#define LEVELS 6   /* height of a tree over RANKS_MAX ranks */
 
 typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
 
@@ -240,7 +232,7 @@ typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps
 typedef struct {
     Loop loop;
     void *data;
-    PyObject *owner; /* the ufunc, alive as long as its loop is used */
+    PyObject *owner; /* the ufunc, which owns the loop */
 } Step;
 
 int find_loop(PyObject *ufunc, int number, Step *found);
@@ -252,18 +244,18 @@ static inline void combine(const Step *step, const char *left, const char *right
     step->loop(arrays, &count, steps, step->data);
 }
 
-/* How the terms of ranks become one: by which op, divided by what. */
+/* How inputs of ranks are combined: op and divisor. */
 typedef struct {
     Step fold, divide;
     char divisor[16];
-    Py_ssize_t width; /* of an element of a term, in bytes */
-    int half; /* the kind of halves, which are combined as float32 and rounded once; terms may be
-                 float32 already */
+    Py_ssize_t width; /* bytes of an element of a term */
+    int half; /* HalfType: halves are combined as float32 and rounded once; terms may already be
+                 float32 */
     int is_complex;
     Py_ssize_t (*four)(const char *const *terms, char *out,
-                       Py_ssize_t nbytes); /* combines four by the tree at once, or NULL */
+                       Py_ssize_t nbytes); /* combines four terms by the tree, or NULL */
     Py_ssize_t (*pair)(const char *const *terms, char *out, Py_ssize_t count,
-                       float divisor); /* two of halves, and rounds, or NULL */
+                       float divisor); /* combines and rounds two terms of halves, or NULL */
 } Arithmetic;
 
 int read_arithmetic(PyObject *given, Arithmetic *how, Step *apply);
@@ -273,25 +265,22 @@ void widen(int half, const char *terms, float *out, Py_ssize_t count);
 
 /* -- waiting ----------------------------------------------------------------------------------- */
 
-#define LOOKS_SHORT                                                                                \
-    8 /* of who shares its core with those that it waits for, and between two times that it gives  \
-         way */
+#define LOOKS_SHORT 8 /* polls of a short spin, and between two yields of the core */
 
-/* How often a rank looks for others before it gives way. Where ranks share cores, those of other
- * cores that run at the same time answer within a few looks, and keep both cores; those of its own
- * core never do. So a rank looks long as long as that pays, and now and then to learn whether it
- * does again. */
+/* Spin budget of a rank. If ranks share cores, a rank on another core answers within a few polls,
+ * and a rank on the same core never does. So a rank spins long as long as that succeeds. Now and
+ * then it tries a long spin, to learn whether it succeeds again. */
 typedef struct {
-    int looks, shares_cores, missed,
-        waits; /* long looks that were for nothing, the last ones; waits without a long look */
+    int looks, shares_cores; /* polls of a long spin */
+    int missed, waits;       /* last long spins that failed; waits without a long spin since */
 } Patience;
 
-/* One wait for something; it is over at once where that is there already. */
+/* One wait; it ends at once if the condition holds already. */
 typedef struct {
     Patience *patience;
     const uint64_t *abort;
-    int64_t patience_ns, until; /* 0: it has not given way yet */
-    int looks, most;            /* -1: it has not looked in vain yet */
+    int64_t patience_ns, until; /* until: 0 before the first yield */
+    int looks, most;            /* most: -1 before the first failed poll */
 } Wait;
 
 static inline Wait wait_with(Patience *patience, const uint64_t *abort, int64_t patience_ns) {
@@ -301,8 +290,8 @@ static inline Wait wait_with(Patience *patience, const uint64_t *abort, int64_t 
 int give_way(Wait *wait);
 void note_looks(Wait *wait, int has_come);
 
-#define MISSED_MOST 3   /* long looks for nothing, before there are short ones */
-#define SHORT_WAITS 128 /* of these one looks long again */
+#define MISSED_MOST 3   /* failed long spins before short ones */
+#define SHORT_WAITS 128 /* short spins before a long one */
 
 static inline int looks_of(Patience *patience) {
     if (patience->looks <= LOOKS_SHORT || !patience->shares_cores || patience->missed < MISSED_MOST)
@@ -312,7 +301,7 @@ static inline int looks_of(Patience *patience) {
     return patience->looks;
 }
 
-/* Return whether to look once more, after a look in vain. */
+/* Return whether to poll again, after a failed poll. */
 static inline int may_look_again(Wait *wait) {
     if (wait->most < 0) wait->most = looks_of(wait->patience);
     if (++wait->looks > wait->most) return give_way(wait);
@@ -320,27 +309,26 @@ static inline int may_look_again(Wait *wait) {
     return 1;
 }
 
-/* Note that what was waited for is there. */
+/* Record that the wait has succeeded. */
 static inline void has_come(Wait *wait) {
     if (wait->most >= 0 && wait->until == 0) note_looks(wait, 1);
 }
 
-/* -- what a channel knows: of its own progress, and where all ranks' words and slots are ------- */
+/* -- channels: own progress, and the words and slots of all ranks ----------------------------- */
 
 typedef struct {
-    PyObject_HEAD long long side, last, phase, tail; /* both runners read and write these */
+    PyObject_HEAD long long side, last, phase, tail; /* C and Python read and write these */
     char is_settled, is_bound;
     Py_buffer memory;
     uint64_t *words;
     Py_ssize_t entry, check_at, phase_at, done_at, source_at, target_at, abort_at, segments_at,
         side_bytes, segment_bytes, part_bytes;
     Py_ssize_t others[RANKS_MAX], slots[RANKS_MAX];
-    Py_ssize_t processes[RANKS_MAX]; /* whose memory can be read; 0 where it cannot */
-    int size, rank, turn;            /* of the slots that take turns, the last one */
+    Py_ssize_t processes[RANKS_MAX]; /* process ids; 0 if its memory cannot be read */
+    int size, rank, turn;            /* turn: last used slot of the ring */
     Patience patience;
     Stores stores;
-    PyObject *begun; /* the call that waits to be ended, see async_call.c; it takes itself out when
-                        it goes */
+    PyObject *begun; /* the open AsyncCall, borrowed; it removes itself when it is freed */
 } ChannelState;
 
 static inline uint64_t seen(const uint64_t *word) {
@@ -360,28 +348,24 @@ int have_come(ChannelState *channel, long long need, int64_t patience_ns);
 
 /* -- programs ---------------------------------------------------------------------------------- */
 
-/* As in syncvar/runtime/programs/instructions.py. */
-enum { COPY, STORE, FOLD, PUBLISH, AWAIT };
-enum { SOURCE, TARGET, SCRATCH, SLOT, CELLS, MADE, LYING, GOAL };
-
-/* A memory of a program: what it is, and how many bytes of it are used. */
+/* Memory of a program: kind, rank, place, and the bytes that are used. */
 typedef struct {
     int64_t nbytes;
     int kind, rank, place;
 } Named;
 
-/* Where it is in one call: here, or in another process, which is read where it lies. */
+/* Address of a memory in one call: in this process, or in another one. */
 typedef struct {
     char *at;
-    Py_ssize_t process; /* 0: here */
+    Py_ssize_t process; /* 0: this one */
 } Bound;
 
-/* A program that has been looked at, see syncvar/runtime/programs/instructions.py: COPY and STORE
- * are (source, first, target, first, count), FOLD is (target, first, count, terms, (term,
+/* A checked program; syncvar/runtime/programs/instructions.py explains programs. COPY and STORE
+ * are (source, first, target, first, count), COMBINE is (target, first, count, terms, (term,
  * first)...), AWAIT is (back). */
 typedef struct {
     PyObject_HEAD const int64_t *code;
-    Py_ssize_t length, opening; /* of the code; so many numbers come before phase 0 is published */
+    Py_ssize_t length, opening; /* numbers of the code; numbers before phase 0 is published */
     Named *named;
     int memories;
     int64_t scratch_bytes;
@@ -390,12 +374,12 @@ typedef struct {
     PyObject *kept_code, *kept_named;
 } Program;
 
-/* One call of it. */
+/* One call of a program. */
 typedef struct {
     PyObject_HEAD Program *program;
     ChannelState *channel;
-    PyObject *arrays; /* what the addresses of arrays belong to */
-    Bound *bound;     /* of each memory */
+    PyObject *arrays; /* owners of the addresses */
+    Bound *bound;     /* address of each memory */
     char *scratch;
     Py_ssize_t place;
     int keeps_lock;
@@ -404,7 +388,7 @@ typedef struct {
 
 Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock,
              int memories, int64_t scratch_bytes);
-/* Where an array lies. */
+/* Memory of an array. */
 typedef struct {
     char *at;
     int64_t nbytes;

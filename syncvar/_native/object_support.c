@@ -1,5 +1,4 @@
-/* What the objects of the kernel have in common: how they hold others, what they look at before a
- * call, what they record. */
+/* Support for all objects of the extension: references, admission of calls, records, arrays. */
 #include "native.h"
 
 #define DEFINED(NAME) PyObject *name_##NAME;
@@ -12,7 +11,7 @@ int intern_names(void) {
     return 0;
 }
 
-/* -- holding ----------------------------------------------------------------------------------- */
+/* -- references -------------------------------------------------------------------------------- */
 
 static const PyMemberDef nothing[] = {{NULL}};
 
@@ -38,15 +37,14 @@ int clear_held(PyObject *object) {
     return 0;
 }
 
-/* Give back the memory of an object, and what it has held of its type. */
+/* Free an object, and its reference to its type. */
 void dealloc_object(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
 
-/* The same of one that holds others, of a type without subclasses: what tp_clear does is done
- * before. */
+/* The same for an object with references, of a type without subclasses; it calls tp_clear. */
 void dealloc_held(PyObject *object) {
     PyObject_GC_UnTrack(object);
     ((inquiry)PyType_GetSlot(Py_TYPE(object), Py_tp_clear))(object);
@@ -57,7 +55,7 @@ void *new_object(PyTypeObject *type) {
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
-/* Make an object that holds what it is given by the names of its members. */
+/* Make an object, and set its members from keyword arguments. */
 void *new_holding(PyTypeObject *type, PyObject *keywords) {
     PyObject *self = new_object(type);
     Py_ssize_t wanted = 0;
@@ -72,19 +70,19 @@ void *new_holding(PyTypeObject *type, PyObject *keywords) {
     Py_DECREF(self);
     PyErr_SetString(
         PyExc_TypeError,
-        "what an object of the kernel holds is given by name, all of it and nothing else");
+        "an object of the C extension takes exactly its public members as keyword arguments");
     return NULL;
 }
 
-/* Return memory that goes with what holds it; NULL with an error. */
+/* Return memory that is freed with its holder; NULL with an exception. */
 void *new_room(PyObject **holder, Py_ssize_t nbytes) {
     *holder = PyBytes_FromStringAndSize(NULL, nbytes);
     return *holder == NULL ? NULL : PyBytes_AsString(*holder);
 }
 
-/* -- looking at others ------------------------------------------------------------------------- */
+/* -- attributes and locks ---------------------------------------------------------------------- */
 
-/* Return 1 for True, 0 for anything else, also an attribute that is missing. */
+/* Return 1 if an attribute is True, 0 for anything else, also if it is missing. */
 int is_true(PyObject *owner, PyObject *name) {
     PyObject *value = PyObject_GetAttr(owner, name);
     if (value == NULL) PyErr_Clear();
@@ -92,8 +90,8 @@ int is_true(PyObject *owner, PyObject *name) {
     return value == Py_True;
 }
 
-/* Return an attribute without a reference of one's own: somebody else holds it as long as no Python
- * runs. NULL with an error, or where there is no owner. */
+/* Return a borrowed reference to an attribute; its owner keeps it alive as long as no Python code
+ * runs. NULL with an exception, or without an owner. */
 PyObject *peek(PyObject *owner, PyObject *name) {
     PyObject *found = owner == NULL ? NULL : PyObject_GetAttr(owner, name);
     Py_XDECREF(found);
@@ -109,32 +107,31 @@ int call_one(PyObject *owner, PyObject *name, PyObject *argument) {
 int is_unlocked(PyObject *lock) {
     PyObject *locked = PyObject_CallMethodObjArgs(lock, name_locked, NULL);
     Py_XDECREF(locked);
-    if (locked == NULL) PyErr_Clear(); /* Python will say what is wrong */
+    if (locked == NULL) PyErr_Clear(); /* the slow path raises the error again */
     return locked == Py_False;
 }
 
-/* Return whether no refusal of calls is known, and no writes are queued. */
+/* Return whether the engine admits calls, and no writes are queued. */
 int is_quiet(PyObject *engine) {
     return PyObject_TypeCheck(engine, admission_state_type) && ((AdmissionState *)engine)->is_quiet;
 }
 
-/* Return whether a call may begin, and nobody else is at what a lock guards. */
-/* Return whether a call may be made now that the lock belongs to: also not in a signal's handler
- * while this very thread drives the engine. */
+/* Return whether a call may begin: the engine admits it, the lock is free, and this is no signal
+ * handler of the thread that drives the engine. */
 int is_free(PyObject *engine, PyObject *lock) {
     if (!is_quiet(engine) || !is_unlocked(lock)) return 0;
     const long long driver = ((AdmissionState *)engine)->driver;
     return driver == 0 || driver != (long long)PyThread_get_thread_ident();
 }
 
-/* Take a lock if nobody has it: 1; 0 where somebody has; -1 with an error. */
+/* Try to take a lock: 1 if taken, 0 if another thread has it, -1 with an exception. */
 int try_acquire(PyObject *lock) {
     PyObject *taken = PyObject_CallMethodObjArgs(lock, name_acquire, Py_False, NULL);
     Py_XDECREF(taken);
     return taken == NULL ? -1 : taken == Py_True;
 }
 
-/* Let go of a lock; an error that is set stays. */
+/* Release a lock; keep an exception that is set. */
 void release(PyObject *lock) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
@@ -148,7 +145,7 @@ int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Add what is over to the flight recorder; without a number or a beginning an error is set. */
+/* Add an ended call to the flight recorder; NULL for number or begin means an exception is set. */
 int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
     PyObject *end = PyLong_FromLongLong(now_ns()),
              *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
@@ -164,21 +161,24 @@ int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
 
 /* -- records ----------------------------------------------------------------------------------- */
 
-#define RECORD(NAME, PREFIX, TOLD, ...)                                                            \
+#define RECORD(NAME, PREFIX, DOC, ...)                                                             \
     static PyMemberDef PREFIX##_members[] = {__VA_ARGS__, {NULL}};                                 \
-    TYPE(NAME, PREFIX, PREFIX##_members, Py_TPFLAGS_BASETYPE, TOLD, {Py_tp_dealloc, dealloc_object})
+    TYPE(NAME, PREFIX, PREFIX##_members, Py_TPFLAGS_BASETYPE, DOC, {Py_tp_dealloc, dealloc_object})
 
 RECORD(AdmissionState, admission_state,
-       "Whether nothing is known that would refuse a call, or go before it.",
+       "Whether the engine admits calls, and which thread drives it.",
        FLAG(AdmissionState, is_quiet), NUMBER(AdmissionState, driver))
-RECORD(CommunicatorState, communicator_state, "The number of a group's next call.",
+RECORD(CommunicatorState, communicator_state, "Number of the next call of a group.",
        NUMBER(CommunicatorState, next_call))
-RECORD(Tally, tally, "What is counted of a variable.", NUMBER(Tally, writes),
-       NUMBER(Tally, collectives), NUMBER(Tally, added), NUMBER(Tally, steps), NUMBER(Tally, reads),
-       NUMBER(Tally, turned), NUMBER(Tally, turns))
-RECORD(Watch, watch, "When writes are looked at.", NUMBER(Watch, until), FLAG(Watch, is_free))
-RECORD(Copied, copied, "What is going on with a copy.", NUMBER(Copied, moves),
-       NUMBER(Copied, changes), FLAG(Copied, is_being_written))
+RECORD(VariableCounters, variable_counters, "Counters of a variable.",
+       NUMBER(VariableCounters, writes), NUMBER(VariableCounters, collectives),
+       NUMBER(VariableCounters, added), NUMBER(VariableCounters, steps),
+       NUMBER(VariableCounters, reads), NUMBER(VariableCounters, turned),
+       NUMBER(VariableCounters, turns))
+RECORD(CheckGate, check_gate, "Which writes of variables need a check.", NUMBER(CheckGate, until),
+       FLAG(CheckGate, is_free))
+RECORD(CopyGuard, copy_guard, "Detects concurrent access to a variable's copy.",
+       NUMBER(CopyGuard, moves), NUMBER(CopyGuard, changes), FLAG(CopyGuard, is_being_written))
 
 /* -- arrays ------------------------------------------------------------------------------------ */
 
@@ -195,7 +195,7 @@ int find_numpy(void) {
     return array_type && make_array && as_array && numpy_add ? 0 : -1;
 }
 
-/* Read a tuple of numbers; returns how many, or -1. */
+/* Read a tuple of numbers; return how many, or -1. */
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 0 || count > most) {
@@ -213,7 +213,7 @@ int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
     return start >= 0 && nbytes >= 0 && nbytes <= whole && start <= whole - nbytes;
 }
 
-/* Learn dtype, which is held then, and shape. */
+/* Set a form to dtype, with a new reference, and shape. */
 int read_form(PyObject *dtype, PyObject *shape, Form *form) {
     Py_ssize_t lengths[NDIM_MAX];
     form->dtype = Py_NewRef(dtype);
@@ -242,17 +242,16 @@ int fits(const Form *form, PyObject *value, int flags) {
     return fits_shape(form->dtype, form->ndim, form->shape, value, flags);
 }
 
-/* Return whether a value is one of Python's own numbers, of which NumPy makes an array. */
+/* Return whether a value is a Python number of which NumPy makes an array. */
 int is_number(PyObject *value) {
     return Py_TYPE(value) == &PyFloat_Type || Py_TYPE(value) == &PyLong_Type ||
            Py_TYPE(value) == &PyBool_Type;
 }
 
-/* -- standing for a public function ------------------------------------------------------------ */
+/* -- replacing a public function --------------------------------------------------------------- */
 
-/* What is not its own is the function's: its name, documentation, signature. So is `__class__`:
- * `inspect`, help() and Sphinx then see a Python function, which it is for everybody who calls it.
- */
+/* Attributes are those of the function: name, documentation, signature. So is `__class__`: then
+ * `inspect`, help() and Sphinx treat the object as a Python function. */
 PyObject *face_getattr(PyObject *object, PyObject *name) {
     static const char *const own[] = {"remember", "recall", "__reduce__", "__reduce_ex__"};
     PyObject *function = ((Face *)object)->function;
@@ -263,14 +262,14 @@ PyObject *face_getattr(PyObject *object, PyObject *name) {
     return PyObject_GetAttr(function, name);
 }
 
-/* Remember an object in a place; what was there is forgotten. */
+/* Cache an object in a place, and evict the one that was there. */
 void remember(Face *face, Remembered **place, Remembered *object) {
     if (*place != NULL) forget(*place);
     *place = object;
     object->face = Py_NewRef((PyObject *)face);
 }
 
-/* Take an object out of where it is remembered; nothing where it is not. */
+/* Remove an object from the cache that has it, if any. */
 void forget(Remembered *object) {
     Face *face = (Face *)object->face;
     if (face == NULL) return;
@@ -279,12 +278,12 @@ void forget(Remembered *object) {
     Py_CLEAR(object->face);
 }
 
-/* Call the function as it was called itself; nobody does who knows of `vectorcall`. */
+/* Call the function; only callers that do not use vectorcall come here. */
 PyObject *face_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     return PyObject_Call(((Face *)object)->function, arguments, keywords);
 }
 
-/* Call a function with arguments of which those after the first `given` have names. */
+/* Call a function; the arguments after the first `given` are named. */
 PyObject *call_function(PyObject *function, PyObject *const *arguments, Py_ssize_t given,
                         PyObject *names) {
     const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
@@ -308,7 +307,7 @@ PyObject *face_reduce(PyObject *object, PyObject *unused) {
 
 PyObject *face_repr(PyObject *object) { return PyObject_Repr(((Face *)object)->function); }
 
-/* `pydoc` asks for the docstring past `face_getattr`. */
+/* `pydoc` bypasses `face_getattr` for the docstring. */
 static PyObject *face_doc(PyObject *object, void *unused) {
     (void)unused;
     return PyObject_GetAttrString(((Face *)object)->function, "__doc__");

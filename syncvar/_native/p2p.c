@@ -1,48 +1,44 @@
-/* Messages that need no waiting, through a box in the shared memory: what `runtime/p2p/channel.py`
- * does, for arrays of a dtype and shape that it has met before. Whatever is unusual is left to it,
- * before anything has been changed.
+/* Fast path of send and recv through a message ring, for arrays whose dtype and shape are cached.
+ * Every other message is left to `runtime/p2p/channel.py` before anything has changed.
  *
- * The bytes of an entry are stored before FILLED (release), and read after it (acquire); they have
- * been read before USED is stored (release). A long entry is published piece by piece, so that the
- * receiver copies the first ones while the last ones are still to come. So much is done with the
- * interpreter's lock.
+ * The bytes of an entry are stored before FILLED (release), and read after it (acquire). They are
+ * read before USED is stored (release). A long entry is published piece by piece, so that the
+ * receiver copies the first pieces while the sender writes the last ones. All this keeps the GIL.
  *
- * A long message waits for its receiver, and both let go of the lock. While the sender looks for
- * the answer, ATTENDED has the message's number, and a receiver that finds it there asks for parts:
- * the sender puts them while the receiver takes them. Where either has to wait for long, or finds
- * something else, Python's engine goes on from the byte that has been reached.
+ * A long message waits for its receiver, and both ranks release the GIL. While the sender waits for
+ * the answer, ATTENDED has the number of the message. A receiver that finds it there asks for
+ * parts, which the sender writes while the receiver reads them. If either has to wait long, or
+ * finds another entry, the engine continues from the byte that has been reached.
  */
 #include "p2p.h"
 
-#define PIECE 16384      /* bytes that are published at a time */
-#define PART_BYTES 32768 /* of a long message */
-#define LONG_BYTES                                                                                 \
-    8388608 /* no longer message goes by parts: the caches are too small for it, and its receiver  \
-               may as well read it alone */
-#define PLACES 8 /* of long messages that are open */
+#define PIECE 16384      /* bytes published at a time */
+#define PART_BYTES 32768 /* bytes of a part of a long message */
+/* Longer messages do not go by parts: they exceed the caches, so the receiver reads them alone. */
+#define LONG_BYTES 8388608
 
 static uint64_t nbytes_of(const Sort *sort) { return (uint64_t)sort->form.nbytes; }
 
 static uint64_t in_lines(uint64_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
 
-/* Where the bytes of an entry begin. */
+/* Return the offset of the data in an entry. */
 static uint64_t data_at(int ndim, uint64_t nbytes) {
     const uint64_t head = 8 * (SHAPE + (uint64_t)ndim);
     return nbytes < 1024 ? head : in_lines(head);
 }
 
-/* Return how long the entry of a whole message is. */
+/* Return the length of the entry of a whole message. */
 static uint64_t length_whole(const Sort *sort) {
     return in_lines(data_at(sort->form.ndim, nbytes_of(sort)) + nbytes_of(sort));
 }
 
-/* Return how long an entry is that tells of a long message: where it lies, there and in the shared
+/* Return the length of the entry that locates a long message: its address, its offset in shared
  * memory, and its number follow the shape. */
 static uint64_t length_told(const Sort *sort) {
     return in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3));
 }
 
-/* Return whether a message may go or come now: no refusal is known, nobody else is at it. */
+/* Return whether a message may begin: the engine admits it, and no other thread has the locks. */
 static int may_begin(const End *self) {
     return !self->is_retired && is_free(self->engine, self->busy) && is_unlocked(self->box);
 }
@@ -62,7 +58,7 @@ static int note(const End *self, const Sort *sort, long long call, int64_t begin
 
 /* -- sending ----------------------------------------------------------------------------------- */
 
-/* Return whether there is room for an entry of a length now, behind a gap. */
+/* Return whether there is room for an entry now, after a gap if it does not fit before the end. */
 static int has_room(End *self, uint64_t length, uint64_t *gap) {
     const uint64_t filled = self->words[FILLED], place = filled % self->ring_bytes;
     *gap = place + length > self->ring_bytes ? self->ring_bytes - place : 0;
@@ -72,7 +68,7 @@ static int has_room(End *self, uint64_t length, uint64_t *gap) {
     return filled + *gap + length - self->used <= self->ring_bytes;
 }
 
-/* Write the head of an entry, behind a gap if need be; return where it begins. */
+/* Write the header of an entry, after a gap if there is one; return the entry. */
 static uint64_t *begin_entry(End *self, uint64_t length, uint64_t gap, uint64_t what, uint64_t call,
                              uint64_t nbytes) {
     uint64_t filled = self->words[FILLED];
@@ -113,13 +109,12 @@ static void put(End *self, const Sort *sort, uint64_t call, const char *data, ui
     end_entry(self, filled + length);
 }
 
-/* Lock this end, for what is done without the interpreter's lock; nothing of Python runs meanwhile.
- */
+/* Take both locks of this endpoint, for work without the GIL. */
 static int hold(const End *self) {
     const int taken = try_acquire(self->busy);
     if (taken > 0 && try_acquire(self->box) > 0) return 1;
     if (taken > 0) release(self->busy);
-    PyErr_Clear(); /* Python will say what is wrong */
+    PyErr_Clear(); /* the slow path raises the error again */
     return 0;
 }
 
@@ -128,8 +123,7 @@ static void let_go(const End *self) {
     release(self->busy);
 }
 
-/* Let Python go on with a long message of which so many bytes have gone or come; it lets go of the
- * box. */
+/* Let Python continue a long message after `done` bytes; it releases the lock of the ring. */
 static PyObject *go_on(const End *self, PyObject *array, long long call, int64_t begin,
                        uint64_t number, uint64_t done) {
     PyObject *type = NULL, *error = NULL, *trace = NULL;
@@ -147,7 +141,7 @@ static PyObject *go_on(const End *self, PyObject *array, long long call, int64_t
     return made;
 }
 
-/* Look until a word is at least so far, for a while; return where it is then. */
+/* Spin until a word is at least `need`; return its last value. */
 static uint64_t wait_until(End *self, const uint64_t *word, uint64_t need, int64_t patience_ns) {
     Wait wait = wait_with(&self->patience, self->abort, patience_ns);
     uint64_t value;
@@ -157,13 +151,12 @@ static uint64_t wait_until(End *self, const uint64_t *word, uint64_t need, int64
     return value;
 }
 
-/* The same without the interpreter's lock, of a long message. */
+/* The same without the GIL, for a long message. */
 static uint64_t wait_long(End *self, const uint64_t *word, uint64_t need) {
     return wait_until(self, word, need, self->patience_ns);
 }
 
-/* Put a long message in by parts, while the receiver takes them; return how many bytes have gone.
- */
+/* Send a long message by parts, while the receiver takes them; return how many bytes were sent. */
 static uint64_t pour(End *self, uint64_t call, const char *data, uint64_t nbytes) {
     uint64_t gone = 0, gap;
     while (gone < nbytes) {
@@ -188,12 +181,12 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     uint64_t *words = self->words, number = words[NUMBER] + 1, gap;
     const uint64_t length = length_told(sort), before = number - PLACES;
     if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 &&
-        words[GIVEN_UP + before % PLACES] != before)
+        words[CANCELLED + before % PLACES] != before)
         Py_RETURN_FALSE;
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) ||
         !has_room(self, length, &gap))
         Py_RETURN_FALSE;
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     const long long call = count->number;
     if (!hold(self)) Py_RETURN_FALSE;
     const int64_t begin = now_ns();
@@ -204,7 +197,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     words[NUMBER] = number;
     store(words + ATTENDED, number);
     uint64_t *entry =
-        begin_entry(self, length, gap, sort->what | TOLD, (uint64_t)call, nbytes_of(sort));
+        begin_entry(self, length, gap, sort->what | BY_ADDRESS, (uint64_t)call, nbytes_of(sort));
     for (int axis = 0; axis < sort->form.ndim; axis++)
         entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
     entry[SHAPE + sort->form.ndim] = (uint64_t)(uintptr_t)data;
@@ -221,7 +214,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
         Py_XDECREF(made);
         return made == NULL ? NULL : Py_NewRef(Py_True);
     }
-    if (gone) store(words + GIVEN_UP + number % PLACES, number); /* its place may be used again */
+    if (gone) store(words + CANCELLED + number % PLACES, number); /* its place is free again */
     let_go(self);
     if (note(self, sort, call, begin) < 0) return NULL;
     Py_RETURN_TRUE;
@@ -238,7 +231,7 @@ PyObject *send_now(PyObject *object, PyObject *x) {
     const uint64_t length = length_whole(sort);
     uint64_t gap;
     if (length > self->entry_bytes_max || !has_room(self, length, &gap)) Py_RETURN_FALSE;
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     const long long call = count->number;
     const int64_t begin = now_ns();
     count->next_call = count->number = call + 1;
@@ -249,12 +242,12 @@ PyObject *send_now(PyObject *object, PyObject *x) {
 
 /* -- receiving --------------------------------------------------------------------------------- */
 
-/* Wait a short while until FILLED is at least so far; return where it is then. */
+/* Spin until FILLED is at least `need`; return its last value. */
 static uint64_t wait_for(End *self, uint64_t need) {
     return wait_until(self, self->words + FILLED, need, self->patience.shares_cores ? YIELD_NS : 0);
 }
 
-/* Copy the bytes of an entry as they come; return whether all have. */
+/* Copy the data of an entry as it arrives; return whether all of it has. */
 static int take(End *self, uint64_t used, const Sort *sort, char *target) {
     const uint64_t at = data_at(sort->form.ndim, nbytes_of(sort)), length = length_whole(sort);
     const char *start = self->ring + used % self->ring_bytes + at;
@@ -269,7 +262,7 @@ static int take(End *self, uint64_t used, const Sort *sort, char *target) {
     }
 }
 
-/* Take the parts of a long message as they come; return how many bytes have. */
+/* Copy the parts of a long message as they arrive; return how many bytes have. */
 static uint64_t take_parts(End *self, uint64_t call, char *target, uint64_t nbytes) {
     uint64_t done = 0, used = self->words[USED];
     while (done < nbytes) {
@@ -294,14 +287,14 @@ static uint64_t take_parts(End *self, uint64_t call, char *target, uint64_t nbyt
     return done;
 }
 
-/* Receive a long message, of which the oldest entry tells. */
+/* Receive the long message that the oldest entry locates. */
 static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long long call,
                               int64_t begin) {
     uint64_t *words = self->words;
     const uint64_t used = words[USED],
                    *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
     const uint64_t number = entry[SHAPE + sort->form.ndim + 2];
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || number == 0 ||
         seen(words + ATTENDED) != number)
         Py_RETURN_NONE;
@@ -318,7 +311,7 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
     return note(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
 }
 
-/* Return the oldest entry that is no gap; NULL where none comes soon. */
+/* Return the oldest entry that is not a gap; NULL if none arrives while spinning. */
 static const uint64_t *oldest_entry(End *self) {
     while (1) {
         const uint64_t used = self->words[USED];
@@ -329,11 +322,11 @@ static const uint64_t *oldest_entry(End *self) {
     }
 }
 
-/* Return of which sort the message of an entry is; NULL where that is not known. */
+/* Return the cached dtype and shape of an entry; NULL if there is none. */
 static const Sort *sort_of(const End *self, const uint64_t *entry) {
     const uint64_t form = entry[WHAT] & 0xFF,
                    left = self->ring_bytes - self->words[USED] % self->ring_bytes;
-    if (form != WHOLE && form != TOLD) return NULL;
+    if (form != WHOLE && form != BY_ADDRESS) return NULL;
     for (int which = 0; which < SORTS; which++) {
         const Sort *one = &self->sorts[which];
         if (one->told == NULL || (one->what | form) != entry[WHAT] ||
@@ -351,7 +344,7 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     End *self = (End *)object;
     if (!may_begin(self) || PyDict_Size(self->kept) || PyList_Size(self->shared)) Py_RETURN_NONE;
     const int64_t begin = now_ns();
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     const long long call = count->number;
     const uint64_t *entry = oldest_entry(self);
     if (entry == NULL || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call)
@@ -365,11 +358,12 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
                                                                    sort->form.dtype, NULL);
     if (made == NULL) return NULL;
     PyObject *result = NULL;
-    /* That may have run other threads, or the collector of garbage; from here on nothing does. */
+    /* The code above may have run other threads, or the garbage collector; the code below does not.
+     */
     if (out == Py_None && (count->number != call || self->words[USED] != used ||
                            !is_of(sort, made, 0) || !may_begin(self))) {
         result = Py_NewRef(Py_None);
-    } else if ((entry[WHAT] & 0xFF) == TOLD) {
+    } else if ((entry[WHAT] & 0xFF) == BY_ADDRESS) {
         result = receive_long(self, sort, made, call, begin);
     } else if (!take(self, used, sort, ((Array *)made)->data)) {
         result = Py_NewRef(Py_None);

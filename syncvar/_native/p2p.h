@@ -1,60 +1,45 @@
-/* Messages through a box in the shared memory: `p2p.c` sends and receives them, `p2p_endpoints.c`
- * makes the ends and finds them.
+/* Messages through a ring in shared memory: `p2p.c` sends and receives them, `p2p_endpoints.c`
+ * builds the endpoints and finds them.
  *
- * `shm/message_ring.py` says what lies where in a box. */
+ * `shm/message_ring.py` explains the layout of a ring. */
 #ifndef SYNCVAR_MESSAGES_H
 #define SYNCVAR_MESSAGES_H
 #include "native.h"
 
-#define SORTS 16 /* dtypes and shapes that are known of a pair and tag; the oldest goes */
+#define SORTS 16 /* cached (dtype, shape) of a pair and tag; a new one replaces the oldest */
 
-/* Words of a box, and of an entry. */
-enum {
-    FILLED = 0,
-    NEWS = 1,
-    NUMBER = 4,
-    ATTENDED = 5,
-    USED = 8,
-    FULL = 9,
-    ANSWERS = 16,
-    GIVEN_UP = 24
-};
-enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5, START = 5 };
-enum { GAP = 0, WHOLE = 1, TOLD = 2, PART = 3 };
-
-/* What messages of one dtype and shape have in common. */
+/* Messages of one dtype and shape. */
 typedef struct {
     Form form;
-    PyObject *shape, *told; /* NULL: not known yet */
+    PyObject *shape, *told; /* told: CallInfo; NULL: an empty entry */
     uint64_t what;
 } Sort;
 
-/* How far the messages of a pair and tag are; `kernel` says what its members mean. */
+/* Sequence counter of a pair and tag; __init__.py explains its attributes. */
 typedef struct {
     PyObject_HEAD PyObject *identity, *references;
     long long next_call, number;
-} Count;
+} MessageCounter;
 
-/* One end of a pair and tag. */
+/* Endpoint of a pair and tag. */
 typedef struct {
     PyObject_HEAD PyObject *face;
-    Count *count;
+    MessageCounter *count;
     PyObject *engine, *context, *add, *go_on, *kept, *shared;
-    PyObject *busy, *box; /* locks of the pair and tag, and of this end of the box */
-    long long peer, tag;  /* by which it is remembered */
-    int is_retired;       /* another end counts the messages of the pair and tag now */
-    PyObject *kept_sorts; /* what `sorts` refers to */
+    PyObject *busy, *box; /* locks of the pair and tag, and of this side of the ring */
+    long long peer, tag;  /* its cache key */
+    int is_retired;       /* another endpoint counts the messages now */
+    PyObject *kept_sorts; /* owner of the objects in `sorts` */
     Py_buffer memory;
     int has_memory;
-    uint64_t *words; /* of the box */
+    uint64_t *words; /* header of the ring */
     char *ring;
-    uint64_t ring_bytes, entry_bytes_max, eager_bytes, identity,
-        used; /* as far as it has been looked at */
+    uint64_t ring_bytes, entry_bytes_max, eager_bytes, identity, used; /* last seen value of USED */
     uint64_t *abort;
     Patience patience;
     Stores stores;
-    int64_t patience_ns; /* so long it waits in a long message without the lock, before the engine
-                            goes on */
+    int64_t patience_ns; /* longest wait without the GIL in a long message, before the engine
+                            continues */
     Sort sorts[SORTS];
     int next_sort;
 } End;

@@ -1,48 +1,48 @@
-/* The ends of messages, and the entrances of `send` and `recv`, which find them without a step of
- * Python. */
+/* Endpoints of messages, and the dispatch of `send` and `recv`, which finds them in C. */
 #include "p2p.h"
 
-#define BOX_NDIM_MAX 13 /* of what is known */
+#define BOX_NDIM_MAX 13 /* dimensions of a cached shape */
 
-/* Stands for `send` or `recv`. */
+/* Replaces `send` or `recv`. */
 typedef struct {
     Face face;
     int is_sending;
 } MessageEntrance;
 
-/* -- how far they are -------------------------------------------------------------------------- */
+/* -- sequence counters ------------------------------------------------------------------------- */
 
-static PyMemberDef count_members[] = {
-    {"identity", T_OBJECT_EX, offsetof(Count, identity), READONLY, NULL},
-    NUMBER(Count, next_call),
-    NUMBER(Count, number),
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(Count, references), READONLY, NULL},
+static PyMemberDef message_counter_members[] = {
+    {"identity", T_OBJECT_EX, offsetof(MessageCounter, identity), READONLY, NULL},
+    NUMBER(MessageCounter, next_call),
+    NUMBER(MessageCounter, number),
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(MessageCounter, references), READONLY, NULL},
     {NULL},
 };
 
-static PyObject *count_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+static PyObject *message_counter_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *identity;
     long long next_call;
     if (keywords != NULL || !PyArg_ParseTuple(arguments, "OL", &identity, &next_call)) return NULL;
-    Count *self = new_object(type);
+    MessageCounter *self = new_object(type);
     if (self == NULL) return NULL;
     self->identity = Py_NewRef(identity);
     self->next_call = self->number = next_call;
     return (PyObject *)self;
 }
 
-static void count_dealloc(PyObject *object) {
-    if (((Count *)object)->references != NULL) PyObject_ClearWeakRefs(object);
-    Py_CLEAR(((Count *)object)->identity);
+static void message_counter_dealloc(PyObject *object) {
+    if (((MessageCounter *)object)->references != NULL) PyObject_ClearWeakRefs(object);
+    Py_CLEAR(((MessageCounter *)object)->identity);
     dealloc_object(object);
 }
 
-TYPE(Count, count, count_members, 0, "How far the messages of a pair and tag are.",
-     {Py_tp_new, count_new}, {Py_tp_dealloc, count_dealloc})
+TYPE(MessageCounter, message_counter, message_counter_members, 0,
+     "Sequence counter of a pair and tag.", {Py_tp_new, message_counter_new},
+     {Py_tp_dealloc, message_counter_dealloc})
 
-/* -- ends -------------------------------------------------------------------------------------- */
+/* -- endpoints --------------------------------------------------------------------------------- */
 
-/* remember(dtype, shape, what, told): messages of this dtype and shape are taken from now on. */
+/* remember(dtype, shape, what, told): cache a dtype and shape; `told` is the CallInfo. */
 static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     End *self = (End *)object;
     PyObject *dtype, *shape, *told;
@@ -53,7 +53,7 @@ static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     Sort made = {.shape = shape, .told = told, .what = what};
     PyObject *held =
         read_form(dtype, shape, &made.form) ? PyTuple_Pack(3, dtype, shape, told) : NULL;
-    Py_DECREF(made.form.dtype); /* it is held with the others */
+    Py_DECREF(made.form.dtype); /* `held` owns it */
     int is_known = held == NULL;
     for (int which = 0; which < SORTS && !is_known; which++) {
         const Sort *one = &self->sorts[which];
@@ -70,8 +70,7 @@ static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     return PyList_SetItem(self->kept_sorts, place, held) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* retire(): send and receive no more, and be found no more: what is known of the pair and tag
- * begins anew. */
+/* retire(): stop sending and receiving, and leave the cache. */
 static PyObject *end_retire(PyObject *object, PyObject *unused) {
     (void)unused;
     ((End *)object)->is_retired = 1;
@@ -94,8 +93,7 @@ static void end_dealloc(PyObject *object) {
 }
 
 /* End(memory, box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort, identity, looks,
- * shares_cores, patience_ns, *, what it holds): box, ring and abort are bytes from the beginning of
- * the memory. */
+ * shares_cores, patience_ns, *, members): box, ring and abort are offsets in the memory. */
 static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *memory;
     unsigned long long box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort_at, identity;
@@ -113,11 +111,11 @@ static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
     self->has_memory = 1;
     const uint64_t whole = (uint64_t)self->memory.len;
-    if (Py_TYPE((PyObject *)self->count) != count_type || ring_bytes == 0 || ring_bytes % LINE ||
-        ring % LINE || box % LINE || abort_at % 8 || ring_bytes > whole ||
+    if (Py_TYPE((PyObject *)self->count) != message_counter_type || ring_bytes == 0 ||
+        ring_bytes % LINE || ring % LINE || box % LINE || abort_at % 8 || ring_bytes > whole ||
         ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
         entry_bytes_max > ring_bytes) {
-        PyErr_SetString(PyExc_ValueError, "the box does not lie in this memory");
+        PyErr_SetString(PyExc_ValueError, "the message ring is not within this memory");
         goto failed;
     }
     char *start = self->memory.buf;
@@ -140,11 +138,10 @@ failed:
 
 static PyMethodDef end_methods[] = {
     {"send", send_now, METH_O,
-     "send(x): True when the message is in the box, False when nothing has been done"},
-    {"receive", receive_now, METH_O,
-     "receive(out): the message, or None when nothing has been done"},
+     "send(x): True if the message is in the ring, False if nothing was done"},
+    {"receive", receive_now, METH_O, "receive(out): the message, or None if nothing was done"},
     {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, told)"},
-    {"retire", end_retire, METH_NOARGS, "retire(): send and receive no more"},
+    {"retire", end_retire, METH_NOARGS, "retire(): stop sending and receiving"},
     {NULL},
 };
 
@@ -163,19 +160,19 @@ static PyMemberDef end_members[] = {
     {NULL},
 };
 
-TYPE(End, end, end_members, Py_TPFLAGS_HAVE_GC, "One end of the messages of a pair and tag.",
+TYPE(End, end, end_members, Py_TPFLAGS_HAVE_GC, "Endpoint of the messages of a pair and tag.",
      {Py_tp_new, end_new}, {Py_tp_methods, end_methods}, {Py_tp_traverse, traverse_held},
      {Py_tp_clear, end_clear}, {Py_tp_dealloc, end_dealloc})
 
-/* -- the door: send and recv ------------------------------------------------------------------- */
+/* -- dispatch of send and recv ----------------------------------------------------------------- */
 
-/* Return where the end of a peer and tag is remembered; of two in one place the newer one stays. */
+/* Return the cache entry of a peer and tag. */
 static Remembered **place_of(MessageEntrance *self, long long peer, long long tag) {
     return self->face.remembered +
            ((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
 }
 
-/* Return a number, or -1 where the value is no plain integer of this range. */
+/* Return a number, or -1 if the value is not a plain integer of this range. */
 static long long plain_number(PyObject *value) {
     if (Py_TYPE(value) != &PyLong_Type) return -1;
     const long long number = PyLong_AsLongLong(value);
@@ -183,8 +180,8 @@ static long long plain_number(PyObject *value) {
     return number;
 }
 
-/* Return whether an end is of this thread's world, outside a block of sv.uneven. That of a job that
- * has been left refuses itself. */
+/* Return whether an endpoint belongs to this thread's world, outside a block of sv.uneven. An
+ * endpoint of a job that this process has left refuses calls by itself. */
 static int is_current(const MessageEntrance *self, const End *end) {
     const int same = peek(self->face.state, name_is_bound) == Py_False &&
                      peek(end->context, name_uneven) == Py_None;
@@ -192,8 +189,8 @@ static int is_current(const MessageEntrance *self, const End *end) {
     return same;
 }
 
-/* Return what the end makes of a call; None or False where the function has to make it, NULL for an
- * error. */
+/* Return the result of the endpoint; None or False if the function has to be called; NULL with an
+ * exception. */
 static PyObject *through_end(MessageEntrance *self, PyObject *const *arguments, Py_ssize_t given,
                              PyObject *names) {
     const Py_ssize_t positions = self->is_sending ? 2 : 1,
@@ -236,7 +233,7 @@ static PyObject *message_entrance_call(PyObject *object, PyObject *const *argume
     return call_function(self->face.function, arguments, given, names);
 }
 
-/* remember(end, peer, tag): messages of the world with this peer and tag come and go here. */
+/* remember(end, peer, tag): cache the endpoint of a peer and tag in the world. */
 static PyObject *message_entrance_remember(PyObject *object, PyObject *arguments) {
     MessageEntrance *self = (MessageEntrance *)object;
     PyObject *end;
@@ -250,7 +247,7 @@ static PyObject *message_entrance_remember(PyObject *object, PyObject *arguments
     Py_RETURN_NONE;
 }
 
-/* MessageEntrance(is_sending, *, what it holds). */
+/* MessageEntrance(is_sending, *, members). */
 static PyObject *message_entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     int is_sending;
     if (!PyArg_ParseTuple(arguments, "p", &is_sending)) return NULL;
@@ -272,8 +269,8 @@ static PyMemberDef message_entrance_members[] = {HOLDS(MessageEntrance, face.fun
                                                  CALLED_BY(MessageEntrance),
                                                  {NULL}};
 
-/* send or recv: messages of the world that need no waiting take no step of Python; any other call
- * is the function's. */
+/* Replaces send or recv: makes messages of the world in C, and calls the function for all others.
+ */
 TYPE(MessageEntrance, message_entrance, message_entrance_members,
      Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, NULL, /* `__doc__` is the function's */
      {Py_tp_new, message_entrance_new}, {Py_tp_methods, message_entrance_methods}, FACE, HOLDING)

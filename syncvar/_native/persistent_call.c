@@ -1,11 +1,10 @@
-/* Persistent calls whose data go through a channel: what is known of them, that it lies where it
- * may, what they take and give. */
+/* Persistent calls: construction, checks of all offsets, input and result. */
 #include "persistent_call.h"
 
-/* -- what they take and give ------------------------------------------------------------------- */
+/* -- input and result -------------------------------------------------------------------------- */
 
-/* Look whether a call takes these, and get the array of each, or the tuple of several; the goal is
- * None where `out` is. */
+/* Return whether a call takes x and out. Set the array of each, or the tuple of several; the goal
+ * is None if `out` is. */
 int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal) {
     const int read = IN_ONE_PIECE | ALIGNED, written = read | WRITEABLE;
     if (self->leaf_count == 0) {
@@ -23,13 +22,12 @@ int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought,
     return *goal != NULL;
 }
 
-/* Return whether what has been accepted is still such as these calls take: who ran meanwhile may
- * have changed it. */
+/* Return whether accepted arrays still fit: other threads may have changed them. */
 int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags) {
     return self->leaf_count ? are_leaves(self, arrays, flags) : fits(form, arrays, flags);
 }
 
-/* Return where the result goes: the goal, or arrays that are made now. */
+/* Return the output: the goal, or new arrays. */
 PyObject *make_result(const SlotCall *self, PyObject *goal) {
     if (self->nothing != Py_None) return Py_NewRef(self->nothing);
     if (goal != Py_None) return Py_NewRef(goal);
@@ -37,14 +35,14 @@ PyObject *make_result(const SlotCall *self, PyObject *goal) {
                             : PyObject_Call(make_array, self->make_arguments, NULL);
 }
 
-/* Return whether the result is made of what has been put into slots, and of nothing else. */
+/* Return whether the result depends on slots only, not on the input. */
 int are_all_put(const SlotCall *self) {
     int all = self->take_count == 0 && !self->is_long;
     for (int term = 0; term < self->term_count; term++) all = all && self->terms[term].rank >= 0;
     return all;
 }
 
-/* Return whether nothing is looked at of what is given: the rank only takes. */
+/* Return whether the call ignores the input: the rank only receives. */
 int brings_nothing(const SlotCall *self) {
     int nothing = self->put_count == 0 && !self->is_long;
     for (int take = 0; take < self->take_count; take++)
@@ -52,7 +50,7 @@ int brings_nothing(const SlotCall *self) {
     return nothing;
 }
 
-/* Return what the caller gets: the result, the list of its parts, or the structure of several. */
+/* Return the caller's result: the array, the list of its parts, or the pytree. */
 PyObject *given_of(const SlotCall *self, PyObject *made) {
     if (self->leaf_count) return structure_of(self, made);
     if (self->parts == 0) return Py_NewRef(made);
@@ -68,10 +66,10 @@ PyObject *given_of(const SlotCall *self, PyObject *made) {
     return given;
 }
 
-/* -- what is known of them --------------------------------------------------------------------- */
+/* -- construction ------------------------------------------------------------------------------ */
 
-/* Learn what is done with long vectors that lie in some way: learn(sources, into_all, by_owners,
- * last_side, program); the first time, where all are brought. */
+/* learn(sources, into_all, by_owners, last_side, program): add the program for a placement of long
+ * vectors. The first one must be for copied inputs. */
 static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
     SlotCall *self = (SlotCall *)object;
     Known found = {0};
@@ -85,9 +83,9 @@ static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
         const Known *known = &self->known[pattern];
         if (known->sources == found.sources && known->into_all == found.into_all &&
             known->by_owners == found.by_owners)
-            Py_RETURN_NONE; /* it went this way when the others came late */
+            Py_RETURN_NONE; /* known already: the others came late */
     }
-    if (pattern == PATTERNS) Py_RETURN_NONE; /* so many ways do */
+    if (pattern == PATTERNS) Py_RETURN_NONE; /* others are left to Python */
     Py_INCREF((PyObject *)found.program);
     self->known[pattern] = found;
     if (found.program->memories > self->memories) self->memories = found.program->memories;
@@ -108,22 +106,22 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
                      timeout);
 }
 
-/* begin(x, out, timeout, site): see begin_slots; `site` is the place in the program, in words. */
+/* begin(x, out, timeout, site): see begin_slots; `site` is the text of the call site. */
 static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
     PyObject *x, *out, *timeout, *site;
     if (!PyArg_ParseTuple(arguments, "OOOO", &x, &out, &timeout, &site)) return NULL;
     return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
 }
 
-/* end(check, made): make the results of several small arrays, if all ranks have come, and have said
- * the same; returns whether. */
+/* end(check, made): combine several small arrays if all ranks have published this check; return
+ * whether they have. */
 static PyObject *slot_call_end(PyObject *object, PyObject *arguments) {
     SlotCall *self = (SlotCall *)object;
     unsigned long long check;
     PyObject *made;
     if (!PyArg_ParseTuple(arguments, "KO!", &check, &PyTuple_Type, &made)) return NULL;
     if (self->leaf_count == 0 || self->is_long || PyTuple_Size(made) != self->leaf_count) {
-        PyErr_SetString(PyExc_ValueError, "only calls of several small arrays are ended here");
+        PyErr_SetString(PyExc_ValueError, "end() is for calls of several small arrays");
         return NULL;
     }
     if (!fit_still(self, &self->made, made, IN_ONE_PIECE | ALIGNED | WRITEABLE) ||
@@ -138,7 +136,7 @@ static int slot_call_clear(PyObject *object) {
     return clear_held(object);
 }
 
-/* Read tuples (from, to, nbytes, rank); returns how many, or -1. */
+/* Read tuples (from, to, nbytes, rank); return how many, or -1. */
 static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count > most) PyErr_Format(PyExc_ValueError, "at most %zd copies", most);
@@ -155,8 +153,7 @@ static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
     return (int)count;
 }
 
-/* Look whether all that a call can touch lies in the slots and in its arrays: nothing is compared
- * later. */
+/* Check that all copies stay within the slots and the arrays; there is no later check. */
 static int check_places(const SlotCall *self) {
     const Py_ssize_t slot = self->channel->side_bytes, brought = in_slots(self, &self->brought),
                      made = in_slots(self, &self->made);
@@ -172,11 +169,11 @@ static int check_places(const SlotCall *self) {
         good = good && is_within(copy->to, copy->nbytes, made) &&
                (take < self->take_count || copy->nbytes == made);
     }
-    if (self->ring >= 0) /* the terms are what the ranks bring, whole */
+    if (self->ring >= 0) /* the terms are the whole inputs */
         good = good && self->put_count == 1 && self->puts[0].nbytes == brought &&
                (self->term_count == 0 || brought == made) && !self->is_long &&
                is_within(self->ring, self->ring ? RING_SLOTS * slot : 0, self->channel->memory.len);
-    if (self->how.half) /* all terms are what the ranks bring, widened into the slots */
+    if (self->how.half) /* the terms are the inputs, widened into the slots */
         good = good && self->put_count == 1 && self->puts[0].from == 0 && self->puts[0].to == 0 &&
                self->puts[0].nbytes == brought && self->how.width == sizeof(float) &&
                self->term_count > 0 && are_all_put(self);
@@ -187,9 +184,8 @@ static int check_places(const SlotCall *self) {
     return good;
 }
 
-/* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts,
- * takes, terms, what becomes of terms, ring, parts, everyone, reads, kinds, leaves, *, what it
- * holds). */
+/* SlotCall(digest, detail, tells, (dtype, shape) of input and result, puts, takes, terms,
+ * arithmetic, ring, parts, everyone, reads, kinds, leaves, *, members). */
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *kinds, *leaves;
     Py_ssize_t ring;
@@ -234,12 +230,13 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
                              self->nothing != Py_None || self->apply.loop != NULL))
         goto wrong;
     if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self)))
-        goto wrong; /* what is brought is taken at once */
+        goto wrong; /* the input must be copied at once */
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
     if (self->make_arguments == NULL) goto failed;
     return (PyObject *)self;
 wrong:
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this call cannot be prepared here");
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "the C extension cannot run this persistent call");
 failed:
     Py_DECREF(self);
     return NULL;
@@ -286,17 +283,15 @@ static PyMemberDef slot_call_members[] = {
 };
 
 static PyMethodDef slot_call_methods[] = {
-    {"learn", slot_call_learn, METH_VARARGS,
-     "Learn what is done with long vectors that lie in some way."},
+    {"learn", slot_call_learn, METH_VARARGS, "Add the program for a placement of long vectors."},
     {"end", slot_call_end, METH_VARARGS,
-     "Make the results of several small arrays, if all ranks have come: (check, made)."},
+     "Combine several small arrays if all ranks have entered: (check, made)."},
     {"begin", slot_call_begin, METH_VARARGS,
-     "Begin a call that is waited for later: (x, out, timeout, site)."},
+     "Begin an asynchronous call: (x, out, timeout, site)."},
     {NULL},
 };
 
 TYPE(SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
-     "A persistent call whose data go through the small slots of a channel: call(x, out, said, "
-     "timeout).",
-     {Py_tp_new, slot_call_new}, {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
+     "A persistent call: call(x, out, said, timeout).", {Py_tp_new, slot_call_new},
+     {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
      {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held})

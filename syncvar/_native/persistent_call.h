@@ -1,46 +1,40 @@
-/* Persistent calls: `persistent_call.c` makes them, `persistent_call_exec.c` runs them, `pytree.c`
- * has those of several arrays, `async_call.c` those that are waited for later; `dispatch.c` finds
- * them. */
+/* Persistent calls: `persistent_call.c` builds them, `persistent_call_exec.c` runs them, `pytree.c`
+ * handles several arrays, `async_call.c` asynchronous calls, and `dispatch.c` finds them. */
 #ifndef SYNCVAR_CALLS_H
 #define SYNCVAR_CALLS_H
 #include "native.h"
 
-#define SPREAD 0x9E3779B97F4A7C15ull /* as in channels.py */
-#define RING_SLOTS 32                /* of a rank's, that take turns; as in channels.py */
 #define PATTERNS 4
 
-/* What is copied: from what this rank brings into its slot, or from somewhere into the result. */
+/* A copy from the input to this rank's slot, or from a slot or the input to the result. */
 typedef struct {
-    Py_ssize_t from, to, nbytes, rank; /* whose slot it comes from; -1 for what this rank brings */
+    Py_ssize_t from, to, nbytes, rank; /* rank: owner of the slot it reads; -1: the input */
 } Copy;
 
-/* What is done with long vectors that lie in some way. */
+/* Program for one placement of long vectors. */
 typedef struct {
-    uint64_t sources;        /* ranks whose vector lies in the shared memory, as bits */
-    int into_all, by_owners; /* all targets lie there; a target is its source */
-    int last_side;           /* of the cells, see program.py; -1 where none is written */
+    uint64_t sources;        /* bits of the ranks whose input is in shared memory */
+    int into_all, by_owners; /* all targets are in shared memory; a target is its own source */
+    int last_side;           /* side of the cells that is written last; -1 for none */
     Program *program;
 } Known;
 
-#define LEAVES_MAX 1024 /* as in reducing.py */
 #define LEAF_NDIM_MAX 8
-
-#define KINDS_MAX 8
 
 /* Arrays of one dtype among several. */
 typedef struct {
-    Arithmetic how; /* of their terms, in the slots */
+    Arithmetic how; /* of the terms in the slots */
     PyObject *dtype;
-    PyTypeObject *number;    /* Python's own, of which NumPy makes arrays of this dtype; or NULL */
-    Py_ssize_t start, count; /* where their vector begins in a slot, and its elements */
+    PyTypeObject *number;    /* Python type whose numbers become this dtype, or NULL */
+    Py_ssize_t start, count; /* start of their vector in a slot, and its elements */
 } Kind;
 
-/* One of several arrays that are one vector, or one of each kind. */
+/* One of several arrays that form one vector for each kind. */
 typedef struct {
-    int ndim, is_alone; /* is_alone: a long one, which is reduced by itself where it lies in the
-                           shared memory on any rank */
+    int ndim, is_alone; /* is_alone: long enough to be reduced by itself if it is in shared memory
+                           on any rank */
     int kind;
-    Py_ssize_t first, count; /* elements of its kind that come before, and its own */
+    Py_ssize_t first, count; /* elements of its kind before it, and its own */
     intptr_t shape[LEAF_NDIM_MAX];
 } Leaf;
 
@@ -50,41 +44,36 @@ typedef struct {
     CommunicatorState *communicator;
     PyObject *engine, *busy, *queue, *add, *told, *plain, *later, *hand_over, *interrupt, *saying,
         *begun, *work, *adopt;
-    PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
-    PyObject *crowd;   /* of a long vector: knows whether Python's lock has to be kept; else None */
-    PyObject *structure, *leaves_type; /* of several arrays: how containers hold them, see pytree.c,
-                                          and the class `Leaves`; else None */
+    PyObject *nothing;                 /* the result on a rank that gets none; else None */
+    PyObject *crowd;                   /* GilMonitor of a call with a long vector; else None */
+    PyObject *structure, *leaves_type; /* TreeDef and class `PyTree` of several arrays; else None */
     PyObject *make_arguments, *leaf_arguments;
-    PyObject *op, *prepared_calls; /* by what it is remembered */
+    PyObject *op, *prepared_calls; /* parts of its cache key */
     Form brought, made;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
     int put_count, take_count, term_count;
-    Leaf *leaves; /* the arrays of which what is brought, and what is made, is the concatenation */
-    int leaf_count; /* 0: it is one array */
+    Leaf *leaves;   /* arrays whose concatenation is the input, and the result */
+    int leaf_count; /* 0: one array */
     Kind kinds[KINDS_MAX];
-    int kind_count, rider; /* the first kind that lies in slots: 1 of a long call, whose long arrays
-                              are of kind 0 */
-    int span_count;        /* arrays of a long call that are its vector */
-    char *room;            /* where small ones are combined */
+    int kind_count, rider; /* rider: first kind in slots; 1 if kind 0 is a long vector */
+    int span_count;        /* arrays of the long vector */
+    char *room;            /* scratch memory for combining small arrays */
     PyObject *kept_leaves, *kept_room, *kept_kinds;
-    int parts; /* the caller gets a list of so many parts of the result; 0: the result */
+    int parts; /* the caller gets a list of so many parts of the result; 0: the result itself */
     uint64_t digest, detail;
-    int tells; /* of blocks that others take: the check without the detail, and where long ones lie
-                */
-    int reads; /* and these are read in the processes of their ranks */
-    Py_ssize_t ring; /* where the slots that take turns begin; 0 where there are none; -1 of a call
-                        that does not look for them */
-    Arithmetic how;  /* of the terms, in the slots */
+    int tells;       /* publish the check without the detail, and locations of long blocks */
+    int reads;       /* read long blocks in the processes of their ranks */
+    Py_ssize_t ring; /* offset of the slots that take turns; 0: none; -1: not used */
+    Arithmetic how;  /* of the terms in the slots */
     Step apply;
-    int is_long, everyone; /* of a long vector: everybody ends with all of it; else what others read
-                              is never written over */
-    Known known[PATTERNS]; /* of a long vector: what is done, by where the vectors lie; the first
-                              one brings all of them */
-    int memories;          /* that these have at most, and scratch memory that they need */
+    int is_long, everyone; /* a long vector; all ranks get all of it (else inputs that others read
+                              are never overwritten) */
+    Known known[PATTERNS]; /* programs of a long vector by placement; in the first all are copied */
+    int memories;          /* most memories of these programs */
     int64_t scratch_bytes;
 } SlotCall;
 
-/* Return how long an array of the caller is in the slots, where halves are float32. */
+/* Return the size of an array in the slots, where halves are float32. */
 static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) {
     return self->how.half ? 2 * form->nbytes : form->nbytes;
 }
@@ -123,7 +112,7 @@ void finish(const SlotCall *self, int side, const char *brought, PyObject *made)
 void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said);
 
 /* of async_call.c */
-int end_begun(PyObject *begun, int64_t patience_ns);
+int end_async_call(PyObject *begun, int64_t patience_ns);
 PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
                       PyObject *instruction);
 

@@ -1,38 +1,39 @@
-/* The C runner of persistent calls in shared memory: put, publish, await, compare, combine.
+/* Runs persistent calls in shared memory: write, publish, wait, compare, combine.
  *
- * It does what syncvar/runtime/persistent/persistent_reduce.py says in Python, step by step, for
- * arrays that lie in one piece; whatever is unusual it leaves to that function, before it has
- * changed anything.
+ * It does the same as syncvar/runtime/persistent/persistent_reduce.py, for contiguous arrays. It
+ * leaves every other call to that function before it has changed anything.
  *
- * The interpreter's lock is kept of small calls: they take about a microsecond. What does not come
- * soon goes on in Python.
+ * Small calls keep the GIL, because they take about a microsecond. After a short spin Python
+ * continues the call.
  */
 #include "persistent_call.h"
 
-/* -- what a call works on ---------------------------------------------------------------------- */
+/* -- data of a call ---------------------------------------------------------------------------- */
 
-/* One attempt to make a call: what is given, what it needs, and what it tells. */
+/* One attempt to make a call. */
 typedef struct {
     PyObject *x, *out, *said, *timeout;
-    PyObject *brought, *goal; /* the array of x and of out, or the tuple of several */
-    PyObject *told, *made, *number,
-        *begin;          /* words, where the result goes; as in the flight recorder */
-    Span one[2], *spans; /* where arrays lie: so many that are brought, and so many that are made */
+    PyObject *brought, *goal;               /* the arrays of x and of out, or tuples of several */
+    PyObject *told, *made, *number, *begin; /* CallInfo, output, call number, start time */
+    Span one[2], *spans;                    /* memory of the inputs, then of the outputs */
     PyObject *kept_spans;
-    Run *run;                /* of a long vector */
-    int has_lock;            /* of the group's calls */
-    uint64_t digest, source; /* what is told to the others: which call it is, where this rank's
-                                cells or vector lie */
+    Run *run;                /* run of a long vector */
+    int has_lock;            /* it has the lock of the group's calls */
+    uint64_t digest, source; /* published: the call, and the location of the cells or the input */
 } Attempt;
 
-/* What has become of it. UNUSUAL: Python has to make it, nothing has been changed. UNKNOWN: phase 0
- * has been published, and Python has to go on. WAITING: the run has to go on later. FAILED: there
- * is an error. */
-enum { DONE, UNUSUAL, UNKNOWN, WAITING, FAILED };
+/* State of an attempt. */
+typedef enum {
+    COMPLETED,     /* the result is ready; also: set up, may be published */
+    FALL_BACK,     /* nothing has been changed: Python has to make the call */
+    PUBLISHED,     /* phase 0 is published: Python has to continue */
+    RUN_SUSPENDED, /* the run has to wait: Python has to continue it */
+    FAILED,        /* an exception is set */
+} Result;
 
 static char *data_of(PyObject *array) { return ((Array *)array)->data; }
 
-/* Return whether a result may be written while parts of what is brought are still to be read. */
+/* Return whether the output may be written while parts of the input are still to be read. */
 static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
     if (self->leaf_count) return !self->is_long || lie_leaves_apart(self, x, out);
     const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
@@ -41,7 +42,7 @@ static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
            (x == out && self->term_count == 0 && !self->parts) || are_all_put(self);
 }
 
-/* Return where the slot of a rank lies that it has published on a side. */
+/* Return the slot that a rank has published on a side. */
 static const char *slot_of(const SlotCall *self, int rank, int side) {
     const ChannelState *channel = self->channel;
     const char *memory = channel->memory.buf;
@@ -59,8 +60,8 @@ static const char *place_in(const SlotCall *self, const Copy *copy, int side, co
     return (copy->rank < 0 ? brought : slot_of(self, copy->rank, side)) + copy->from;
 }
 
-/* Return whether what this rank brings may be read instead of its slot: as a whole, it is put there
- * as it is, and the result does not cover up what is still to be read. */
+/* Return whether the input may be read instead of this rank's slot: it has the same bytes, and the
+ * output does not overwrite bytes that are still to be read. */
 static int reads_brought(const SlotCall *self, const char *brought, const char *out) {
     const Py_ssize_t nbytes = self->made.nbytes;
     return self->ring >= 0 && !self->how.half && brought != NULL &&
@@ -95,30 +96,29 @@ void finish(const SlotCall *self, int side, const char *brought, PyObject *made)
     if (self->term_count) combine_terms(self, side, brought, out);
 }
 
-/* -- beginning and publishing ------------------------------------------------------------------ */
+/* -- publishing -------------------------------------------------------------------------------- */
 
-/* Return whether a call may begin now: no refusal is known, nothing is queued, nobody else is in
- * the group's calls. */
+/* Return whether a call may begin now: the engine admits calls, nothing is queued, and no other
+ * thread is in a call of the group. */
 int may_begin(const SlotCall *self) {
-    if (self->channel->begun != NULL && end_begun(self->channel->begun, 0) < 0) PyErr_Clear();
+    if (self->channel->begun != NULL && end_async_call(self->channel->begun, 0) < 0) PyErr_Clear();
     return self->channel->is_settled && PyObject_Size(self->queue) == 0 &&
            is_free(self->engine, self->busy);
 }
 
-/* Take the number of the next call; -1 with an error. */
+/* Take the number of the next call; -1 with an exception. */
 long long take_number(const SlotCall *self, PyObject **number) {
     *number = PyLong_FromLongLong(self->communicator->next_call);
     return *number == NULL ? -1 : self->communicator->next_call++;
 }
 
-/* Publish phase 0 of a call, on the side that has been chosen. */
+/* Publish phase 0 of a call on the current side. */
 void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source,
                   uint64_t target) {
     ChannelState *channel = self->channel;
     const int side = (int)channel->side;
     uint64_t *entry = channel->words + channel->entry;
-    if (self->tells || self->is_long) /* what differs may be the detail alone: then the others need
-                                         to know the call itself */
+    if (self->tells || self->is_long) /* if only details differ, the others need the plain check */
         store(entry + channel->source_at + side, source);
     channel->last = (call << 1) + 2;
     if (channel->phase || entry[channel->done_at]) {
@@ -132,8 +132,8 @@ void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t
     store(entry, (uint64_t)channel->last | (uint64_t)side);
 }
 
-/* Wait for phase 0 of the others; return whether they have said the same. Who has not been given up
- * a call says it on the same side. */
+/* Wait for phase 0 of the others; return whether they have published the same check. Ranks without
+ * abandoned calls use the same side. */
 int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
     ChannelState *channel = self->channel;
     int agree = have_come(channel, channel->last, patience_ns);
@@ -143,8 +143,7 @@ int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
     return agree;
 }
 
-/* Put what this rank brings into its slot, or into the next of those that take turns; return where
- * that is, or 0. */
+/* Copy the input into this rank's slot; return its offset if it is in the ring of slots, else 0. */
 uint64_t put_own(const SlotCall *self, int side, PyObject *brought) {
     ChannelState *channel = self->channel;
     uint64_t told = 0;
@@ -169,29 +168,28 @@ uint64_t put_own(const SlotCall *self, int side, PyObject *brought) {
 /* -- running ----------------------------------------------------------------------------------- */
 
 /* Make a call through the small slots. */
-static int run_small(const SlotCall *self, const Attempt *attempt, long long call) {
+static Result run_small(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
     const uint64_t told = put_own(self, side, attempt->brought);
     const uint64_t plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     publish_call(self, call, check, plain, told);
-    if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return UNKNOWN;
+    if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return PUBLISHED;
     finish(self, side, self->leaf_count ? NULL : data_of(attempt->brought), attempt->made);
-    return DONE;
+    return COMPLETED;
 }
 
-/* Return where memory lies in the shared memory, or 0. */
+/* Return the offset of an address in shared memory, or 0. */
 static uint64_t offset_of(const ChannelState *channel, const char *memory) {
     const char *start = channel->memory.buf;
     return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
 }
 
-/* Return whether a rank tells that it brings its vector: it tells the side of its cells, and the
- * page, and no place in the shared memory. */
+/* Return whether a published word means a copied input: it has the side and page of its cells, and
+ * no offset. */
 static int is_brought(uint64_t told) { return told < 2 || told & AT_PAGE; }
 
-/* Find what is done with vectors that lie as all ranks have told; NULL where that is not known yet.
- */
+/* Find the program for the placement that all ranks have published; NULL if it is not known yet. */
 static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t *targets) {
     const ChannelState *channel = self->channel;
     const int side = (int)channel->side;
@@ -215,14 +213,8 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
     return NULL;
 }
 
-enum {
-    READS = 1,
-    RESIDENT = 2,
-    TOLD = 4
-}; /* what a rank offers with long blocks, as in moves.py */
-
-/* Tell where this rank's blocks lie, where that serves; returns the offer, 0 where they have to go
- * by cells. */
+/* Publish the locations of this rank's blocks; return its BlockOffer, 0 if they must go by cells.
+ */
 static uint64_t tell_places(const SlotCall *self, const char *x) {
     const ChannelState *channel = self->channel;
     uint64_t here = offset_of(channel, x), offer = RESIDENT | (self->reads ? READS : 0);
@@ -236,13 +228,12 @@ static uint64_t tell_places(const SlotCall *self, const char *x) {
                                    channel->side * channel->side_bytes);
     for (int put = 0; put < self->put_count; put++)
         words[put] = here + (uint64_t)self->puts[put].from;
-    return offer | TOLD;
+    return offer | LOCATED;
 }
 
-/* Return on which side the first cells are put, and, where they need one side only, the page on
- * which they begin: other ones each time, so that their lines have left the other cores' caches
- * when they are written again. Vectors of ranks that share cores gain nothing by that (measured).
- */
+/* Return the side of the first cells, and from bit 1 on their first page. Cells that need one side
+ * only begin at another page in each call. So their lines have left the caches of other cores when
+ * they are written again. This gains nothing for vectors of ranks that share cores. */
 static uint64_t cells_for(const SlotCall *self) {
     ChannelState *channel = self->channel;
     const Program *program = self->known[0].program;
@@ -259,7 +250,7 @@ static uint64_t cells_for(const SlotCall *self) {
     return side | (uint64_t)(channel->turn / 2) % places * pages << 1;
 }
 
-/* The same as find_known of blocks: they go by cells, or are taken where they lie. */
+/* The same as find_known for blocks, which go by cells or are read directly. */
 static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
     const ChannelState *channel = self->channel;
     uint64_t all = READS | RESIDENT, any = 0;
@@ -268,7 +259,7 @@ static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
                                    (int)channel->side);
         sides[rank] = mark >> 3;
         all &= mark;
-        any |= mark & TOLD;
+        any |= mark & LOCATED;
     }
     const uint64_t pattern = all ? 1 : 0;
     return (all || !any) && self->known[pattern].sources == pattern &&
@@ -277,7 +268,7 @@ static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
                : NULL;
 }
 
-/* Return whether the memory of an array is NumPy's, not of a device that others cannot read. */
+/* Return whether NumPy owns the memory of an array: device memory could not be read by others. */
 static int is_readable(PyObject *array) {
     while (!(((Array *)array)->flags & OWNED)) {
         array = ((Array *)array)->base;
@@ -286,8 +277,8 @@ static int is_readable(PyObject *array) {
     return 1;
 }
 
-/* Make a call with a long vector, without Python's lock; the run's program is borrowed then. */
-static int run_long(const SlotCall *self, const Attempt *attempt, long long call) {
+/* Make a call with a long vector, without the GIL; the run then borrows its program. */
+static Result run_long(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     Run *run = attempt->run;
     const int arrays = self->leaf_count ? self->span_count : 1;
@@ -307,21 +298,21 @@ static int run_long(const SlotCall *self, const Attempt *attempt, long long call
     else
         publish_call(self, call, check, source,
                      self->leaf_count ? 0 : offset_of(channel, made->at));
-    if (!all_agree(self, check, PATIENCE_NS)) return UNKNOWN;
+    if (!all_agree(self, check, PATIENCE_NS)) return PUBLISHED;
     if (self->kind_count > self->rider) finish(self, (int)channel->side, NULL, attempt->made);
     const Known *known =
         self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
-    if (known == NULL) return UNKNOWN;
-    run->program = known->program; /* the call keeps it */
-    if (!bind_vector(run, brought, made, arrays, sources, targets, self->tells)) return UNKNOWN;
+    if (known == NULL) return PUBLISHED;
+    run->program = known->program; /* the call owns it */
+    if (!bind_vector(run, brought, made, arrays, sources, targets, self->tells)) return PUBLISHED;
     if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
     run->place = known->program->opening;
-    return advance_run(run, known->program->length) ? WAITING : DONE;
+    return advance_run(run, known->program->length) ? RUN_SUSPENDED : COMPLETED;
 }
 
-/* -- handing over ------------------------------------------------------------------------------ */
+/* -- continuing in Python ---------------------------------------------------------------------- */
 
-/* Break the generation: the error that is set has left a call that others take part in. */
+/* Abort the job: the exception that is set leaves a call in which other ranks take part. */
 void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
@@ -333,11 +324,11 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
     PyErr_Restore(type, error, trace);
 }
 
-/* Let Python go on with a call that has been published, and with its run if it waits: Python waits
- * longer, and knows what else there is.
+/* Let Python continue a published call, and its run if it is suspended. Python waits longer, and
+ * serves other calls meanwhile.
  *
- * `later` returns the result, or a generator where the engine has to go on. An error in it has left
- * a call that others take part in, wherever a signal may have struck. */
+ * `later` returns (True, result), or (False, generator) for the engine. An exception in it leaves a
+ * call in which other ranks take part, so it aborts the job. */
 static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
     PyObject *const number = attempt->number, *const begin = attempt->begin,
                     *const said = attempt->said;
@@ -363,7 +354,7 @@ static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
 
 /* -- a call ------------------------------------------------------------------------------------ */
 
-/* Find the memories of a long call that this rank begins now. */
+/* Find this rank's memories of a long call. */
 static int bind_own(const SlotCall *self, Attempt *attempt) {
     const ChannelState *channel = self->channel;
     const int arrays = self->leaf_count ? self->span_count : 1;
@@ -393,16 +384,16 @@ static int bind_own(const SlotCall *self, Attempt *attempt) {
            (!self->reads || lies != 0 || is_readable(attempt->brought));
 }
 
-/* Look whether a call may be made here, and get all that it needs; nothing that others see is
- * changed. */
-static int set_up(SlotCall *self, Attempt *attempt) {
-    const int memories =
-        self->memories; /* what other threads may have run until it begins may need more */
+/* Check whether C can make a call, and allocate everything it needs. Nothing that other ranks see
+ * changes. */
+static Result set_up(SlotCall *self, Attempt *attempt) {
+    const int memories = self->memories; /* may grow until the call begins: other threads run */
     const int64_t scratch_bytes = self->scratch_bytes;
     PyObject *const said = attempt->said;
-    if (!accept(self, attempt->x, attempt->out, &attempt->brought, &attempt->goal)) return UNUSUAL;
+    if (!accept(self, attempt->x, attempt->out, &attempt->brought, &attempt->goal))
+        return FALL_BACK;
     if (attempt->goal != Py_None && !lie_apart(self, attempt->brought, attempt->goal))
-        return UNUSUAL;
+        return FALL_BACK;
     if (said == Py_None) {
         attempt->told = Py_NewRef(self->told);
     } else {
@@ -413,44 +404,44 @@ static int set_up(SlotCall *self, Attempt *attempt) {
     attempt->made = attempt->told == NULL ? NULL : make_result(self, attempt->goal);
     if (attempt->made == NULL) return FAILED;
     if (self->is_long) {
-        if (is_true(self->crowd, name_is_alert)) return UNUSUAL;
+        if (is_true(self->crowd, name_is_alert)) return FALL_BACK;
         PyObject *kept = PyTuple_Pack(2, attempt->brought,
-                                      attempt->made); /* the run may outlive the caller's wait */
+                                      attempt->made); /* the run may outlive this function */
         attempt->run = kept == NULL ? NULL
                                     : new_run(self->known[0].program, self->channel, kept, 0,
                                               memories, scratch_bytes);
         Py_XDECREF(kept);
         if (attempt->run == NULL) return FAILED;
     }
-    /* What comes before may have run other threads, or the collector of garbage; from here on
-     * nothing does. */
+    /* The code above may have run other threads, or the garbage collector. The code below does not:
+     * so these checks stay valid. */
     if (!may_begin(self) ||
         !fit_still(self, &self->brought, attempt->brought, IN_ONE_PIECE | ALIGNED))
-        return UNUSUAL;
+        return FALL_BACK;
     if (attempt->goal != Py_None &&
         !fit_still(self, &self->made, attempt->goal, IN_ONE_PIECE | ALIGNED | WRITEABLE))
-        return UNUSUAL;
+        return FALL_BACK;
     if (self->is_long) {
         const int taken = try_acquire(self->busy);
         if (taken < 0) return FAILED;
         attempt->has_lock = taken;
         if (taken == 0 || PyObject_Size(self->queue) || memories != self->memories ||
             scratch_bytes != self->scratch_bytes)
-            return UNUSUAL;
-        if (!bind_own(self, attempt)) return PyErr_Occurred() ? FAILED : UNUSUAL;
+            return FALL_BACK;
+        if (!bind_own(self, attempt)) return PyErr_Occurred() ? FAILED : FALL_BACK;
     }
     attempt->begin = PyLong_FromLongLong(now_ns());
-    return attempt->begin == NULL ? FAILED : DONE;
+    return attempt->begin == NULL ? FAILED : COMPLETED;
 }
 
-/* Make a call that has been set up: others take part in it from now on, and nothing can fail until
- * they have come, or do not. */
-static int make_call(SlotCall *self, Attempt *attempt) {
+/* Make a call that has been set up. Other ranks take part in it from here on. Nothing can fail
+ * before they have entered. */
+static Result make_call(SlotCall *self, Attempt *attempt) {
     const long long call = take_number(self, &attempt->number);
     if (call < 0) return FAILED;
     if (!self->is_long) return run_small(self, attempt, call);
     Program *const first = attempt->run->program;
-    int state;
+    Result state;
     Py_BEGIN_ALLOW_THREADS state = run_long(self, attempt, call);
     Py_END_ALLOW_THREADS Py_INCREF((PyObject *)attempt->run->program);
     Py_DECREF((PyObject *)first);
@@ -462,27 +453,27 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said
     SlotCall *self = (SlotCall *)object;
     Attempt attempt = {
         .x = x, .out = out, .said = said, .timeout = timeout, .digest = self->digest};
-    if (self->nothing != Py_None) attempt.out = Py_None; /* nobody looks at it */
+    if (self->nothing != Py_None) attempt.out = Py_None; /* this rank gets no result */
     PyObject *result = NULL;
-    int state = set_up(self, &attempt);
+    Result state = set_up(self, &attempt);
     if (state == FAILED && PyErr_ExceptionMatches(PyExc_Exception)) {
-        PyErr_Clear(); /* no memory: the call has no number yet, and the general way raises it again
-                          and tells the others */
-        state = UNUSUAL;
+        PyErr_Clear(); /* no memory: the call has no number yet. The slow path raises the error
+                          again, and informs the group */
+        state = FALL_BACK;
     }
-    if (state == DONE) state = make_call(self, &attempt);
-    if (state == UNKNOWN || state == WAITING) {
-        result = hand_on(self, &attempt, state == WAITING);
+    if (state == COMPLETED) state = make_call(self, &attempt);
+    if (state == PUBLISHED || state == RUN_SUSPENDED) {
+        result = hand_on(self, &attempt, state == RUN_SUSPENDED);
         if (self->leaf_count && result != NULL) {
             PyObject *const arrays = result;
             result = structure_of(self, arrays);
             Py_DECREF(arrays);
         }
     }
-    if (state == DONE && record(self->add, attempt.told, attempt.number, attempt.begin) == 0)
+    if (state == COMPLETED && record(self->add, attempt.told, attempt.number, attempt.begin) == 0)
         result = given_of(self, attempt.made);
     if (attempt.has_lock) release(self->busy);
-    if (state == UNUSUAL)
+    if (state == FALL_BACK)
         result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, said, timeout, NULL);
     Py_XDECREF(attempt.brought);
     Py_XDECREF(attempt.goal);

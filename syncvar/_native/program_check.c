@@ -1,4 +1,4 @@
-/* Programs that have been looked at once: what they read and write lies within their memories. */
+/* Checks of programs: every read and write is within the memories of the program. */
 #include "native.h"
 
 #define MEMORIES_MAX (1 << 16)
@@ -9,11 +9,11 @@ static int is_known(const Program *self, int64_t memory, int64_t start, int64_t 
     return start >= 0 && count >= 0 && count <= size && start <= size - count;
 }
 
-/* Look whether all instructions are whole, and use their memories within their sizes. */
+/* Return whether all instructions are complete, and stay within their memories. */
 static int is_sound(const Program *self) {
     Py_ssize_t place = 0;
-    int begins = self->opening ==
-                 0; /* the steps begin where an instruction does, after nothing but copies */
+    /* The steps must begin at an instruction, after nothing but copies. */
+    int begins = self->opening == 0;
     while (place < self->length) {
         const int64_t *step = self->code + place;
         const Py_ssize_t left = self->length - place;
@@ -23,13 +23,14 @@ static int is_sound(const Program *self) {
             if (left < 6 || !is_known(self, step[1], step[2], step[5]) ||
                 !is_known(self, step[3], step[4], step[5]))
                 return 0;
-            if (self->named[step[3]].kind == LYING) return 0; /* it is read only */
+            if (self->named[step[3]].kind == PEER_SOURCE) return 0; /* read-only */
             place += 6;
-        } else if (*step == FOLD) {
+        } else if (*step == COMBINE) {
             if (left < 5 || step[4] < 1 || step[4] > RANKS_MAX || left < 5 + 2 * step[4] ||
                 self->how.fold.loop == NULL)
                 return 0;
-            if (!is_known(self, step[1], step[2], step[3]) || self->named[step[1]].kind == LYING)
+            if (!is_known(self, step[1], step[2], step[3]) ||
+                self->named[step[1]].kind == PEER_SOURCE)
                 return 0;
             for (int64_t term = 0; term < step[4]; term++)
                 if (!is_known(self, step[5 + 2 * term], step[6 + 2 * term], step[3])) return 0;
@@ -45,9 +46,8 @@ static int is_sound(const Program *self) {
     return begins || self->opening == self->length;
 }
 
-/* Program(code, opening, names, sizes, what becomes of terms): the code as 64-bit numbers, of which
- * so many come before phase 0 is published; kind, rank and place of each memory, and its elements.
- */
+/* Program(code, opening, names, sizes, arithmetic): the code as 64-bit numbers; how many of them
+ * come before phase 0; kind, rank and place of each memory; and the elements of each memory. */
 static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     Py_ssize_t opening, *numbers = NULL;
     PyObject *code, *named, *given, *how;
@@ -87,7 +87,8 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
     PyMem_Free(numbers);
     return (PyObject *)self;
 wrong:
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this program cannot be run here");
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "the C extension cannot run this program");
 failed:
     PyMem_Free(numbers);
     Py_DECREF(self);
@@ -101,5 +102,5 @@ static PyMemberDef program_members[] = {
 };
 
 TYPE(Program, program, program_members, Py_TPFLAGS_HAVE_GC,
-     "A program that has been looked at: its instructions use their memories within their sizes.",
-     {Py_tp_new, program_new}, HOLDING)
+     "A checked program: its instructions stay within their memories.", {Py_tp_new, program_new},
+     HOLDING)

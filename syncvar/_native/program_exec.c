@@ -1,8 +1,7 @@
-/* The C runner of programs: it does what syncvar/runtime/programs/interpreter.py does in Python,
- * instruction by instruction.
+/* Runs programs in C, exactly as syncvar/runtime/programs/interpreter.py does in Python.
  *
- * A Run is one call of a program; it goes on until the others have to come first, and says then
- * what they have to reach. Meanwhile others may have Python's lock.
+ * A Run is one call of a program. It runs until it has to wait for other ranks, and then yields the
+ * publication that they have to reach. It releases the GIL meanwhile.
  */
 #include "native.h"
 
@@ -11,28 +10,24 @@
 #include <sys/uio.h>
 #endif
 
-#define GONE (-((long long)1 << 40))   /* as `_NEVER` in running.py: that process is no more */
-#define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
-#define STREAMED_LEAST                                                                             \
-    (32 << 20)                   /* bytes of the results of all ranks, which caches do not keep    \
-                                  */
-#define READ_AT_ONCE (64 << 10)  /* bytes that are read by way of other memory */
-#define PATIENCE_LOCKED_NS 20000 /* so long others are waited for with Python's lock */
+#define STREAMED_LEAST (32 << 20) /* bytes of all results that no longer fit into the caches */
+#define READ_AT_ONCE (64 << 10)   /* bytes that are read through a buffer */
+#define PATIENCE_LOCKED_NS 20000  /* longest wait with the GIL */
 
-/* Read the memory of another process; returns 0, or what ends the run. */
+/* Read the memory of another process; return 0, or the value that ends the run. */
 static long long read_process(Py_ssize_t process, const char *there, char *into,
                               Py_ssize_t nbytes) {
 #if defined(__linux__)
     char room[READ_AT_ONCE + PAGE];
-    const int goes_aside = is_slow_by_string(into, there) &&
-                           nbytes >= PAGE; /* the system copies by string instructions */
+    /* The kernel copies by string instructions: where they are slow, read into a buffer first. */
+    const int goes_aside = is_slow_by_string(into, there) && nbytes >= PAGE;
     char *const aside = room + ((uintptr_t)there - (uintptr_t)room) % PAGE;
     while (nbytes > 0) {
         char *const first = goes_aside ? aside : into;
         const size_t most = goes_aside && nbytes > READ_AT_ONCE ? READ_AT_ONCE : (size_t)nbytes;
         struct iovec here = {first, most}, remote = {(void *)there, most};
         const ssize_t done = process_vm_readv((pid_t)process, &here, 1, &remote, 1, 0);
-        if (done <= 0) return done < 0 && errno == ESRCH ? GONE : UNREAD;
+        if (done <= 0) return done < 0 && errno == ESRCH ? PEER_GONE : UNREAD;
         if (goes_aside) copy_bytes(into, first, (size_t)done);
         into += done;
         there += done;
@@ -45,8 +40,7 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
 #endif
 }
 
-/* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of
- * Python is touched. */
+/* Run to a place of the code; return what the others have to reach first, or 0. It needs no GIL. */
 long long advance_run(Run *self, Py_ssize_t end) {
     const Program *program = self->program;
     ChannelState *channel = self->channel;
@@ -68,7 +62,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
                 if (failed) return failed;
             } else if (*step == STORE && program->apply.loop != NULL) {
                 combine(&program->apply, target, source, width, target, step[5], width);
-            } else if (goal->kind > SCRATCH) { /* others read it, and nothing else lies there */
+            } else if (goal->kind > SCRATCH) { /* memory that other ranks read */
                 copy_out(&channel->stores, target, source, nbytes);
             } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST &&
                        are_apart(target, source, (size_t)nbytes)) {
@@ -79,7 +73,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
             self->place += 6;
             break;
         }
-        case FOLD:
+        case COMBINE:
             for (int64_t term = 0; term < step[4]; term++)
                 terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;
             fold_terms(&program->how, NULL, terms, (int)step[4],
@@ -103,8 +97,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
     return 0;
 }
 
-/* A run of a program, and of others that have at most so many memories and need so much scratch
- * memory. */
+/* Make a run that serves all programs of at most so many memories and scratch bytes. */
 Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock,
              int memories, int64_t scratch_bytes) {
     Run *self = new_object(run_type);
@@ -123,22 +116,22 @@ Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keep
     return self;
 }
 
-/* Return where a memory of one long vector begins, from what all ranks have told of theirs; NULL
- * where it is not within the shared memory. */
+/* Return the address of a memory of one long vector, from the published words of all ranks; NULL if
+ * it is not within shared memory. */
 static char *find_memory(const ChannelState *channel, int kind, int rank, int place, int64_t nbytes,
                          const uint64_t *sources, const uint64_t *targets, int tells) {
     uint64_t offset;
     if (rank < 0 || rank >= channel->size) return NULL;
-    if (kind == LYING) {
+    if (kind == PEER_SOURCE) {
         offset = sources[rank] >> 1;
-    } else if (kind == GOAL) {
+    } else if (kind == PEER_TARGET) {
         offset = targets[rank];
     } else {
         const uint64_t base = seen(channel->words + entry_of(channel, rank) + channel->segments_at);
         if (base == 0 || place < 0 || place > 1) return NULL;
         const uint64_t told = sources[rank], start = tells || told & AT_PAGE
                                                          ? (told & ~AT_PAGE) >> 1
-                                                         : 0; /* of the cells, in pages */
+                                                         : 0; /* first page of the cells */
         if (kind == CELLS &&
             (start > (uint64_t)channel->segment_bytes / PAGE ||
              !is_within((Py_ssize_t)(start * PAGE), nbytes, channel->segment_bytes)))
@@ -156,8 +149,8 @@ static char *find_memory(const ChannelState *channel, int kind, int rank, int pl
                : NULL;
 }
 
-/* Find where a rank has told with phase 0 that a block lies: in the shared memory, or in its
- * process. */
+/* Find a block at the location that its rank has published with phase 0: in shared memory, or in
+ * the rank's process. */
 static int find_told(const ChannelState *channel, int rank, int place, int64_t nbytes,
                      Bound *found) {
     if (rank < 0 || rank >= channel->size || place < 0 || place >= RANKS_MAX) return 0;
@@ -173,9 +166,9 @@ static int find_told(const ChannelState *channel, int rank, int place, int64_t n
            is_within((Py_ssize_t)told, nbytes, channel->memory.len);
 }
 
-/* Find the memories of a program for so many arrays that are brought and made. Without `targets`
- * only what this rank brings itself is known. Where ranks have told of blocks, of `sources` the
- * sides of their cells are known. */
+/* Find the memories of a program for `count` input and output arrays. Without `targets` only this
+ * rank's own memories are known. If ranks publish locations of blocks (`tells`), `sources` has the
+ * sides of their cells. */
 int bind_vector(Run *self, const Span *brought, const Span *made, int count,
                 const uint64_t *sources, const uint64_t *targets, int tells) {
     const Program *program = self->program;
@@ -191,10 +184,10 @@ int bind_vector(Run *self, const Span *brought, const Span *made, int count,
             *at = self->scratch;
         } else if (targets == NULL && rank != self->channel->rank) {
             continue;
-        } else if (kind == LYING && tells) {
+        } else if (kind == PEER_SOURCE && tells) {
             if (!find_told(self->channel, rank, place, nbytes, &self->bound[memory])) return 0;
             if (self->bound[memory].process && program->how.fold.loop != NULL)
-                return 0; /* what is combined lies here */
+                return 0; /* operands must be in this process */
         } else {
             *at = find_memory(self->channel, kind, rank, place, nbytes, sources, targets, tells);
         }
@@ -203,7 +196,7 @@ int bind_vector(Run *self, const Span *brought, const Span *made, int count,
     return 1;
 }
 
-/* Return whether all memories of an opening have been found. */
+/* Return whether all memories of the opening are known. */
 static int is_opening_bound(const Run *self) {
     const Program *program = self->program;
     for (Py_ssize_t place = 0; place < program->opening; place += 6) {
@@ -213,17 +206,18 @@ static int is_opening_bound(const Run *self) {
     return 1;
 }
 
-/* Find one memory: an array, or, where the offset is not -1, a place of the shared memory or of the
- * process of the memory's rank. Returns how many bytes there are, -1 where it may not be used, with
- * or without an error. */
+/* Find one memory: an array, or with an offset other than -1 a location in shared memory or in the
+ * process of its rank. Return its size in bytes, or -1 if it cannot be used, with or without an
+ * exception. */
 static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyObject *given) {
     const Program *program = self->program;
     const ChannelState *channel = self->channel;
     const Named *named = &program->named[memory];
     Bound *bound = &self->bound[memory];
-    if (offset >= (Py_ssize_t)ADDRESS) { /* what is combined, or applied, lies here */
-        if (named->kind != LYING || program->how.fold.loop != NULL || program->apply.loop != NULL ||
-            named->rank < 0 || named->rank >= channel->size || channel->processes[named->rank] == 0)
+    if (offset >= (Py_ssize_t)ADDRESS) { /* operands must be in this process: */
+        if (named->kind != PEER_SOURCE || program->how.fold.loop != NULL ||
+            program->apply.loop != NULL || named->rank < 0 || named->rank >= channel->size ||
+            channel->processes[named->rank] == 0)
             return -1;
         *bound = (Bound){(char *)(offset - (Py_ssize_t)ADDRESS), channel->processes[named->rank]};
         return named->nbytes;
@@ -241,7 +235,7 @@ static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyO
     return (array->flags & (IN_ONE_PIECE | ALIGNED)) == (IN_ONE_PIECE | ALIGNED) ? room : -1;
 }
 
-/* Go on to a place of the code, with or without Python's lock. */
+/* Run to a place of the code, with or without the GIL. */
 static long long advance_to(Run *self, Py_ssize_t end) {
     if (self->keeps_lock) return advance_run(self, end);
     long long need;
@@ -255,9 +249,9 @@ static PyObject *run_next(PyObject *object) {
     return need == 0 ? NULL : PyLong_FromLongLong(need);
 }
 
-/* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] where offsets[k]
- * is -1, else that place of the shared memory. Its opening has been done; or is done now, and
- * nothing else may be then: arrays[k] is None of what it does not use. */
+/* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] if offsets[k] is
+ * -1, else at that offset of shared memory. With `opens`, the constructor runs the opening, and the
+ * run does nothing else: arrays[k] may be None for memories that the opening does not use. */
 static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *program, *channel, *arrays, *offsets;
     int keeps_lock, opens;
@@ -270,7 +264,7 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     if (!((ChannelState *)channel)->is_bound || PyTuple_Size(offsets) != made->memories ||
         PyTuple_Size(arrays) != made->memories) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "a run takes an array or an offset for each memory");
+            PyErr_SetString(PyExc_ValueError, "a run needs an array or an offset for each memory");
         return NULL;
     }
     Run *self =
@@ -282,20 +276,19 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
         if (PyErr_Occurred()) goto failed;
         if (opens && offset < 0 && array == Py_None) continue;
         if (bind_given(self, memory, offset, array) < made->named[memory].nbytes) {
-            PyErr_Format(PyExc_ValueError, "memory %d of a program is shorter than it is used",
-                         memory);
+            PyErr_Format(PyExc_ValueError, "memory %d of a program is too short", memory);
             goto failed;
         }
     }
     self->place = made->opening;
     if (opens) {
         if (!is_opening_bound(self)) {
-            PyErr_SetString(PyExc_ValueError, "an opening uses a memory that is not known");
+            PyErr_SetString(PyExc_ValueError, "the opening uses a memory that was not passed");
             goto failed;
         }
         self->place = 0;
         advance_to(self, made->opening);
-        self->place = made->length; /* what follows needs all memories */
+        self->place = made->length; /* the steps would need all memories */
     }
     return (PyObject *)self;
 failed:
@@ -310,5 +303,5 @@ static PyMemberDef run_members[] = {
 };
 
 TYPE(Run, run, run_members, Py_TPFLAGS_HAVE_GC,
-     "A call of a program: yields what the others have to reach before it can go on.",
-     {Py_tp_new, run_new}, {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, run_next}, HOLDING)
+     "A call of a program: yields the publications that it has to wait for.", {Py_tp_new, run_new},
+     {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, run_next}, HOLDING)

@@ -1,17 +1,17 @@
-/* Calls that take several arrays as one vector: those that containers hold, lists and tuples in
- * their order, dicts in the order of their sorted names.
+/* Calls with several arrays, which form one vector: the leaves of a pytree, in the order of lists
+ * and tuples, and of the sorted keys of dicts.
  *
- * Within a call what is brought, where the result goes and the result are tuples of arrays; the
- * containers are looked at and made at its beginning and end. */
+ * Within a call input, output and result are tuples of arrays. Containers are read at its
+ * beginning, and built at its end. */
 #include "persistent_call.h"
 
 #include <stdlib.h>
 
-/* How containers hold arrays is said by a `Structure`: (kind, sorted names of a dict, (how each
- * part does, ...)). The kinds are interned. */
+/* Kinds of a TreeDef, which is (kind, sorted keys of a dict, (TreeDef of each part, ...)). They are
+ * interned strings. */
 static PyObject *of_array, *of_dict, *of_list, *of_tuple;
 
-/* Make what kinds are compared with; -1 with an error. */
+/* Intern the kinds; -1 with an exception. */
 int intern_kinds(void) {
     of_array = PyUnicode_InternFromString("leaf");
     of_dict = PyUnicode_InternFromString("dict");
@@ -22,7 +22,7 @@ int intern_kinds(void) {
 
 static int is_leaf(PyObject *structure) { return PyTuple_GetItem(structure, 0) == of_array; }
 
-/* Return of which class a container is, NULL of an array or none. */
+/* Return the class of a container, NULL for a leaf or an unknown kind. */
 PyTypeObject *container_of(PyObject *structure) {
     PyObject *const kind = PyTuple_GetItem(structure, 0);
     return kind == of_dict    ? &PyDict_Type
@@ -31,7 +31,7 @@ PyTypeObject *container_of(PyObject *structure) {
                               : NULL;
 }
 
-/* Return how many arrays a structure has; -1 where it is none. */
+/* Return the number of leaves of a TreeDef; -1 if it is malformed. */
 static Py_ssize_t count_leaves(PyObject *structure) {
     if (!PyTuple_Check(structure) || PyTuple_Size(structure) != 3) return -1;
     if (is_leaf(structure)) return 1;
@@ -49,9 +49,7 @@ static Py_ssize_t count_leaves(PyObject *structure) {
     return count;
 }
 
-#define ALIGNED_TO 16 /* as in reductions.py */
-
-/* Return how long an element of an array is, in bytes; in a slot halves are float32. */
+/* Return the bytes of an element of an array; in a slot halves are float32. */
 static Py_ssize_t width_of(const Kind *kind) {
     return kind->how.half ? (Py_ssize_t)sizeof(uint16_t) : kind->how.width;
 }
@@ -61,9 +59,9 @@ static Py_ssize_t nbytes_of(const SlotCall *self, int place) {
     return leaf->count * width_of(&self->kinds[leaf->kind]);
 }
 
-/* Return which of Python's numbers NumPy makes arrays of a dtype of, or NULL. */
+/* Return the Python type whose numbers become arrays of a dtype, or NULL. */
 static PyTypeObject *number_of(PyObject *dtype) {
-    enum { BOOL = 0, LONG = 7, DOUBLE = 12 }; /* NumPy's numbers */
+    enum { BOOL = 0, LONG = 7, DOUBLE = 12 }; /* NumPy's type numbers */
     PyObject *found = PyObject_GetAttrString(dtype, "num");
     const long number = found == NULL ? -1 : PyLong_AsLong(found);
     Py_XDECREF(found);
@@ -73,14 +71,13 @@ static PyTypeObject *number_of(PyObject *dtype) {
                               : NULL;
 }
 
-/* Learn of which kinds they are, from ((what becomes of terms, dtype, where the vector begins in a
- * slot, its elements), ...). */
+/* Read the kinds, ((arithmetic, dtype, start of the vector in a slot, its elements), ...). */
 static int read_kinds(SlotCall *self, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given),
                      slot = self->is_long ? self->channel->side_bytes : in_slots(self, &self->made);
     if (count < 1 || count > KINDS_MAX) return 0;
     self->rider = self->is_long;
-    self->kept_kinds = Py_NewRef(given); /* it keeps what they use */
+    self->kept_kinds = Py_NewRef(given); /* owns the dtypes and ufuncs */
     for (; self->kind_count < count; self->kind_count++) {
         Kind *kind = &self->kinds[self->kind_count];
         Step apply = {0};
@@ -94,8 +91,8 @@ static int read_kinds(SlotCall *self, PyObject *given) {
         Py_XDECREF(kind->how.divide.owner);
         Py_XDECREF(apply.owner);
         if (!is_read || apply.loop != NULL) return 0;
-        if (self->kind_count < self->rider) continue; /* its arithmetic is a program's */
-        if (kind->how.fold.loop == NULL || kind->start % ALIGNED_TO || kind->count < 0 ||
+        if (self->kind_count < self->rider) continue; /* a program combines it */
+        if (kind->how.fold.loop == NULL || kind->start % SLOT_ALIGN_BYTES || kind->count < 0 ||
             kind->count > slot)
             return 0;
         if (!is_within(kind->start, kind->count * kind->how.width, slot)) return 0;
@@ -103,8 +100,7 @@ static int read_kinds(SlotCall *self, PyObject *given) {
     return 1;
 }
 
-/* Learn which arrays they are, from ((shape, whether it is reduced alone where it lies in the
- * shared memory, its kind), ...); nothing of one array. */
+/* Read the leaves, ((shape, is_alone, kind), ...); an empty tuple means one array. */
 int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
@@ -158,8 +154,7 @@ static int is_number_of(const SlotCall *self, int place, PyObject *value) {
 
 static int is_array(PyObject *value) { return (PyObject *)Py_TYPE(value) == array_type; }
 
-/* Return whether all names of a dict are of the class str itself: to look for one then runs
- * nobody's code. */
+/* Return whether all keys of a dict are plain strings: then a lookup runs no Python code. */
 static int has_plain_names(PyObject *dict) {
     PyObject *name;
     Py_ssize_t place = 0;
@@ -168,9 +163,8 @@ static int has_plain_names(PyObject *dict) {
     return 1;
 }
 
-/* Take what lies where a structure has arrays, after those that have been taken; return whether a
- * value is of that structure. A list of numbers alone is an array itself, and so no list of arrays.
- */
+/* Append the leaves of a value to `items`; return whether the value has this TreeDef. A list of
+ * numbers only is an array itself, not a list of arrays. */
 static int take_items(PyObject *structure, PyObject *value, PyObject **items, int *taken) {
     if (is_leaf(structure)) {
         items[(*taken)++] = Py_NewRef(value);
@@ -199,9 +193,8 @@ static void drop_items(PyObject **items, int taken) {
     while (taken > 0) Py_DECREF(items[--taken]);
 }
 
-/* Get what a value holds where the arrays of these calls are: the items of its containers, or the
- * arrays of a `Leaves`; returns how many, 0 where it is of another structure. Nobody's code runs
- * meanwhile. `drop_items` lets go of them. */
+/* Get the leaves of a value, from its containers or a `PyTree`; return how many, 0 if its TreeDef
+ * differs. No Python code runs meanwhile. Release them with `drop_items`. */
 static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
     int taken = 0, are_all = 0;
     if ((PyObject *)Py_TYPE(value) == self->leaves_type) {
@@ -215,13 +208,13 @@ static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
     } else {
         are_all = take_items(self->structure, value, items, &taken);
     }
-    if (PyErr_Occurred()) PyErr_Clear(); /* of a place that is not there */
+    if (PyErr_Occurred()) PyErr_Clear(); /* of a failed lookup */
     if (are_all) return taken;
     drop_items(items, taken);
     return 0;
 }
 
-/* Return whether a value may be such arrays, numbers among them: NumPy makes arrays of these. */
+/* Return whether the leaves of a value fit this call; numbers become arrays. */
 int holds_leaves(const SlotCall *self, PyObject *value) {
     PyObject *items[LEAVES_MAX];
     const int taken = get_items(self, value, items);
@@ -233,8 +226,7 @@ int holds_leaves(const SlotCall *self, PyObject *value) {
     return are_all;
 }
 
-/* Return the arrays of a value as a tuple; NULL without an error where they are not such as these.
- */
+/* Return the arrays of a value as a tuple; NULL without an exception if they do not fit. */
 PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
     PyObject *items[LEAVES_MAX];
     const int taken = get_items(self, value, items);
@@ -253,11 +245,11 @@ PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
         }
     }
     drop_items(items, taken);
-    if (made == NULL && PyErr_Occurred()) PyErr_Clear(); /* the general way raises it again */
+    if (made == NULL && PyErr_Occurred()) PyErr_Clear(); /* the slow path raises it again */
     return made;
 }
 
-/* Return whether arrays are still such as these. */
+/* Return whether arrays still fit. */
 int are_leaves(const SlotCall *self, PyObject *arrays, int flags) {
     int all = 1;
     for (int place = 0; place < self->leaf_count; place++)
@@ -265,7 +257,7 @@ int are_leaves(const SlotCall *self, PyObject *arrays, int flags) {
     return all;
 }
 
-/* Make the arrays of a result; NULL with an error. */
+/* Make the arrays of a result; NULL with an exception. */
 PyObject *make_leaves(const SlotCall *self) {
     PyObject *made = PyTuple_New(self->leaf_count);
     for (int place = 0; made != NULL && place < self->leaf_count; place++) {
@@ -279,7 +271,7 @@ PyObject *make_leaves(const SlotCall *self) {
     return made;
 }
 
-/* Return containers of arrays, from one on; `place` goes on behind them. NULL with an error. */
+/* Build containers of arrays from `*place` on, and advance it; NULL with an exception. */
 static PyObject *contain(PyObject *structure, PyObject *arrays, Py_ssize_t *place) {
     if (is_leaf(structure)) {
         PyObject *array = PyTuple_GetItem(arrays, (*place)++);
@@ -307,13 +299,13 @@ static PyObject *contain(PyObject *structure, PyObject *arrays, Py_ssize_t *plac
     return made;
 }
 
-/* Return the containers of arrays that the caller gets; NULL with an error. */
+/* Return the pytree of the result; NULL with an exception. */
 PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
     Py_ssize_t place = 0;
     return contain(self->structure, arrays, &place);
 }
 
-/* Find where the arrays of a long call's vector lie. */
+/* Get the memory of the arrays of a long vector. */
 void find_spans(const SlotCall *self, PyObject *arrays, Span *spans) {
     for (int place = 0; place < self->leaf_count; place++)
         if (self->leaves[place].kind < self->rider)
@@ -321,7 +313,7 @@ void find_spans(const SlotCall *self, PyObject *arrays, Span *spans) {
                 (Span){((Array *)PyTuple_GetItem(arrays, place))->data, nbytes_of(self, place)};
 }
 
-/* A stretch of memory that is read, or written. */
+/* A range of memory that is read or written. */
 typedef struct {
     const char *start, *stop;
     int is_written;
@@ -333,11 +325,11 @@ static int by_start(const void *one, const void *other) {
     return (first > second) - (first < second);
 }
 
-/* Return whether results may be written while arrays are still to be read: each is its own result,
- * or lies apart from all results, which lie apart from one another. */
+/* Return whether outputs may be written while inputs are still to be read: each input is its own
+ * output or overlaps none, and outputs do not overlap each other. */
 int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
     Touched *const touched = PyMem_Malloc(2 * (size_t)self->leaf_count * sizeof *touched);
-    if (touched == NULL) return 0; /* Python looks whether there is memory */
+    if (touched == NULL) return 0; /* the slow path tries again */
     size_t count = 0;
     for (int place = 0; place < self->leaf_count; place++) {
         const char *const read = ((Array *)PyTuple_GetItem(brought, place))->data,
@@ -348,7 +340,7 @@ int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
         if (read != written) touched[count++] = (Touched){read, read + nbytes, 0};
     }
     qsort(touched, count, sizeof *touched, by_start);
-    const char *stop = NULL, *stop_of_written = NULL; /* of those that begin before */
+    const char *stop = NULL, *stop_of_written = NULL; /* of the ranges that begin before */
     int apart = 1;
     for (size_t number = 0; apart && number < count; number++) {
         const Touched *one = &touched[number];
@@ -362,7 +354,7 @@ int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
     return apart;
 }
 
-/* Return whether one of those that are reduced alone lies in the shared memory. */
+/* Return whether an array that may be reduced by itself is in shared memory. */
 int lies_alone(const SlotCall *self, const Span *spans) {
     const ChannelState *channel = self->channel;
     const char *start = channel->memory.buf;
@@ -376,9 +368,8 @@ int lies_alone(const SlotCall *self, const Span *spans) {
     return any;
 }
 
-/* Put arrays into a slot, those of a kind one after the other; of a long call those that are no
- * part of its vector. Tuples are looked at and nothing else of Python's, so that this needs no
- * lock. */
+/* Copy arrays into a slot, grouped by kind, except those of a long vector. It needs no GIL, because
+ * it only reads tuples. */
 void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
@@ -393,7 +384,7 @@ void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
     }
 }
 
-/* Combine what ranks have put into slots, all in their order, and store it. */
+/* Combine the slots of all ranks, in rank order, and store the results. */
 void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays) {
     const char *terms[RANKS_MAX];
     for (int number = self->rider; number < self->kind_count; number++) {

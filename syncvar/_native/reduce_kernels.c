@@ -1,13 +1,11 @@
-/* What becomes of the terms of ranks: NumPy's own inner loops combine them, so both runners give
- * the same bytes. Which of two NaN of different bits these keep depends on how many elements they
- * are given, and on which places: lists of long arrays are cut in other ones. */
+/* Arithmetic of reductions: NumPy's inner loops combine the terms, so C and Python give the same
+ * bytes. One exception: which of two NaN with different bits a loop keeps depends on the number and
+ * position of its elements, and lists of long arrays are cut differently. */
 #include "native.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-
-enum { NO_HALF, FLOAT16, BFLOAT16 };
 
 /* -- NumPy's inner loops ----------------------------------------------------------------------- */
 
@@ -22,7 +20,7 @@ typedef struct {
     const char *types;
 } Ufunc;
 
-/* Find the loop of a ufunc that takes two operands of a type to a result of the same type. */
+/* Find the loop of a ufunc for two operands and a result of one type. */
 int find_loop(PyObject *ufunc, int number, Step *found) {
     const Ufunc *head = (const Ufunc *)ufunc;
     for (int place = 0; place < head->ntypes; place++) {
@@ -83,7 +81,7 @@ static void round_plainly(const float *wide, uint16_t *out, Py_ssize_t count) {
     for (Py_ssize_t place = 0; place < count; place++) out[place] = rounded(wide[place]);
 }
 
-/* The same of bfloat16, in loops that compilers make wide: arrays lie apart. */
+/* The same for bfloat16, in loops that compilers vectorize: the arrays do not overlap. */
 #define OF_BFLOAT16(HOW, WIDENING, ROUNDING)                                                       \
     HOW static void WIDENING(const uint16_t *restrict halves, float *restrict out,                 \
                              Py_ssize_t count) {                                                   \
@@ -106,9 +104,8 @@ OF_BFLOAT16(, widen_brain_plainly, round_brain_plainly)
 OF_BFLOAT16(__attribute__((target("avx2"))), widen_brain_by_eight, round_brain_by_eight)
 static int has_avx2(void) { return __builtin_cpu_supports("avx2"); }
 
-/* These two make signalling NaN quiet, which NumPy does not: where there is any NaN they leave all
- * to the plain ones.
- */
+/* These two make signalling NaN quiet, which NumPy does not. If there is any NaN, they leave all
+ * elements to the plain functions. */
 __attribute__((target("avx,f16c"))) static void widen_by_eight(const uint16_t *halves, float *out,
                                                                Py_ssize_t count) {
     __m256 odd = _mm256_setzero_ps();
@@ -166,9 +163,9 @@ static void round_all(int half, const float *wide, char *made, Py_ssize_t count)
 
 /* -- sums of four ------------------------------------------------------------------------------ */
 
-/* Add four terms by the tree, without writing what is between; `out` may be one of them. Returns
- * the bytes that are done: it ends before a NaN, since compilers may turn operands round, and of
- * two NaN the first one is kept. */
+/* Add four terms by the tree without storing partial sums; `out` may be one of them. Return the
+ * bytes that are done. It stops before a NaN: compilers may swap operands, and of two NaN the first
+ * one must be kept. */
 #define SUM_OF_FOUR(TYPE, BYTES)                                                                   \
     (const char *const *terms, char *out, Py_ssize_t nbytes) {                                     \
         typedef TYPE Vector __attribute__((vector_size(BYTES), aligned(sizeof(TYPE)), may_alias)); \
@@ -247,8 +244,8 @@ static inline __attribute__((target("avx2,f16c"))) void store_brain(char *to, __
     _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
 }
 
-/* Add two terms of halves as float32, divide unless by 0, and round, without writing what is
- * between; `out` may be one of them. Returns the elements that are done: it ends before a NaN,
+/* Add two terms of halves as float32, divide (unless by 0) and round, without storing partial
+ * results; `out` may be one of them. Return the elements that are done. It stops before a NaN,
  * which only the plain loops keep as NumPy does. */
 #define SUM_OF_TWO(LOAD, STORE)                                                                    \
     (const char *const *terms, char *out, Py_ssize_t count, float divisor) {                       \
@@ -282,13 +279,13 @@ static void find_pair(Arithmetic *how, PyObject *ufunc) { (void)how, (void)ufunc
 /* Return whether the terms themselves are halves. */
 static int widens(const Arithmetic *how) { return how->half && how->width == sizeof(uint16_t); }
 
-/* Return how long an element is while it is combined. */
+/* Return the bytes of an element while it is combined. */
 static Py_ssize_t wide_of(const Arithmetic *how) {
     return how->half ? (Py_ssize_t)sizeof(float) : how->width;
 }
 
-/* Add four terms of a block, `out` may be one of them; `room` and `scratch` are two blocks besides,
- * of which `room` may be `out`. */
+/* Add four terms of a block; `out` may be one of them. `room` and `scratch` are blocks of scratch
+ * memory; `room` may be `out`. */
 static void add_four(const Arithmetic *how, const char *const *terms, char *out, char *room,
                      char *scratch, intptr_t count) {
     const Py_ssize_t wide = wide_of(how), done = how->four(terms, out, count * wide);
@@ -302,8 +299,8 @@ static void add_four(const Arithmetic *how, const char *const *terms, char *out,
 /* Combine terms [low, high) of a block by the tree over ranks: T(low, high) = T(low, middle) +
  * T(middle, high).
  *
- * `stride` is from an element to the next one. Returns where the combination is: `out`, or the only
- * term where it lies. */
+ * `stride` is the distance of two elements. Return the combination: `out`, or the only term itself.
+ */
 static const char *fold_tree(const Arithmetic *how, const char *const *terms, int low, int high,
                              char *out, char *scratch, intptr_t count, Py_ssize_t stride) {
     if (high - low == 1) {
@@ -324,8 +321,8 @@ static const char *fold_tree(const Arithmetic *how, const char *const *terms, in
     return out;
 }
 
-/* The same of all terms of a block; what is in `made`, which may be one of them, is written when
- * all have been read. `scratch` has LEVELS + 1 blocks. */
+/* The same for all terms of a block. `made` may be one of them: it is written after all have been
+ * read. `scratch` has LEVELS + 1 blocks. */
 static void fold_block(const Arithmetic *how, const char *const *terms, int count, char *made,
                        char *scratch, intptr_t elements, Py_ssize_t stride) {
     const Py_ssize_t wide = wide_of(how);
@@ -350,8 +347,8 @@ static void fold_block(const Arithmetic *how, const char *const *terms, int coun
         combine(&how->divide, made, how->divisor, 0, made, elements, wide);
 }
 
-/* Combine terms, in the order of ranks, into `out`, which may be one of them; or, where there is
- * something to apply, what `out` holds becomes apply(it, the combination). */
+/* Combine terms in rank order into `out`, which may be one of them. With `apply`, `out` becomes
+ * apply(out, combination). */
 void fold_terms(const Arithmetic *how, const Step *apply, const char *const *given, int count,
                 char *out, Py_ssize_t elements) {
     _Alignas(64) char scratch[(LEVELS + 1) * BLOCK],
@@ -386,8 +383,8 @@ void fold_terms(const Arithmetic *how, const Step *apply, const char *const *giv
     }
 }
 
-/* Learn what becomes of terms: (width, dtype, half, fold, divide, divisor, apply), ufuncs or None;
- * the dtype is that in which terms are combined. Returns 0 where NumPy has no loop for it. */
+/* Read an arithmetic, (width, dtype, half, fold, divide, divisor, apply): ufuncs or None, and the
+ * dtype in which terms are combined. Return 0 if NumPy has no loop for it. */
 int read_arithmetic(PyObject *given, Arithmetic *how, Step *apply) {
     PyObject *dtype, *fold, *divide, *applied;
     const char *divisor;

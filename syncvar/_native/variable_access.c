@@ -1,56 +1,55 @@
-/* Prepared writes and reads of variables: what syncvar/variables/persistent_access.py and
- * side_by_side.py look at each time, without a step of Python. */
+/* Persistent writes and reads of variables: the C twins of syncvar/variables/persistent_access.py
+ * and flat_bucket.py. */
 #include "native.h"
 
-/* -- what is known of a variable --------------------------------------------------------------- */
+/* -- the copy of a variable -------------------------------------------------------------------- */
 
-/* What the storage of a copy held when it was looked at; only as long as it has not moved is what
- * it refers to alive. */
+/* Cached attributes of a copy's storage. The references are borrowed: they are valid as long as
+ * `moves` has not changed. */
 typedef struct {
     long long moves, references;
     PyObject *array, *ground, *beneath;
 } Laid;
 
-/* Learn where the copy lies that a storage has now; 0 with an error. */
-static int look_at_copy(Laid *laid, Copied *storage) {
+/* Cache the attributes of a storage; 0 with an exception. */
+static int look_at_copy(Laid *laid, CopyGuard *storage) {
     PyObject *references = PyObject_GetAttr((PyObject *)storage, name__references);
     laid->array = peek((PyObject *)storage, name_array);
     laid->ground = peek((PyObject *)storage, name__ground);
     laid->beneath = peek((PyObject *)storage, name__beneath);
     laid->references = references == NULL ? -1 : PyLong_AsLongLong(references);
     Py_XDECREF(references);
-    const int is_moving = storage->moves % 2 != 0; /* another thread is just about it */
+    const int is_moving = storage->moves % 2 != 0; /* another thread moves it */
     const int good = !is_moving && laid->array != NULL && laid->ground != NULL &&
                      laid->beneath != NULL && laid->references >= 0;
     laid->moves = good ? storage->moves : -1;
     return good;
 }
 
-/* Return whether a view of the copy is alive, as Storage.is_exposed, which counts a reference of
- * its own to each. */
+/* Return whether a view of the copy is alive, as Storage.is_exposed does, which counts one more
+ * reference to each object. */
 static int is_exposed(const Laid *laid) {
     const long long count =
         (long long)(uint32_t)Py_REFCNT(laid->ground) + (uint32_t)Py_REFCNT(laid->beneath);
     return count + 2 > laid->references;
 }
 
-/* Return whether a copy is written at this moment: what is read then is another copy, that Python
- * makes. */
-static int is_changing(const Copied *storage) {
+/* Return whether a copy is being written now: then Python has to make the read. */
+static int is_changing(const CopyGuard *storage) {
     return storage->is_being_written || storage->changes != 0;
 }
 
 /* -- places ------------------------------------------------------------------------------------ */
 
-/* The stacks of places, and of them that of the thread that has asked last: a thread has the same
- * one as long as it lives, and no other thread ever has its number. */
+/* The scope stacks, and the stack of the last thread. A thread keeps its stack, and thread ids are
+ * never reused. */
 typedef struct {
     PyObject *places, *stack;
     uint64_t thread;
 } Stacks;
 
-/* Find the strategy and the context of the innermost place where the thread is, both NULL outside
- * every scope; the place holds them. Returns 0 with an error. */
+/* Find the strategy and the context of the innermost scope of this thread, borrowed; both NULL
+ * outside every scope. Return 0 with an exception. */
 static int find_place(Stacks *stacks, PyObject **owner, PyObject **context) {
     const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
     if (stacks->stack == NULL || stacks->thread != thread) {
@@ -67,40 +66,40 @@ static int find_place(Stacks *stacks, PyObject **owner, PyObject **context) {
     return depth == 0 || (*owner != NULL && *context != NULL);
 }
 
-/* A prepared access of a variable; each kind calls otherwise. */
+/* A persistent access of a variable; each type has its own vectorcall. */
 typedef struct {
     PyObject_HEAD Vectorcall vectorcall;
-    PyObject *plain, *owner; /* what makes every unusual access; the strategy */
-    Stacks stacks; /* None of a read of which it is known already that it is one of all replicas */
-    Copied *storage;
-    Tally *tally;
+    PyObject *plain, *owner; /* the Python fallback; the strategy */
+    Stacks stacks;           /* None for a read that is always one of all replicas */
+    CopyGuard *storage;
+    VariableCounters *tally;
     PyObject *call, *communicator, *channel, *replica,
-        *watch; /* of a call of all replicas; None of a look */
-    Form form;  /* of the copy */
+        *watch; /* for calls of all replicas; None for a Look */
+    Form form;  /* dtype and shape of the copy */
     Laid laid;
-    int is_default, is_increment; /* the strategy is the default one; it counts for AUTO */
+    int is_default, is_increment; /* default strategy; counts for AUTO */
 } Access;
 
 typedef Access Write, Look, Read;
 
-/* Leave an access to Python, which will say what is wrong if anything is. */
+/* Fall back to Python, which raises the errors. */
 static PyObject *leave(const Access *self, PyObject *const *arguments, size_t flagged,
                        PyObject *names) {
     PyErr_Clear();
     return call_function(self->plain, arguments, GIVEN(flagged), names);
 }
 
-/* The same of an access that is called without `vectorcall`, which nobody does. */
+/* The same for callers that do not use vectorcall. */
 static PyObject *access_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     return PyObject_Call(((Access *)object)->plain, arguments, keywords);
 }
 
-/* Return the one argument of an access, NULL where it is called with others. */
+/* Return the only argument of an access, NULL for other arguments. */
 static PyObject *only_one(PyObject *const *arguments, size_t flagged, PyObject *names) {
     return GIVEN(flagged) == 1 && names == NULL ? arguments[0] : NULL;
 }
 
-/* Write(dtype, shape, is_default, is_increment, *, what it holds); Look and Read likewise. */
+/* Write(dtype, shape, is_default, is_increment, *, members); Look and Read likewise. */
 static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject *arguments,
                             PyObject *keywords) {
     PyObject *dtype, *shape;
@@ -113,13 +112,14 @@ static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject 
     self->is_default = is_default;
     self->is_increment = is_increment;
     self->laid.moves = -1;
-    if (self->watch != Py_None && !PyObject_TypeCheck(self->watch, watch_type))
-        PyErr_SetString(PyExc_TypeError, "a write is looked at by a Watch, or None");
-    else if (!PyObject_TypeCheck((PyObject *)self->storage, copied_type) ||
-             !PyObject_TypeCheck((PyObject *)self->tally, tally_type))
-        PyErr_SetString(PyExc_TypeError, "what is known of a variable is a Copied and a Tally");
+    if (self->watch != Py_None && !PyObject_TypeCheck(self->watch, check_gate_type))
+        PyErr_SetString(PyExc_TypeError, "watch must be a CheckGate, or None");
+    else if (!PyObject_TypeCheck((PyObject *)self->storage, copy_guard_type) ||
+             !PyObject_TypeCheck((PyObject *)self->tally, variable_counters_type))
+        PyErr_SetString(PyExc_TypeError,
+                        "storage must be a CopyGuard, and tally a VariableCounters");
     else if (type == read_type && Py_TYPE(self->call) != slot_call_type)
-        PyErr_SetString(PyExc_TypeError, "a prepared read makes a SlotCall");
+        PyErr_SetString(PyExc_TypeError, "the call of a Read must be a SlotCall");
     else if (read_form(dtype, shape, &self->form))
         return (PyObject *)self;
     Py_DECREF(self);
@@ -143,20 +143,17 @@ static PyMemberDef access_members[] = {
     {NULL},
 };
 
-#define ACCESS(NAME, PREFIX, TOLD)                                                                 \
+#define ACCESS(NAME, PREFIX, DOC)                                                                  \
     static PyObject *PREFIX##_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {   \
         return access_new(type, PREFIX##_call, arguments, keywords);                               \
     }                                                                                              \
-    TYPE(NAME, PREFIX, access_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, TOLD,                  \
+    TYPE(NAME, PREFIX, access_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, DOC,                   \
          {Py_tp_new, PREFIX##_new}, {Py_tp_call, access_call}, HOLDING)
 
 /* -- writes ------------------------------------------------------------------------------------ */
 
-enum { UNDONE, DONE, DECIDE };
-#define WRITES_PER_DECISION 64
-
-/* Return whether each replica writes its own values where the thread is; says whether it is outside
- * every scope. */
+/* Return whether the scope of this thread has each replica write its own values; set whether it is
+ * outside every scope. */
 static int is_in_place(Write *self, int *is_outside) {
     PyObject *owner, *context;
     if (!find_place(&self->stacks, &owner, &context)) return 0;
@@ -173,8 +170,9 @@ static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyOb
 static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t flagged,
                             PyObject *names) {
     Write *self = (Write *)object;
-    const Watch *watch = (Watch *)self->watch;
-    int is_outside = 0, done = UNDONE;
+    const CheckGate *watch = (CheckGate *)self->watch;
+    int is_outside = 0;
+    enum StoreResult done = FALLBACK;
     PyObject *x = only_one(arguments, flagged, names), *timeout = NULL;
     if (x == NULL || !fits(&self->form, x, 0)) goto plain;
     if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel)
@@ -182,7 +180,7 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
     const int is_counted = self->watch != Py_None && !watch->is_free;
     if (is_counted && self->tally->steps >= watch->until) goto plain;
     if (self->storage->is_being_written)
-        goto plain; /* by another thread, which may let go of what is kept in mind */
+        goto plain; /* by another thread, which may free the cached objects */
     if (self->laid.moves != self->storage->moves && !look_at_copy(&self->laid, self->storage))
         goto plain;
     timeout = PyObject_GetAttr(self->owner, name_timeout);
@@ -195,12 +193,12 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
     Py_DECREF(timeout);
     if (result == NULL) return NULL;
     if (result != Py_None) {
-        self->tally->steps += is_counted; /* not one that has failed: all replicas count the same */
+        self->tally->steps += is_counted; /* failed writes do not count, on any replica */
         self->tally->writes++;
         self->tally->collectives++;
-        done = DONE;
+        done = STORED;
         if (self->is_increment && ++self->tally->added % WRITES_PER_DECISION == 0 && is_outside)
-            done = DECIDE;
+            done = STORED_AND_SAMPLE;
     }
     Py_DECREF(result);
     return PyLong_FromLong(done);
@@ -209,12 +207,13 @@ plain:
     return leave(self, arguments, flagged, names);
 }
 
-ACCESS(Write, write, "A prepared write of a variable: write(x) says what has been done.")
+ACCESS(Write, write, "A persistent write of a variable: write(x) returns a StoreResult.")
 
 /* -- reads of this replica's copy -------------------------------------------------------------- */
 
-/* Look: a view that is there already is valid until the next write, a new one for ever. Whoever
- * writes says so before it looks whether a new one is there; so that is made first. */
+/* Look: an existing view is valid until the next write, a new one forever. A writer marks its write
+ * before it checks for new views; so the new view must exist before this function reads the mark.
+ */
 static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t flagged,
                            PyObject *names) {
     Look *self = (Look *)object;
@@ -238,14 +237,13 @@ static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t 
     return view;
 }
 
-ACCESS(
-    Look, look,
-    "A prepared read of this replica's copy: look(copy) returns None where nothing has been done.")
+ACCESS(Look, look,
+       "A persistent read of this replica's copy: look(copy) returns None if nothing was done.")
 
 /* -- reads that combine the copies ------------------------------------------------------------- */
 
-/* Return whether the thread is where a read is one of all replicas: outside every scope, or in the
- * strategy's own but for `run`. */
+/* Return whether a read here is one of all replicas: outside every scope, or in the strategy's own
+ * scope outside of `run`. */
 static int is_read_of_all(Read *self) {
     PyObject *owner, *context;
     if (self->stacks.places == Py_None) return 1;
@@ -253,7 +251,7 @@ static int is_read_of_all(Read *self) {
            (owner == NULL || (owner == self->owner && context != self->replica));
 }
 
-/* Read: the result is sealed, as a view of an array that is not writeable. */
+/* Read: the result is read-only, a view of an array that is not writeable. */
 static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t flagged,
                            PyObject *names) {
     Read *self = (Read *)object;
@@ -264,7 +262,7 @@ static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t 
     if (usual) {
         held[0] = PyObject_GetAttr(storage, name_array);
         held[1] = PyObject_GetAttr(
-            storage, name__ground); /* as long as it is referred to, the array is not written */
+            storage, name__ground); /* this reference keeps writers away from the array */
         held[2] = PyObject_GetAttr(self->owner, name_timeout);
         usual =
             held[0] != NULL && held[1] != NULL && held[2] != NULL && !is_changing(self->storage);
@@ -282,13 +280,11 @@ static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t 
 }
 
 ACCESS(Read, read,
-       "A prepared read that combines the copies of a variable: read(copy) returns None where "
-       "nothing has been done.")
+       "A persistent read that combines the copies: read(copy) returns None if nothing was done.")
 
 /* -- variables that are written together ------------------------------------------------------- */
 
-/* A variable: where its value is brought to, and what its storage held when the copies were laid
- * side by side. */
+/* A variable of a flat bucket: its size, and its storage when the bucket was laid out. */
 typedef struct {
     Py_ssize_t nbytes;
     Laid laid;
@@ -301,12 +297,11 @@ typedef struct {
     PyObject *kept_members;
 } Group;
 
-static Copied *storage_of(const Group *self, Py_ssize_t place) {
-    return (Copied *)PyTuple_GetItem(self->storages, place);
+static CopyGuard *storage_of(const Group *self, Py_ssize_t place) {
+    return (CopyGuard *)PyTuple_GetItem(self->storages, place);
 }
 
-/* Bring the values of a list of (variable, value) together; False where one of the pairs is
- * unusual. */
+/* Copy the values of (variable, value) pairs into the bucket; False if a pair does not fit. */
 static PyObject *group_load(PyObject *object, PyObject *pairs) {
     Group *self = (Group *)object;
     const int flags = IN_ONE_PIECE | ALIGNED;
@@ -328,7 +323,7 @@ static PyObject *group_load(PyObject *object, PyObject *pairs) {
     return PyBool_FromLong(good);
 }
 
-/* Take note that the copies lie side by side now. */
+/* Record that the copies are in the bucket now. */
 static PyObject *group_lay(PyObject *object, PyObject *unused) {
     (void)unused;
     Group *self = (Group *)object;
@@ -344,15 +339,14 @@ static void mark(const Group *self, char is_being_written) {
         storage_of(self, place)->is_being_written = is_being_written;
 }
 
-/* Mark the copies as being written; False, and no mark, where they do not lie side by side or a
- * view of one is alive. */
+/* Mark the copies as being written. False, without marks, if a copy has left the bucket or a view
+ * of one is alive. */
 static PyObject *group_begin(PyObject *object, PyObject *unused) {
     (void)unused;
     const Group *self = (const Group *)object;
     int good = 1;
     for (Py_ssize_t place = 0; place < self->count; place++)
-        if (storage_of(self, place)->is_being_written)
-            Py_RETURN_FALSE; /* by another thread, whose mark it is */
+        if (storage_of(self, place)->is_being_written) Py_RETURN_FALSE; /* by another thread */
     mark(self, 1);
     for (Py_ssize_t place = 0; good && place < self->count; place++) {
         const Laid *laid = &self->members[place].laid;
@@ -362,19 +356,19 @@ static PyObject *group_begin(PyObject *object, PyObject *unused) {
     return PyBool_FromLong(good);
 }
 
-/* Take the marks off, and count what has been done. */
+/* Remove the marks, and count the write if it was made. */
 static PyObject *group_end(PyObject *object, PyObject *is_done) {
     const Group *self = (const Group *)object;
     mark(self, 0);
     for (Py_ssize_t place = 0; is_done == Py_True && place < self->count; place++) {
-        Tally *tally = (Tally *)PyTuple_GetItem(self->tallies, place);
+        VariableCounters *tally = (VariableCounters *)PyTuple_GetItem(self->tallies, place);
         tally->writes++;
         tally->collectives++;
     }
     Py_RETURN_NONE;
 }
 
-/* Group(nbytes, *, what it holds): tuples of one length; the variables are weak references. */
+/* Group(nbytes, *, members): tuples of one length; the variables are weak references. */
 static PyObject *group_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *nbytes;
     if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &nbytes)) return NULL;
@@ -386,13 +380,13 @@ static PyObject *group_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
     for (int tuple = 0; tuple < 4; tuple++)
         good = good && PyTuple_Check(tuples[tuple]) && PyTuple_Size(tuples[tuple]) == count;
     for (Py_ssize_t place = 0; good && place < count; place++)
-        good = PyObject_TypeCheck(PyTuple_GetItem(self->storages, place), copied_type) &&
-               PyObject_TypeCheck(PyTuple_GetItem(self->tallies, place), tally_type) &&
+        good = PyObject_TypeCheck(PyTuple_GetItem(self->storages, place), copy_guard_type) &&
+               PyObject_TypeCheck(PyTuple_GetItem(self->tallies, place), variable_counters_type) &&
                (PyObject *)Py_TYPE(PyTuple_GetItem(self->parts, place)) == array_type;
     if (!good) {
         PyErr_SetString(
             PyExc_TypeError,
-            "a group is made of as many references, storages, tallies, arrays and numbers");
+            "a group needs tuples of one length: references, storages, tallies, arrays, numbers");
     } else if ((self->members = new_room(&self->kept_members, count * sizeof(Member))) != NULL) {
         self->count = count;
         for (Py_ssize_t place = 0; place < count; place++) {
@@ -415,11 +409,11 @@ static PyMemberDef group_members[] = {
 
 static PyMethodDef group_methods[] = {
     {"load", group_load, METH_O,
-     "Bring the values of (variable, value) pairs together; False where one is unusual."},
-    {"lay", group_lay, METH_NOARGS, "Take note that the copies lie side by side."},
+     "Copy the values of (variable, value) pairs into the bucket; False if one does not fit."},
+    {"lay", group_lay, METH_NOARGS, "Record that the copies are in the bucket."},
     {"begin", group_begin, METH_NOARGS,
-     "Mark the copies as being written; False where that cannot be done in place."},
-    {"end", group_end, METH_O, "Take the marks off, and count what has been done."},
+     "Mark the copies as being written; False if they cannot be written in place."},
+    {"end", group_end, METH_O, "Remove the marks, and count the write."},
     {NULL},
 };
 

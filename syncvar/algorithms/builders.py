@@ -1,6 +1,8 @@
-"""Which algorithms there are, and how a plan is built by name.
+"""The registry of algorithms: builds the schedule of a rank by the algorithm's name.
 
-One entry here is all that a new algorithm needs: the tests prove, mutate and count every entry.
+Each entry has a builder in this room, which yields the rounds of one rank. Its Order line gives the
+order of a reduction, and its Source line the paper and a figure. The tests prove and count the
+schedules of all entries.
 """
 
 from __future__ import annotations
@@ -91,39 +93,18 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[ScheduleArgs], Iterator[Round]]]]
         "tree": binomial_reduce,
         "double_tree": double_tree_reduce,
     },
-    "gather": {
-        "direct": direct_gather,
-        "tree": binomial_gather,
-    },
-    "scatter": {
-        "direct": direct_scatter,
-        "tree": binomial_scatter,
-    },
-    "reduce_scatter": {
-        "direct": direct_reduce_scatter,
-        "pairwise": pairwise_reduce_scatter,
-    },
+    "gather": {"direct": direct_gather, "tree": binomial_gather},
+    "scatter": {"direct": direct_scatter, "tree": binomial_scatter},
+    "reduce_scatter": {"direct": direct_reduce_scatter, "pairwise": pairwise_reduce_scatter},
     "all_to_all": {
         "direct": direct_all_to_all,
         "pairwise": pairwise_all_to_all,
         "bruck": bruck_all_to_all,
     },
-    "scan": {
-        "direct": direct_scan,
-        "doubling": doubling_scan,
-    },
-    "exscan": {
-        "direct": direct_exscan,
-        "doubling": doubling_exscan,
-    },
-    "barrier": {
-        "direct": direct_barrier,
-        "dissemination": dissemination_barrier,
-    },
-    "header_exchange": {
-        "direct": direct_all_gather,
-        "dissemination": dissemination_all_gather,
-    },
+    "scan": {"direct": direct_scan, "doubling": doubling_scan},
+    "exscan": {"direct": direct_exscan, "doubling": doubling_exscan},
+    "barrier": {"direct": direct_barrier, "dissemination": dissemination_barrier},
+    "header_exchange": {"direct": direct_all_gather, "dissemination": dissemination_all_gather},
 }
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
@@ -139,13 +120,11 @@ _EQUAL_BLOCKS = frozenset({"dissemination", "bruck"})
 def sums_by_the_tree(collective: str, algorithm: str, world_size: int) -> bool:
     """Return whether an algorithm sums every element by the tree T(0, world_size).
 
-    The checker proves it.
-
     Example:
         >>> sums_by_the_tree("all_reduce", "tree", 5), sums_by_the_tree("all_reduce", "ring", 5)
         (True, False)
-        >>> sums_by_the_tree("all_reduce", "halving", 8), sums_by_the_tree("all_reduce", "halving", 5)
-        (True, False)
+        >>> [sums_by_the_tree("all_reduce", "halving", n) for n in (8, 5)]
+        [True, False]
     """
     if collective not in REDUCTIONS:
         return False
@@ -179,11 +158,11 @@ def build(
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
-    """Build the plan of one rank.
+    """Build the schedule of one rank; raise ConfigError if the algorithm cannot do this.
 
     Example:
-        >>> plan = build("all_reduce", "ring", rank=0, world_size=4, count=10)
-        >>> len(plan.rounds), plan.work_count, plan.scratch_count
+        >>> schedule = build("all_reduce", "ring", rank=0, world_size=4, count=10)
+        >>> len(schedule.rounds), schedule.work_count, schedule.scratch_count
         (6, 10, 0)
     """
     check_algorithm(collective, algorithm)
@@ -198,7 +177,7 @@ def build(
         collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}
     ):
         raise ConfigError(
-            f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these"
+            f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows"
         )
     blocks = tuple(counts) if counts is not None else (count,) * world_size
     pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
@@ -233,7 +212,7 @@ def build_all(
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> list[Schedule]:
-    """Build the plans of all ranks, for the checker and for figures."""
+    """Build the schedules of all ranks, in rank order; arguments as for `build`."""
     return [
         build(
             collective,
@@ -262,7 +241,7 @@ def _scratch_count(rounds: Sequence[Round]) -> int:
 
 
 def check_algorithm(collective: str, algorithm: str | None = None) -> None:
-    """Check the names of a collective and of one of its algorithms."""
+    """Raise ConfigError for unknown names; the message has the nearest name and the list."""
     _check_name("collective", collective, ALGORITHMS, "")
     if algorithm is not None:
         _check_name("algorithm", algorithm, ALGORITHMS[collective], f" for {collective}")
@@ -271,7 +250,7 @@ def check_algorithm(collective: str, algorithm: str | None = None) -> None:
 def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
     if name in names:
         return
-    from syncvar.core.settings import nearest  # only a wrong name needs it
+    from syncvar.core.settings import nearest  # needed for wrong names only
 
     known = list(names)
     raise ConfigError(

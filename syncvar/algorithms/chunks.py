@@ -1,4 +1,4 @@
-"""Cut a flat buffer into consecutive chunks."""
+"""Chunks: cut a flat buffer into consecutive ranges."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 PIECES = 8
-"""Pieces that follow each other through a pipeline. The same for every count: sizes never change who talks to whom."""
+"""Pieces of a pipeline. Fixed, so that sizes never change which ranks exchange messages."""
 
 
 def consecutive_chunks(
     counts: Iterable[int], buffer: Buffer = Buffer.WORK, start: int = 0
 ) -> list[Chunk]:
-    """Lay chunks of given sizes one after the other.
-
-    Cost: linear in the number of chunks.
+    """Return chunks of the given counts; each starts where the one before stops.
 
     Example:
         >>> [(c.start, c.stop) for c in consecutive_chunks([2, 0, 3])]
@@ -32,9 +30,9 @@ def consecutive_chunks(
 
 
 def even_chunks(count: int, parts: int, buffer: Buffer = Buffer.WORK) -> list[Chunk]:
-    """Cut `count` elements into `parts` consecutive chunks whose sizes differ by one at most.
+    """Cut `count` elements into consecutive chunks whose sizes differ by at most one.
 
-    Cost: linear in `parts`.
+    The longer chunks come first; trailing ones may be empty.
 
     Example:
         >>> [c.count for c in even_chunks(7, 3)], [c.count for c in even_chunks(1, 3)]
@@ -45,9 +43,7 @@ def even_chunks(count: int, parts: int, buffer: Buffer = Buffer.WORK) -> list[Ch
 
 
 def exchange_blocks(matrix: Sequence[Sequence[int]], rank: int) -> tuple[list[Chunk], list[Chunk]]:
-    """Lay out the WORK buffer of an all-to-all: first what the rank sends, by destination, then what comes, by source.
-
-    Cost: linear in the number of ranks.
+    """Return the WORK buffer of an all-to-all: blocks by destination, then blocks by source.
 
     Example:
         >>> outgoing, incoming = exchange_blocks([[1, 2], [0, 3]], 0)

@@ -1,6 +1,6 @@
-"""A plan made ready to run over links: peers are ranks of the world, and the steps of a round are sorted by what they do.
+"""Compiles a schedule for links: world ranks as peers, and the steps of a round by type.
 
-Plans in shared memory are made ready by `syncvar.runtime.programs.round_runner`.
+`syncvar.runtime.programs.round_runner` does the same for shared memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 OVERWRITE, INCOMING_LEFT, INCOMING_RIGHT = 0, 1, 2
-_BROUGHT = 2  # number of the buffer beside those of the plan
+_INPUT = 2  # number of the input buffer, beside those of the schedule
 
 
 class Incoming(NamedTuple):
-    """What becomes of a chunk that comes over a link: it overwrites its place, or is combined with what an operand holds."""
+    """The target of a received chunk: it overwrites the range, or is combined with the operand."""
 
     mode: int
     buffer: int
@@ -27,7 +27,7 @@ class Incoming(NamedTuple):
 
 
 class LinkRound(NamedTuple):
-    """What is posted together: chunks that go, chunks that come, and what is done here after that."""
+    """A round over links: chunks to send, chunks to receive, then local steps."""
 
     sends: tuple[tuple[int, int, int, int], ...]  # peer in the world, buffer, start, stop
     incoming: dict[int, Incoming]  # by peer in the world
@@ -35,11 +35,11 @@ class LinkRound(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A plan made ready to run: peers are ranks of the world, steps are sorted by what they do.
+    """A schedule for links.
 
-    `apart` has the rounds for a work buffer that holds nothing yet: what a rank brings is read
-    where it lies, until something is written in its place. None where the plan reads it in another
-    way, or leaves some of it as it is.
+    `apart` has the rounds for an empty WORK buffer: they read the input in place until something
+    overwrites it. It is None if the schedule does not write all of WORK, or reads the input in
+    another way.
     """
 
     rounds: tuple[LinkRound, ...]
@@ -49,10 +49,10 @@ class Prepared(NamedTuple):
     apart: tuple[LinkRound, ...] | None = None
 
 
-def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
-    """Make a plan of a group ready to run."""
+def prepare(schedule: Schedule, members: Sequence[int]) -> Prepared:
+    """Compile a schedule whose peers are ranks of the group with these world ranks."""
     rounds = []
-    for steps in plan.rounds:
+    for steps in schedule.rounds:
         sends: list[tuple[int, int, int, int]] = []
         incoming: dict[int, Incoming] = {}
         local: list[Copy | Reduce] = []
@@ -74,17 +74,13 @@ def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
                     mode, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer)
                 )
         rounds.append(LinkRound(tuple(sends), incoming, tuple(local)))
-    return Prepared(
-        tuple(rounds),
-        plan.work_count,
-        plan.scratch_count,
-        plan.algorithm,
-        _apart(rounds, plan.work_count),
-    )
+    in_place = _in_place_rounds(rounds, schedule.work_count)
+    counts = schedule.work_count, schedule.scratch_count
+    return Prepared(tuple(rounds), *counts, schedule.algorithm, in_place)
 
 
-def _apart(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:
-    """Return the rounds with each read of what has not been written yet turned to the buffer of what is brought."""
+def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:
+    """Return the rounds with each read of unwritten WORK turned to the input buffer."""
     work = int(Buffer.WORK)
     written: list[tuple[int, int]] = []  # ranges, in order, no two of which touch
     made = []
@@ -104,7 +100,7 @@ def _apart(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...
             if any(low <= start and stop <= high for low, high in written):
                 homes[start, stop] = work
             elif not any(low < stop and start < high for low, high in written):
-                homes[start, stop] = _BROUGHT
+                homes[start, stop] = _INPUT
             else:
                 return None
         made.append(
@@ -129,7 +125,7 @@ def _apart(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...
 
 
 def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return ranges with one more among them, and with those put together that touch.
+    """Return the ranges with one more, and touching ranges merged.
 
     Example:
         >>> _joined([(0, 2), (4, 6), (9, 10)], 2, 4)
@@ -137,9 +133,5 @@ def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tu
     """
     apart = [(low, high) for low, high in ranges if high < start or stop < low]
     near = [one for one in ranges if one not in apart]
-    return sorted(
-        [
-            *apart,
-            (min([start, *(low for low, _ in near)]), max([stop, *(high for _, high in near)])),
-        ]
-    )
+    merged = min([start, *(low for low, _ in near)]), max([stop, *(high for _, high in near)])
+    return sorted([*apart, merged])

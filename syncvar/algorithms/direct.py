@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 def direct_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a direct all-reduce for one rank.
 
-    Every rank publishes a copy of its vector, receives the copy of every other rank into a slot of
-    its own, and reduces by the tree T(0, n), the own vector taken from WORK. The copy is what makes
-    one exchange enough: WORK is overwritten by the result in the round of the sends, when no rank
-    can know yet that its own vector has arrived, so WORK must not be sent.
+    Each rank sends a copy of its vector to all others and reduces all vectors by the tree T(0, n).
+    The copy makes one exchange enough: the result overwrites WORK in the round of the sends, before
+    the rank can know that its vector has arrived.
 
-    Cost: 1 round with transfers, n-1 messages and (n-1) count elements sent per rank, n-1
-        reductions and one copy of the whole vector (two on ranks above 0); scratch n count.
-
+    Cost: 1 round with transfers; n-1 messages and (n-1) count elements sent per rank; n-1
+        reductions and one copy of the vector (two on ranks above 0); scratch n count.
     Order: T(0, n) for every element, as the reproducible algorithm. Bytes are equal on every rank.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_3.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count
@@ -45,10 +42,8 @@ def direct_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
         steps.append(Send((rank + distance) % world_size, slots[rank]))
         steps.append(Recv((rank - distance) % world_size, slots[(rank - distance) % world_size]))
     held = [work if other == rank else slots[other] for other in range(world_size)]
-    steps += [
-        Reduce(held[source], held[target], source_left=False)
-        for target, source in tree_order(0, world_size)
-    ]
+    order = tree_order(0, world_size)
+    steps += [Reduce(held[right], held[left], source_left=False) for left, right in order]
     if rank > 0:
         steps.append(Copy(held[0], work))
     yield tuple(steps)
@@ -58,9 +53,6 @@ def direct_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct all-gather for one rank.
 
     Cost: 1 round, n-1 messages and (n-1) counts[rank] elements sent per rank; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_all_gather_3.txt.
     """
     rank, world_size, counts = args.rank, args.world_size, args.counts
@@ -80,9 +72,6 @@ def direct_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round; the root sends n-1 messages of `count` elements, which shared memory publishes
         once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" broadcast; figure: tests/golden/direct_broadcast_3.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
@@ -99,19 +88,15 @@ def direct_barrier(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct barrier for one rank.
 
     Cost: 1 round, n-1 messages per rank, no elements; no scratch.
-
     Order: nothing is combined; every rank ends after every rank has begun.
-
     Source: the "linear" barrier; figure: tests/golden/direct_barrier_3.txt.
     """
     rank, world_size = args.rank, args.world_size
     nothing = Chunk(0, 0)
     steps: list[Step] = []
     for distance in range(1, world_size):
-        steps += [
-            Send((rank + distance) % world_size, nothing),
-            Recv((rank - distance) % world_size, nothing),
-        ]
+        target, source = (rank + distance) % world_size, (rank - distance) % world_size
+        steps += [Send(target, nothing), Recv(source, nothing)]
     if steps:
         yield tuple(steps)
 
@@ -121,9 +106,7 @@ def direct_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round; every other rank sends its vector once; n-1 reductions of the whole vector at the
         root; scratch (n-1) count there.
-
     Order: T(0, n) for every element.
-
     Source: the "linear" reduction; figure: tests/golden/direct_reduce_3.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
@@ -146,9 +129,6 @@ def direct_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct gather for one rank.
 
     Cost: 1 round; every other rank sends its block once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" gather; figure: tests/golden/direct_gather_3.txt.
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
@@ -166,9 +146,6 @@ def direct_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct scatter for one rank.
 
     Cost: 1 round; the root sends n-1 messages, every block but its own once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" scatter; figure: tests/golden/direct_scatter_3.txt.
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
@@ -183,13 +160,14 @@ def direct_scatter(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def direct_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the one round of a direct reduce-scatter for one rank: rank c sums block c by the tree, as its owner.
+    """Yield the one round of a direct reduce-scatter for one rank.
+
+    Rank c reduces block c by the tree. WORK holds the whole vector, and outside the own block it
+    stays unchanged.
 
     Cost: 1 round, n-1 messages per rank; each rank sends every block but its own; n-1 reductions of
         the own block; scratch n-1 blocks.
-
     Order: T(0, n) for every element.
-
     Source: the first half of `syncvar.algorithms.two_stage`; figure:
         tests/golden/direct_reduce_scatter_3.txt.
     """
@@ -212,9 +190,6 @@ def direct_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct all-to-all for one rank.
 
     Cost: 1 round, n-1 messages per rank, every block but the own sent once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_all_to_all_3.txt.
     """
     rank, world_size, matrix = args.rank, args.world_size, args.matrix
@@ -227,13 +202,11 @@ def direct_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def direct_scan(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a direct inclusive scan for one rank: it sums what all lower ranks send it.
+    """Yield the rounds of a direct inclusive scan: each rank reduces all lower ranks' vectors.
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r reductions of it;
         scratch (r+1) count at most.
-
     Order: T(0, r+1) at rank r.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_scan_3.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count
@@ -245,13 +218,11 @@ def direct_scan(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def direct_exscan(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a direct exclusive scan for one rank: it sums what all lower ranks send it.
+    """Yield the rounds of a direct exclusive scan: each rank reduces all lower ranks' vectors.
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r-1 reductions of
         it; scratch r count at most.
-
-    Order: T(0, r) at rank r; the WORK of rank 0 stays as it was.
-
+    Order: T(0, r) at rank r; the WORK of rank 0 stays unchanged.
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_exscan_3.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count
@@ -266,7 +237,7 @@ def direct_exscan(args: ScheduleArgs) -> Iterator[Round]:
 def _send_up(
     rank: int, world_size: int, work: Chunk, places: Sequence[Chunk], local: tuple[Step, ...]
 ) -> Iterator[Round]:
-    """Yield the rounds of a scan: send the vector to all higher ranks, receive those of the lower ones, do `local`."""
+    """Yield the rounds: send to all higher ranks, receive from all lower ones, then `local`."""
     mine = work
     if 0 < rank < world_size - 1:
         end = max((place.stop for place in places if place.buffer == Buffer.SCRATCH), default=0)

@@ -1,4 +1,4 @@
-"""Dissemination: in round k every rank talks to the rank 2**k away, and what is known doubles.
+"""Dissemination: in round k each rank exchanges with the rank 2**k away, and known blocks double.
 
 The fewest rounds with one message per rank and round, for any number of ranks; no rank is special.
 """
@@ -19,9 +19,7 @@ def dissemination_barrier(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a dissemination barrier for one rank.
 
     Cost: ceil(log2 n) rounds and as many messages per rank, no elements; no scratch.
-
     Order: nothing is combined; every rank ends after every rank has begun.
-
     Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization", section
         3; figure: tests/golden/dissemination_barrier_5.txt.
     """
@@ -33,16 +31,13 @@ def dissemination_barrier(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of Bruck's all-gather for one rank.
+    """Yield the rounds of Bruck's all-gather for one rank, for equal blocks.
 
-    SCRATCH holds blocks rotated, block j being that of rank + j, so that what is known is always
-    one chunk from 0 and one message per round is enough; copies at the end undo the rotation.
+    SCRATCH holds the blocks rotated: block j is that of rank + j. So the known blocks are always
+    one chunk, and one message per round is enough. Copies at the end undo the rotation.
 
-    Cost: ceil(log2 n) rounds and as many messages per rank; (n-1) count_per_rank elements sent per
-        rank; scratch n count_per_rank.
-
-    Order: nothing is combined.
-
+    Cost: ceil(log2 n) rounds and as many messages per rank; n-1 blocks sent per rank; scratch n
+        blocks.
     Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
         communications in multiport message-passing systems", section 4; figure:
         tests/golden/dissemination_5.txt.
@@ -54,30 +49,20 @@ def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     for level in range(levels):
         span = 1 << level
         blocks = min(span, world_size - span)
-        # One block is always the own one, which lies in WORK already.
+        # A single block is the own one, which is in WORK already.
         known = own if blocks == 1 else Chunk(0, blocks * count, Buffer.SCRATCH)
         room = Chunk(span * count, (span + blocks) * count, Buffer.SCRATCH)
-        steps: list[Step] = [
-            Send((rank - span) % world_size, known),
-            Recv((rank + span) % world_size, room),
-        ]
+        target, source = (rank - span) % world_size, (rank + span) % world_size
+        steps: list[Step] = [Send(target, known), Recv(source, room)]
         if level == 0 and world_size > 3:
             # Some later round sends several blocks, and the first of them is the own one.
             steps.append(Copy(own, Chunk(0, count, Buffer.SCRATCH)))
         if level == levels - 1:
             wrap = world_size - rank
             if wrap > 1:
-                steps.append(
-                    Copy(
-                        Chunk(count, wrap * count, Buffer.SCRATCH),
-                        Chunk((rank + 1) * count, world_size * count),
-                    ),
-                )
+                upper = Chunk((rank + 1) * count, world_size * count)
+                steps.append(Copy(Chunk(count, wrap * count, Buffer.SCRATCH), upper))
             if rank > 0:
-                steps.append(
-                    Copy(
-                        Chunk(wrap * count, world_size * count, Buffer.SCRATCH),
-                        Chunk(0, rank * count),
-                    ),
-                )
+                rest = Chunk(wrap * count, world_size * count, Buffer.SCRATCH)
+                steps.append(Copy(rest, Chunk(0, rank * count)))
         yield tuple(steps)

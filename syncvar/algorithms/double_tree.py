@@ -1,9 +1,9 @@
-"""Two binary trees at once: a rank that has children in one is a leaf in the other, so that all send about as much.
+"""Two binary trees at once: a rank with children in one is a leaf in the other.
 
-Each tree carries half of the vector, in pieces that follow each other. The edges have two colours,
-such that no rank has two outgoing or two incoming edges of one colour; edges of a colour are used
-in every second round. So a rank sends one message and receives one in a round, at most, and in the
-steady state does both in each.
+Each tree carries half of the vector in pieces, so all ranks send about as much. The edges have two
+colours, such that no rank has two outgoing or two incoming edges of one colour. Edges of a colour
+are active in every second round. So a rank sends at most one message and receives at most one in a
+round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs, Step
 
 
-class _Edge(NamedTuple):
+class _Arc(NamedTuple):
     """One edge of one of the two trees.
 
     The root is position 0, the others are numbered in rank order from 1.
@@ -42,21 +42,18 @@ def double_tree_broadcast(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a broadcast by two trees for one rank.
 
     Cost: 2s + 2 log2 n rounds at most; no rank sends more than the vector once; no scratch.
-
-    Order: nothing is combined.
-
     Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
         reduction and scan", sections 3 and 4; figure: tests/golden/double_tree_broadcast_4.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
-    edges = _edges(world_size)
+    arcs = _arcs(world_size)
     pieces = even_chunks(count, 2 * PIECES)
-    rounds: list[list[Step]] = [[] for _ in range(_length(edges))]
-    for edge in edges:
-        parent, child = _rank(edge.parent, root), _rank(edge.child, root)
+    rounds: list[list[Step]] = [[] for _ in range(_length(arcs))]
+    for arc in arcs:
+        parent, child = _rank(arc.parent, root), _rank(arc.child, root)
         if rank in (parent, child):
-            for number, piece in enumerate(_pieces_of(edge, pieces)):
-                steps = rounds[edge.first + 2 * number]
+            for number, piece in enumerate(_pieces_of(arc, pieces)):
+                steps = rounds[arc.first + 2 * number]
                 steps.append(Send(child, piece) if rank == parent else Recv(parent, piece))
     yield from map(tuple, rounds)
 
@@ -64,40 +61,33 @@ def double_tree_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a reduction by two trees for one rank: the broadcast backwards.
 
-    Others keep partial results.
+    The other ranks keep partial results.
 
     Cost: as `double_tree_broadcast`; every rank but the root sends the vector once; no scratch.
-
-    Order: each half by its tree: a rank combines its own value with those of its children, as the
-        rounds bring them, the one with the lower contributor on the left. Fixed for given n and
-        root.
-
+    Order: each half by its tree. A rank combines its own value with those of its children in the
+        order of the rounds, the lower contributor on the left. Fixed for given n and root.
     Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_reduce_4.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
-    edges = _edges(world_size)
+    arcs = _arcs(world_size)
     pieces = even_chunks(count, 2 * PIECES)
-    length = _length(edges)
+    length = _length(arcs)
     rounds: list[list[Step]] = [[] for _ in range(length)]
-    # Backwards, an edge whose child is reached later comes earlier: the order in which a parent
+    # Backwards, an arc whose child is reached later comes earlier: the order in which a parent
     # hears of its children.
-    lowest = {
-        (tree, position): _rank(position, root)
-        for tree in range(2)
-        for position in range(world_size)
-    }
-    for edge in sorted(edges, key=lambda edge: edge.first, reverse=True):
-        below, above = lowest[edge.tree, edge.child], lowest[edge.tree, edge.parent]
-        lowest[edge.tree, edge.parent] = min(below, above)
-        parent, child = _rank(edge.parent, root), _rank(edge.child, root)
+    places = range(world_size)
+    lowest = {(tree, place): _rank(place, root) for tree in range(2) for place in places}
+    for arc in sorted(arcs, key=lambda arc: arc.first, reverse=True):
+        below, above = lowest[arc.tree, arc.child], lowest[arc.tree, arc.parent]
+        lowest[arc.tree, arc.parent] = min(below, above)
+        parent, child = _rank(arc.parent, root), _rank(arc.child, root)
         if rank in (parent, child):
-            for number, piece in enumerate(_pieces_of(edge, pieces)):
-                steps = rounds[length - 1 - edge.first - 2 * number]
-                steps.append(
-                    RecvReduce(child, piece, below < above)
-                    if rank == parent
-                    else Send(parent, piece)
-                )
+            for number, piece in enumerate(_pieces_of(arc, pieces)):
+                steps = rounds[length - 1 - arc.first - 2 * number]
+                if rank == parent:
+                    steps.append(RecvReduce(child, piece, below < above))
+                else:
+                    steps.append(Send(parent, piece))
     yield from map(tuple, rounds)
 
 
@@ -108,21 +98,21 @@ def _rank(position: int, root: int) -> int:
     return position - 1 if position <= root else position
 
 
-def _pieces_of(edge: _Edge, pieces: list[Chunk]) -> list[Chunk]:
-    return pieces[edge.tree * PIECES : (edge.tree + 1) * PIECES]
+def _pieces_of(arc: _Arc, pieces: list[Chunk]) -> list[Chunk]:
+    return pieces[arc.tree * PIECES : (arc.tree + 1) * PIECES]
 
 
-def _length(edges: tuple[_Edge, ...]) -> int:
-    return max((edge.first + 2 * PIECES - 1 for edge in edges), default=0)
+def _length(arcs: tuple[_Arc, ...]) -> int:
+    return max((arc.first + 2 * PIECES - 1 for arc in arcs), default=0)
 
 
 @lru_cache(maxsize=64)
-def _edges(world_size: int) -> tuple[_Edge, ...]:
+def _arcs(world_size: int) -> tuple[_Arc, ...]:
     """Return the edges of both trees, with their rounds.
 
     The first tree has the other ranks, numbered 1 ... m, in order; its leaves are the odd numbers.
-    The second one is its mirror image for even m, and shifted by one for odd m: either way even
-    numbers are its leaves, but for one.
+    The second one is its mirror image for even m, and shifted by one for odd m. Either way its
+    leaves are the even numbers, with one exception.
     """
     others = world_size - 1
     if others == 0:
@@ -142,17 +132,17 @@ def _edges(world_size: int) -> tuple[_Edge, ...]:
             numbers += [(number, child) for child in _children(number, others)]
     colours = _colours(links)
     reached = {(tree, 0): -1 for tree in range(2)}
-    edges = []
+    arcs = []
     for (tree, parent, child), colour in zip(links, colours, strict=True):
         first = reached[tree, parent] + 1
         first += (first + colour) % 2
         reached[tree, child] = first
-        edges.append(_Edge(tree, parent, child, first))
-    return tuple(edges)
+        arcs.append(_Arc(tree, parent, child, first))
+    return tuple(arcs)
 
 
 def _children(number: int, others: int) -> Iterator[int]:
-    """Yield the children of a number in the in-order binary tree of 1 ... others: half of its lowest bit away."""
+    """Yield the children of a number in the in-order binary tree of 1 ... others."""
     half = (number & -number) >> 1
     if half:
         yield number - half

@@ -1,12 +1,11 @@
-"""Collectives over several hosts, composed of plans inside each host and plans between them.
+"""Collectives over several hosts, composed of schedules inside each host and between hosts.
 
-Ranks of one host share memory, ranks of different hosts have links. A collective over both is a
-sequence of **stages**: in a stage each rank either takes part in a plan of its host's ranks, or in
-a plan of one rank from every host, or in none. Each plan works on a chunk of the collective's WORK.
-The plans are the ones of the table; what is new is how they are put together.
+A collective is a sequence of **stages**. In a stage each rank takes part in a schedule of its
+host's ranks (shared memory), in a schedule of one rank from each host (links), or in none. Each
+schedule works on a chunk of WORK.
 
-`stages` says what is run, and `flattened` writes the same stages as one plan for all ranks, which
-the checker proves like any other. So the proof is of what runs.
+`stages` returns what runs; `flattened` writes the same stages as one schedule for all ranks, which
+the tests prove.
 """
 
 from __future__ import annotations
@@ -34,24 +33,25 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Round, Step
 
 COMPOSED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")
-"""The collectives that are composed; the others go over links as if every rank were alone on its host."""
+"""The composed collectives; others go over links as if each rank were alone on its host."""
 
 _ONE_LINK_NBYTES = 64 * 1024
-"""Up to this size one link between hosts takes all: latency counts, and more links would not make it shorter."""
+"""Up to this size one link between hosts carries all: more links would not reduce the latency."""
 
 _NOWHERE = Chunk(0, 0)
 
 
 class StagePart(NamedTuple):
-    """What one rank does in one stage.
+    """The part of one rank in one stage.
 
     Args:
-        on_host: The members are ranks of this rank's host; else ranks of different hosts.
-        members: Ranks of the group, in the order of the plan's ranks; empty where this rank has
-            nothing to do.
-        chunk: The elements of WORK that are the plan's WORK.
-        plan: The plan of this rank among the members; None where it has nothing to do.
-        plans: On the host, the plans of all members: what is published follows from all of them.
+        on_host: Whether the members are ranks of this rank's host; else they are ranks of different
+            hosts.
+        members: Ranks of the group in the order of the schedule's ranks; empty if this rank is
+            idle.
+        chunk: The elements of WORK that are the schedule's WORK.
+        plan: The schedule of this rank; None if it is idle.
+        plans: On a host the schedules of all members, from which publications follow.
     """
 
     on_host: bool
@@ -62,10 +62,10 @@ class StagePart(NamedTuple):
 
 
 def keeps_the_tree(sizes: Sequence[int]) -> bool:
-    """Return whether the tree T(0, n) over all ranks is one tree on each host, and one over the hosts' results.
+    """Return whether T(0, n) is a tree on each host, and a tree over the hosts' results.
 
-    So it is where every host but the last has the same power of two of ranks, and the last no more:
-    the blocks of the hosts are then subtrees.
+    That holds if all hosts but the last have the same power of two of ranks, and the last has no
+    more: then the blocks of the hosts are subtrees.
 
     Example:
         >>> keeps_the_tree((4, 4, 3)), keeps_the_tree((3, 3)), keeps_the_tree((2, 4))
@@ -86,15 +86,26 @@ def stages(
     root: int = 0,
     reproducible: bool = False,
 ) -> tuple[StagePart, ...] | None:
-    """Return what a rank does in each stage of a collective over several hosts.
+    """Return the part of a rank in each stage of a collective over several hosts.
 
-    Cost: of an all-reduce, for s ranks on each of h hosts and s links at once: in shared memory
-        what a reduce-scatter and an all-gather of the vector on s ranks cost, and on each link
-        2(h-1)/h of the vector's s-th part. Up to 64 KiB one link takes all.
+    All ranks have the same number of stages. None if `reproducible` demands a tree that no
+    composition keeps.
 
-    Order: each host's ranks are summed by the tree, the hosts' sums as the plan between them does
-        it. The bytes are equal on all ranks.
+    Args:
+        collective: One of `COMPOSED`.
+        sizes: Ranks of the group on each host, in the group's order.
+        rank: The rank in the group.
+        count: Elements of WORK; of each block for a collective of blocks without `counts`.
+        counts: Elements of each rank's block.
+        itemsize: Bytes of an element.
+        root: Root of a broadcast.
+        reproducible: Whether a reduction must sum by the tree over all ranks.
 
+    Cost: an all-reduce on h hosts with s ranks and s links each costs a reduce-scatter and an
+        all-gather of the vector in shared memory. Each link carries 2(h-1)/h of the vector's s-th
+        part. Up to 64 KiB one link carries all.
+    Order: the tree on each host, then the order of the schedule between the hosts. Bytes are equal
+        on all ranks.
     Source: Karonis et al. 2000 ("Exploiting Hierarchy in Parallel Computer Networks to Optimize
         Collective Operation Performance"), multilevel collectives; Jia et al. 2018 (section 3.3),
         the two-level all-reduce.
@@ -111,8 +122,6 @@ def stages(
 
 
 class _Stages:
-    """Composes the stages of one rank."""
-
     def __init__(self, sizes: tuple[int, ...], rank: int, itemsize: int) -> None:
         self.sizes = sizes
         self.rank = rank
@@ -145,20 +154,16 @@ class _Stages:
         place = root - self.starts[home]
         total = shards[0].count * self.itemsize
         between = choose("broadcast", total, len(self.sizes)).algorithm
-        if (
-            len(shards) == 1
-        ):  # the root itself sends, so that nothing needs to be handed to a leader first
+        if len(shards) == 1:  # the root itself sends to the first ranks of the other hosts
             heads = tuple(root if host == home else start for host, start in enumerate(self.starts))
             return (
                 self._among(heads, "broadcast", between, whole, root=home),
                 self._on_host("broadcast", whole, root=place if self.host == home else 0),
             )
         counts = self._blocks(shards)
-        spread = (
-            self._on_host("scatter", whole, counts=counts, root=place)
-            if self.host == home
-            else StagePart(on_host=True)
-        )
+        spread = StagePart(on_host=True)
+        if self.host == home:
+            spread = self._on_host("scatter", whole, counts=counts, root=place)
         return (
             spread,
             self._across("broadcast", between, shards, root=home),
@@ -175,10 +180,8 @@ class _Stages:
         )
 
     def all_gather(self, counts: tuple[int, ...]) -> tuple[StagePart, ...]:
-        per_host = tuple(
-            sum(counts[start : start + size])
-            for start, size in zip(self.starts, self.sizes, strict=True)
-        )
+        hosts = zip(self.starts, self.sizes, strict=True)
+        per_host = tuple(sum(counts[start : start + size]) for start, size in hosts)
         total = sum(per_host)
         begin = sum(per_host[: self.host])
         even = len(set(per_host)) == 1
@@ -193,12 +196,15 @@ class _Stages:
         )
 
     def _shards(self, count: int) -> list[Chunk]:
-        """Cut WORK into as many parts as links are used at once."""
+        """Cut WORK into as many parts as links work at once."""
         links = 1 if count * self.itemsize <= _ONE_LINK_NBYTES else min(self.sizes)
         return even_chunks(count, links)
 
     def _blocks(self, shards: list[Chunk]) -> tuple[int, ...]:
-        """Return which part of WORK each rank of this host owns, as counts: the first ranks a shard, the others none."""
+        """Return the part of WORK that each rank of this host owns, as counts.
+
+        Late ranks own none.
+        """
         return tuple(shard.count for shard in shards) + (0,) * (self.sizes[self.host] - len(shards))
 
     def _on_host(
@@ -209,12 +215,14 @@ class _Stages:
             return StagePart(on_host=True)
         count = chunk.count if counts is None else 0
         plans = tuple(build_all(collective, "direct", size, count=count, counts=counts, root=root))
-        return StagePart(True, self.neighbours, chunk, plans[self.local], plans)
+        return StagePart(
+            on_host=True, members=self.neighbours, chunk=chunk, plan=plans[self.local], plans=plans
+        )
 
     def _across(
         self, collective: str, algorithm: str, shards: list[Chunk], root: int = 0
     ) -> StagePart:
-        """One plan for each shard, of the ranks that own it on their hosts."""
+        """Return the schedule of one shard among the ranks that own it on their hosts."""
         if self.local >= len(shards):
             return StagePart(on_host=False)
         members = tuple(start + self.local for start in self.starts)
@@ -235,7 +243,7 @@ class _Stages:
         plan = build(
             collective, algorithm, self.host, len(members), count=count, counts=counts, root=root
         )
-        return StagePart(False, members, chunk, plan)
+        return StagePart(on_host=False, members=members, chunk=chunk, plan=plan)
 
 
 def flattened(
@@ -248,7 +256,10 @@ def flattened(
     root: int = 0,
     reproducible: bool = False,
 ) -> list[Schedule]:
-    """Write the stages of all ranks as plans of the whole group, for the checker and for figures."""
+    """Return the stages of all ranks as schedules of the whole group; arguments as for `stages`.
+
+    Ranks that wait for others have empty rounds.
+    """
     n = sum(sizes)
     everyone = []
     for rank in range(n):
@@ -264,13 +275,8 @@ def flattened(
         )
         assert parts is not None
         everyone.append(parts)
-    work_count = (
-        sum(counts)
-        if counts is not None
-        else n * count
-        if collective in ("all_gather", "header_exchange")
-        else count
-    )
+    blocks = n if collective in ("all_gather", "header_exchange") else 1
+    work_count = blocks * count if counts is None else sum(counts)
     rounds: list[list[Round]] = [[] for _ in range(n)]
     scratch = [0] * n
     for number in range(len(everyone[0])):
@@ -280,16 +286,15 @@ def flattened(
             rounds[rank] += [*made, *((),) * (longest - len(made))]
             plan = everyone[rank][number].plan
             scratch[rank] += plan.scratch_count if plan is not None else 0
+    name = "hierarchical"
     return [
-        Schedule(
-            collective, "hierarchical", rank, n, work_count, scratch[rank], tuple(rounds[rank])
-        )
+        Schedule(collective, name, rank, n, work_count, scratch[rank], tuple(rounds[rank]))
         for rank in range(n)
     ]
 
 
 def _written_out(part: StagePart, scratch: int) -> list[Round]:
-    """Return the rounds of a part in the words of the whole group."""
+    """Return the rounds of a part with ranks and chunks of the whole group."""
     if part.plan is None:
         return []
 

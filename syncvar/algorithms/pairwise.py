@@ -1,6 +1,7 @@
-"""Pairwise exchange: in round d every rank sends to the rank d to the right.
+"""Pairwise exchange and Bruck's algorithm: one peer at a time.
 
-One peer at a time, each message once.
+Pairwise: in round d every rank sends to the rank d to the right, each block once. Bruck: few
+rounds, in which blocks travel together and ranks forward them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ def pairwise_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: n-1 rounds and as many messages per rank; each rank sends every block but its own; n-1
         reductions of the own block; scratch n-1 blocks.
-
     Order: T(0, n) for every element.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise exchange), with the tree
         applied to raw contributions; figure: tests/golden/pairwise_reduce_scatter_3.txt.
     """
@@ -44,9 +43,6 @@ def pairwise_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a pairwise all-to-all for one rank.
 
     Cost: n-1 rounds and as many messages per rank, every block but the own sent once; no scratch.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.4 of "all-to-all" for long messages;
         figure: tests/golden/pairwise_all_to_all_3.txt.
     """
@@ -57,26 +53,20 @@ def pairwise_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
         yield own
     for distance in range(1, world_size):
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
-        yield (
-            Send(target, outgoing[target]),
-            Recv(source, incoming[source]),
-            *(own if distance == 1 else ()),
-        )
+        local = own if distance == 1 else ()
+        yield (Send(target, outgoing[target]), Recv(source, incoming[source]), *local)
 
 
 def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of Bruck's all-to-all for one rank, for equal blocks.
 
-    Block i is the one that has to travel i ranks to the right. In round k all blocks whose bit k is
-    set go 2**k ranks to the right in one message, for which they are packed unless they lie side by
-    side. Each round packs and receives in a place of its own, because what was sent is borrowed.
+    Block i travels i ranks to the right. In round k all blocks whose bit k is set go 2**k ranks to
+    the right in one message; the rank packs them unless they are adjacent. By the borrow rule each
+    round packs and receives in a place of its own.
 
-    Cost: ceil(log2 n) rounds and as many messages per rank; each round sends the blocks whose bit
-        is set, n/2 of them if n is a power of two, and copies them; scratch 2 blocks for each of
-        them, n log2 n blocks, at most.
-
-    Order: nothing is combined.
-
+    Cost: ceil(log2 n) rounds and as many messages per rank; each round sends and copies the blocks
+        whose bit is set, n/2 if n is a power of two; scratch 2 blocks for each of them, at most n
+        log2 n blocks.
     Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
         communications in multiport message-passing systems", section 3; figure:
         tests/golden/bruck_3.txt.
@@ -111,17 +101,12 @@ def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
             Send((rank + span) % world_size, packed),
             Recv((rank - span) % world_size, room),
         )
-    yield (
-        *transfers,
-        *_copies(
-            (held[distance], incoming[(rank - distance) % world_size])
-            for distance in range(world_size)
-        ),
-    )
+    sources = [incoming[(rank - distance) % world_size] for distance in range(world_size)]
+    yield (*transfers, *_copies(zip(held, sources, strict=True)))
 
 
 def _copies(pairs: Iterable[tuple[Chunk, Chunk]]) -> list[Copy]:
-    """Return copies from source to target, neighbours as one."""
+    """Return copies from source to target, adjacent ones merged."""
     copies: list[Copy] = []
     for source, target in pairs:
         last = copies[-1] if copies else None

@@ -1,7 +1,7 @@
-"""Recursive doubling: in round k partners are 2**k apart, and what each of them knows doubles.
+"""Recursive doubling and halving: in round k partners are 2**k apart.
 
-The fewest rounds for results that every rank needs whole; the vector is sent in each of them. All
-sums are those of the aligned blocks of 1, 2, 4, ... ranks, the subtrees of
+Doubling takes the fewest rounds and sends the whole vector in each; halving (Rabenseifner) also
+sends few bytes. All sums are those of aligned blocks of 1, 2, 4, ... ranks, the subtrees of
 `syncvar.algorithms.reproducible.tree_order`.
 """
 
@@ -20,16 +20,22 @@ if TYPE_CHECKING:
 
 
 class _Folding(NamedTuple):
-    """How the ranks of a group fold.
+    """The folding of a group onto a power of two of ranks.
+
+    With n = P + f, P the largest power of two up to n, ranks 2i and 2i+1 fold for i < f. The odd
+    rank sends its vector to the even one, waits, and receives the result. The other P ranks keep
+    their order, so neighbours stay neighbours.
 
     Args:
-        levels: log2 of the number of ranks that go on.
+        levels: log2 of P.
         folded: Pairs that fold.
 
     Example:
         >>> folding = _Folding.of(5)
-        >>> folding.levels, [folding.number(rank) for rank in range(5)], [folding.rank(number) for number in range(4)]
-        (2, [0, None, 1, 2, 3], [0, 2, 3, 4])
+        >>> folding.levels, [folding.number(rank) for rank in range(5)]
+        (2, [0, None, 1, 2, 3])
+        >>> [folding.rank(number) for number in range(4)]
+        [0, 2, 3, 4]
     """
 
     levels: int
@@ -37,12 +43,12 @@ class _Folding(NamedTuple):
 
     @classmethod
     def of(cls, world_size: int) -> _Folding:
-        """Return how `world_size` ranks fold."""
+        """Return the folding of `world_size` ranks."""
         levels = world_size.bit_length() - 1
         return cls(levels, world_size - (1 << levels))
 
     def number(self, rank: int) -> int | None:
-        """Return the number of a rank among those that go on, or None if it waits."""
+        """Return the number of an active rank, or None if it waits."""
         if rank >= 2 * self.folded:
             return rank - self.folded
         return None if rank % 2 else rank // 2
@@ -52,23 +58,20 @@ class _Folding(NamedTuple):
         return 2 * number if number < self.folded else number + self.folded
 
     def partner(self, rank: int) -> int | None:
-        """Return the rank that waits for a rank that goes on, or None."""
+        """Return the rank that waits for an active rank, or None."""
         return rank + 1 if rank < 2 * self.folded else None
 
 
 def doubling_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a recursive-doubling all-reduce for one rank.
 
-    Partners exchange what they have summed and sum both. What was sent is borrowed, so each round
-    sums in a place of its own: a rank hears of its partner's receipt in no later round. Ranks
-    beyond a power of two fold.
+    Partners exchange their sums and reduce both. By the borrow rule each round reduces in a place
+    of its own. Ranks beyond a power of two fold.
 
-    Cost: floor(log2 n) rounds, 2 more if n is no power of two; each rank that goes on sends `count`
+    Cost: floor(log2 n) rounds, 2 more if n is no power of two; each active rank sends `count`
         elements in each round, and makes as many reductions; scratch floor(log2 n) count.
-
-    Order: the tree T over the ranks that go on, with folded pairs as one: T(0, n) if n is a power
-        of two. Bytes are equal on every rank.
-
+    Order: the tree T over the active ranks, with folded pairs as one: T(0, n) if n is a power of
+        two. Bytes are equal on every rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling); figure:
         tests/golden/doubling_5.txt.
     """
@@ -108,16 +111,14 @@ def halving_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of Rabenseifner's all-reduce for one rank.
 
     Reduce-scatter: partners are 1, 2, 4, ... apart; each sends the half that the other keeps and
-    sums its own half. All-gather: the same partners in reverse order give the halves back, now
-    complete. Ranks beyond a power of two fold.
+    reduces its own half. All-gather: the same partners in reverse order return the complete halves.
+    Ranks beyond a power of two fold.
 
-    Cost: 2 floor(log2 n) rounds, 2 more if n is no power of two; with P the largest power of two <=
-        n each rank that goes on sends 2(P-1)/P of the buffer, and reduces (P-1)/P of it; folding
-        sends it whole; no scratch.
-
-    Order: the tree T over the ranks that go on, with folded pairs as one: T(0, n) if n is a power
-        of two. Bytes are equal on every rank.
-
+    Cost: 2 floor(log2 n) rounds, 2 more if n is no power of two. With P the largest power of two <=
+        n each active rank sends 2(P-1)/P of the buffer, and reduces (P-1)/P of it; folding sends it
+        whole; no scratch.
+    Order: the tree T over the active ranks, with folded pairs as one: T(0, n) if n is a power of
+        two. Bytes are equal on every rank.
     Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 3; Thakur,
         Rabenseifner and Gropp 2005, section 4.5; figure: tests/golden/halving_5.txt.
     """
@@ -158,9 +159,6 @@ def doubling_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: log2 n rounds and as many messages per rank; (n-1) blocks sent per rank; no scratch and no
         copies.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.1; figure:
         tests/golden/doubling_all_gather_4.txt.
     """
@@ -179,30 +177,25 @@ def doubling_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 def doubling_scan(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a recursive-doubling inclusive scan for one rank.
 
-    In round k the rank whose bit k is set gets the sum of the aligned block of 2**k ranks to its
-    left, and puts it to the left of its prefix. Sums of wider blocks are made only where a rank
-    further right will need them.
+    In round k a rank whose bit k is set receives the sum of the aligned block of 2**k ranks to its
+    left. It combines this sum with its prefix. A rank computes sums of wider blocks only if a
+    higher rank needs them.
 
     Cost: ceil(log2 n) rounds; each rank sends the vector once per round at most, and makes two
         reductions; scratch ceil(log2 n) count at most.
-
     Order: T(0, r+1) at rank r.
-
     Source: Kruskal, Rudolph and Snir 1985, "The power of parallel prefix"; the recursive doubling
-        of MPICH's scan, less the block sums that nobody needs; figure:
-        tests/golden/doubling_scan_5.txt.
+        of MPICH's scan, without unused block sums; figure: tests/golden/doubling_scan_5.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count
     return _prefix(rank, world_size, Chunk(0, count), inclusive=True)
 
 
 def doubling_exscan(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a recursive-doubling exclusive scan for one rank: `doubling_scan` without the own vector.
+    """Yield the rounds of a recursive-doubling exclusive scan for one rank.
 
     Cost: as `doubling_scan`, with one reduction less.
-
-    Order: T(0, r) at rank r; the WORK of rank 0 stays as it was.
-
+    Order: T(0, r) at rank r; the WORK of rank 0 stays unchanged.
     Source: as `doubling_scan`; figure: tests/golden/doubling_exscan_5.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count
@@ -259,8 +252,8 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
 def _is_needed(rank: int, level: int, world_size: int) -> bool:
     """Return whether a rank needs the sum of the aligned block of 2**level ranks around it.
 
-    It does if it passes the sum on to the right, if its partner on the left makes a wider sum of
-    it, or if it does.
+    It does if it sends the sum to a higher rank, or if it or its lower partner makes a wider sum of
+    it.
     """
     span = 1 << level
     if span >= world_size:

@@ -1,4 +1,4 @@
-"""The reproducible all-reduce: every element is summed by one fixed tree over the ranks, whatever else differs."""
+"""The reproducible all-reduce: one fixed tree over the ranks reduces every element."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def reproducible_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer like a
         ring, exactly 2 count - chunk(rank) - chunk(rank+1) elements; n-1 reductions of one chunk;
         scratch n-1 chunks.
-
     Order: T(0, n) for every element, whatever the count. Bytes are equal on every rank.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise-exchange reduce-scatter),
         with the tree applied to raw contributions; figure: tests/golden/reproducible_5.txt.
     """

@@ -27,10 +27,8 @@ def ring_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer,
         exactly 2 count - chunk(rank+1) - chunk(rank+2) elements where chunk(c) is the size of chunk
         c modulo n; no scratch.
-
     Order: chunk c is summed along ranks c, c+1, ..., n-1, then 0, ..., c-1; rank 0 puts its own
         value to the left of what has come so far. Bytes are equal on every rank.
-
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
         workstations", section 4; figure: tests/golden/ring_5.txt.
     """
@@ -44,10 +42,8 @@ def ring_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     # can come to it.
     incoming_left = rank != 0
     for step in range(world_size - 1):
-        yield (
-            Send(right, chunks[(rank - step) % world_size]),
-            RecvReduce(left, chunks[(rank - step - 1) % world_size], incoming_left),
-        )
+        out, come = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        yield (Send(right, out), RecvReduce(left, come, incoming_left))
     yield from _circulate(rank, world_size, chunks, (rank + 1) % world_size)
 
 
@@ -56,9 +52,6 @@ def ring_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: n-1 rounds and as many messages per rank; rank r sends every block but that of rank r+1;
         no scratch.
-
-    Order: nothing is combined.
-
     Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory,
         practice, and experience", section 4 ("bucket" all-gather).
     """
@@ -69,10 +62,8 @@ def ring_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def _circulate(rank: int, world_size: int, chunks: Sequence[Chunk], first: int) -> Iterator[Round]:
-    """Yield the n-1 rounds in which a rank passes on chunks first, first-1, ..., each as it came in."""
+    """Yield n-1 rounds in which a rank forwards chunks first, first-1, ..., as it receives them."""
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     for step in range(world_size - 1):
-        yield (
-            Send(right, chunks[(first - step) % world_size]),
-            Recv(left, chunks[(first - step - 1) % world_size]),
-        )
+        out, come = chunks[(first - step) % world_size], chunks[(first - step - 1) % world_size]
+        yield (Send(right, out), Recv(left, come))

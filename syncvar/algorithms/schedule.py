@@ -1,8 +1,8 @@
-"""The words in which an algorithm is written down: chunk, step, round, plan.
+"""Schedules as data: chunk, step, round, schedule.
 
-An algorithm is data. It says which ranges of a flat buffer a rank sends, receives, reduces and
-copies, in which order; it knows neither dtypes nor sockets. The tests run schedules on symbols, the
-runtime runs them on arrays.
+A schedule says which ranges of a flat buffer a rank sends, receives, reduces and copies, in which
+order. It knows neither dtypes nor sockets. The tests run schedules on symbols, the runtime runs
+them on arrays.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
-_Kind = TypeVar("_Kind", bound=tuple[Any, ...])
+_StepType = TypeVar("_StepType", bound=tuple[Any, ...])
 
 
 class Buffer(IntEnum):
-    """Where a chunk lies: the flat buffer of the collective, or room of the algorithm's own."""
+    """The buffer of a chunk: WORK is the collective's, SCRATCH the algorithm's.
+
+    WORK holds the vector, input and result. Collectives of blocks have all blocks there in rank
+    order, with the own block in place at the start. An all-to-all has the blocks by destination,
+    then the blocks by source.
+    """
 
     WORK = 0
     SCRATCH = 1
@@ -28,25 +33,25 @@ class Chunk(NamedTuple):
     buffer: Buffer = Buffer.WORK
 
     @property
-    def count(self) -> int:  # type: ignore[override]  # what a tuple calls so, nobody asks a chunk for
+    def count(self) -> int:  # type: ignore[override]  # nobody needs tuple.count
         """Number of elements."""
         return self.stop - self.start
 
 
-def _of_its_kind(kind: type[_Kind]) -> type[_Kind]:
-    """Let steps of two kinds differ whatever is in them, which tuples with the same elements do not."""
+def _compare_type(step_type: type[_StepType]) -> type[_StepType]:
+    """Make steps of different types unequal, though tuples with equal elements are equal."""
 
     def is_same(one: Any, other: object) -> bool:
-        return isinstance(other, kind) and tuple.__eq__(one, other)
+        return isinstance(other, step_type) and tuple.__eq__(one, other)
 
     def differs(one: Any, other: object) -> bool:
         return not is_same(one, other)
 
-    kind.__eq__, kind.__ne__ = is_same, differs  # type: ignore[method-assign]
-    return kind
+    step_type.__eq__, step_type.__ne__ = is_same, differs  # type: ignore[method-assign]
+    return step_type
 
 
-@_of_its_kind
+@_compare_type
 class Send(NamedTuple):
     """Send a chunk to a peer. An empty chunk is sent too: the peer waits for its header."""
 
@@ -54,7 +59,7 @@ class Send(NamedTuple):
     chunk: Chunk
 
 
-@_of_its_kind
+@_compare_type
 class Recv(NamedTuple):
     """Receive into a chunk, overwriting it."""
 
@@ -62,13 +67,12 @@ class Recv(NamedTuple):
     chunk: Chunk
 
 
-@_of_its_kind
+@_compare_type
 class RecvReduce(NamedTuple):
-    """Receive and combine with what the chunk holds.
+    """Receive and combine with the content of the chunk.
 
-    `incoming_left` says that the incoming value is the left operand: it is set exactly when the
-    incoming value holds the lower contributing rank, so that results do not depend on who happens
-    to compute them.
+    `incoming_left` makes the incoming value the left operand. It is set exactly when that value
+    holds the lower contributing rank, so results do not depend on which rank computes them.
     """
 
     peer: int
@@ -76,7 +80,7 @@ class RecvReduce(NamedTuple):
     incoming_left: bool
 
 
-@_of_its_kind
+@_compare_type
 class Copy(NamedTuple):
     """Copy one local chunk over another of the same count."""
 
@@ -84,7 +88,7 @@ class Copy(NamedTuple):
     target: Chunk
 
 
-@_of_its_kind
+@_compare_type
 class Reduce(NamedTuple):
     """Combine a local chunk into another of the same count.
 
@@ -99,14 +103,16 @@ class Reduce(NamedTuple):
 Step = Send | Recv | RecvReduce | Copy | Reduce
 
 Round = tuple[Step, ...]
-"""Steps done together.
+"""Steps of one round.
 
-The transfers (Send, Recv, RecvReduce) come first in the tuple and are posted together: a send reads what the chunk
-held when the round began. There is at most one transfer to each peer and one from each peer, and both ends of it
-have the same round number: a rank with nothing to do yields an empty round. No written range overlaps another written
-range or a sent one. When all transfers are complete the local steps (Copy, Reduce) run in the order given. A range
-that was sent in an earlier round may be written only by something that follows from the peer's having received it: the
-memory of a send is borrowed until then.
+The transfers (Send, Recv, RecvReduce) come first, and a rank posts them together. A send reads what
+its chunk held at the start of the round. Each peer has at most one transfer in each direction, and
+both ends count it as the same round, so an idle rank yields an empty round. No written range
+overlaps another written range or a sent one. After the transfers the local steps (Copy, Reduce) run
+in order.
+
+Borrow rule: a rank may overwrite a range that it sent only after something proves that the peer has
+received it.
 """
 
 
@@ -118,7 +124,7 @@ class ScheduleArgs(NamedTuple):
         world_size: Ranks of the group, n >= 1.
         count: Elements of the vector; may be 0, or smaller than n.
         counts: Elements of each rank's block, in rank order; uneven counts and 0 are allowed.
-        root: The root of a broadcast, reduce, gather or scatter.
+        root: Root of a broadcast, reduce, gather or scatter.
         matrix: matrix[s][d] elements go from rank s to rank d in an all-to-all.
     """
 
@@ -136,11 +142,11 @@ class Schedule(NamedTuple):
     Args:
         collective: For instance "all_reduce".
         algorithm: For instance "ring".
-        rank: The rank whose rounds these are, in the group.
+        rank: The rank in the group.
         world_size: Ranks of the group.
         work_count: Elements of the WORK buffer; in an all-to-all it differs from rank to rank.
         scratch_count: Elements of the SCRATCH buffer.
-        rounds: What to do.
+        rounds: The rounds in order.
     """
 
     collective: str

@@ -1,7 +1,7 @@
-"""Which algorithm, and why: the one table through which every plan is chosen and built.
+"""The choice of an algorithm: one table of rules, and the reason of each.
 
-The choice uses only what is the same on every rank: the collective, the size, the number of ranks,
-fixed settings.
+The choice uses only what is equal on all ranks: the collective, sizes, the number of ranks,
+settings.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 from syncvar.algorithms.builders import REDUCTIONS, check_algorithm, sums_by_the_tree, unsuited
 from syncvar.core.errors import ConfigError
 
-SMALL = 64 * 1024  # bytes up to which rounds cost more than bytes
-LONG = 256 * 1024  # bytes from which a second copy of the vector costs more than some rounds
-HUGE = 4 * 1024 * 1024  # bytes from which pieces of a pipeline are worth their messages
+SMALL = 64 * 1024  # up to this size rounds cost more than bytes
+LONG = 256 * 1024  # from this size a second copy of the vector costs more than some rounds
+HUGE = 4 * 1024 * 1024  # from this size a pipeline pays for its messages
 SHARED_DIRECT_LIMITS = ((64 * 1024, 4), (16 * 1024, 16), (4 * 1024, None))  # bytes, ranks
 
 
@@ -23,7 +23,7 @@ class AlgorithmChoice(NamedTuple):
 
     Args:
         algorithm: Its name, for `build`.
-        reason: Why, in one sentence.
+        reason: The reason in one sentence.
     """
 
     algorithm: str
@@ -31,25 +31,23 @@ class AlgorithmChoice(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """One row of the table of choices: the first that fits is taken.
+    """One row of a table of rules; the first row that fits decides.
 
     Args:
-        collective: Which collective.
-        algorithm: What is taken.
-        why: The reason, in words.
-        nbytes_max: Bytes up to which it fits; None is no limit.
-        ranks: Fewest and most ranks; None is no limit.
-        power_of_two: It fits only powers of two of ranks.
-        shared: For memory that all ranks see, else for links.
+        collective: A key of `ALGORITHMS`.
+        algorithm: The algorithm that the rule chooses.
+        reason: The reason for `syncvar plan`.
+        nbytes_max: Largest size in bytes; None for no limit.
+        ranks: Fewest and most ranks; None for no limit.
+        power_of_two: Whether the number of ranks must be a power of two.
     """
 
     collective: str
     algorithm: str
-    why: str
+    reason: str
     nbytes_max: int | None = None
     ranks: tuple[int, int | None] = (1, None)
     power_of_two: bool = False
-    shared: bool = False
 
     def fits(self, nbytes: int, world_size: int) -> bool:
         fewest, most = self.ranks
@@ -61,79 +59,102 @@ class _Rule(NamedTuple):
         )
 
 
-_PUBLISHED = "in shared memory a rank publishes once what all others take"
-_ONE_ROUND = "few ranks exchange what is small in a single round"
-_FEWEST_ROUNDS = "what is small needs few rounds more than few bytes"
-_BALANCED = "a long vector needs few bytes more than few rounds"
-_PIPELINE = "a long vector goes in pieces, which all ranks pass on at once"
+# Reasons that `syncvar plan` shows.
+_BARRIER = "it reaches all ranks in the fewest rounds"
+_BLOCK_ONCE = "each block is sent once, in one round"
+_BLOCK_PAIRS = "each block is sent once, to one rank at a time"
+_DOUBLES = "each round doubles the known blocks"
+_FEW_BYTES = "for a long vector the number of bytes decides"
+_FEW_ROUNDS = "for a small vector the number of rounds decides"
+_HALVES = "ranks exchange halves in few rounds, and send no more than on a ring"
+_MANY_RANKS = "on many ranks a ring needs too many rounds"
+_ONE_MESSAGE = "there is one message to send"
+_ONE_ROUND = "a small vector on few ranks takes one round"
+_OWNERS = "each rank reduces a part of a long vector"
+_PARTS = "ranks pass on parts of a long vector"
+_PIPELINE = "a pipeline of pieces keeps all links busy"
+_PUBLISHED = "in shared memory a rank publishes its data once for all others"
+_ROOT = "each block goes directly to or from the root"
+_SCAN_DIRECT = "each rank sends its vector once to each higher rank"
+_SCAN_DOUBLING = "each round doubles the summed blocks of ranks"
+_SHM_BARRIER = "in shared memory each rank reads the words of all others"
+_SHM_BLOCK = "in shared memory each rank reduces its own block"
+_SHM_OWNERS = "in shared memory each rank reduces its own part for all"
+_SHM_SMALL = "each rank publishes a small vector once and reduces all vectors"
+_SMALL_BLOCKS = "small equal blocks travel together in few rounds"
+_TOGETHER = "small blocks travel together"
+_TREE = "the tree reaches all ranks in the fewest rounds"
+_TWO_LINKS = "for long blocks or many ranks each rank uses two links only"
 
-# Over links the borders follow `syncvar.cli.plan_cost.predicted_seconds` with its constants of
-# LINKS, rounded to few numbers; a test keeps the table near the best of the predictions. What the
-# model does not know decides between equals: fewer copies, less scratch, fewer bytes through one
-# rank.
-_RULES = (
+_MIB = 1024 * 1024
+
+# The limits over links follow `syncvar.cli.plan_cost.predicted_seconds` with its LINKS constants,
+# rounded; a test keeps the table near the best prediction. Ties go to fewer copies, then less
+# scratch, then fewer bytes through one rank.
+_LINK_RULES = (
     _Rule("all_reduce", "direct", _ONE_ROUND, 16 * 1024, (1, 3)),
-    _Rule("all_reduce", "doubling", _FEWEST_ROUNDS, SMALL),
-    _Rule("all_reduce", "tree", _FEWEST_ROUNDS, SMALL),
-    _Rule("all_reduce", "halving", "halves are exchanged in few rounds, and no rank sends more than on a ring", power_of_two=True),
-    _Rule("all_reduce", "halving", "on many ranks the rounds of a ring cost more than the folding of some", 1024 * 1024, (9, None)),
-    _Rule("all_reduce", "ring", _BALANCED),
-    _Rule("all_reduce", "reproducible", "a long vector moves as few bytes as on a ring"),
+    _Rule("all_reduce", "doubling", _FEW_ROUNDS, SMALL),
+    _Rule("all_reduce", "tree", _FEW_ROUNDS, SMALL),
+    _Rule("all_reduce", "halving", _HALVES, power_of_two=True),
+    _Rule("all_reduce", "halving", _MANY_RANKS, _MIB, (9, None)),
+    _Rule("all_reduce", "ring", _FEW_BYTES),
+    _Rule("all_reduce", "reproducible", _FEW_BYTES),
     _Rule("all_gather", "direct", _ONE_ROUND, 32 * 1024, (1, 3)),
-    _Rule("all_gather", "doubling", "what is known doubles in each round", HUGE, (4, None)),
-    _Rule("all_gather", "dissemination", "small equal blocks reach all ranks in the fewest rounds", 1024 * 1024, (4, None)),
+    _Rule("all_gather", "doubling", _DOUBLES, HUGE, (4, None)),
+    _Rule("all_gather", "dissemination", _SMALL_BLOCKS, _MIB, (4, None)),
     _Rule("all_gather", "direct", _ONE_ROUND, 32 * 1024, (1, 8)),
-    _Rule("all_gather", "ring", "long blocks or many ranks use two links per rank"),
-    _Rule("broadcast", "tree", "the tree reaches all ranks in the fewest rounds", LONG),
-    _Rule("broadcast", "tree", "there is one message to send", None, (1, 2)),
+    _Rule("all_gather", "ring", _TWO_LINKS),
+    _Rule("broadcast", "tree", _TREE, LONG),
+    _Rule("broadcast", "tree", _ONE_MESSAGE, None, (1, 2)),
     _Rule("broadcast", "double_tree", _PIPELINE, None, (32, None)),
-    _Rule("broadcast", "scatter_gather", "a long vector is cut, and all ranks pass on the parts", HUGE),
+    _Rule("broadcast", "scatter_gather", _PARTS, HUGE),
     _Rule("broadcast", "double_tree", _PIPELINE),
-    _Rule("reduce", "tree", _FEWEST_ROUNDS, LONG),
+    _Rule("reduce", "tree", _FEW_ROUNDS, LONG),
     _Rule("reduce", "double_tree", _PIPELINE, None, (16, None)),
-    _Rule("reduce", "owners", "a long vector is cut, and each rank sums a part", HUGE),
-    _Rule("reduce", "owners", "each rank sums a half", None, (1, 2)),
+    _Rule("reduce", "owners", _OWNERS, HUGE),
+    _Rule("reduce", "owners", _OWNERS, None, (1, 2)),
     _Rule("reduce", "double_tree", _PIPELINE),
-    _Rule("reduce", "owners", "a long vector is cut, and each rank sums a part"),
+    _Rule("reduce", "owners", _OWNERS),
     *(
         rule
         for collective in ("gather", "scatter")
         for rule in (
-            _Rule(collective, "tree", "blocks that are small together travel together", 1024 * 1024, (4, None)),
-            _Rule(collective, "tree", "blocks that are small together travel together", HUGE, (16, None)),
-            _Rule(collective, "direct", "each block is sent once, by or to the root"),
+            _Rule(collective, "tree", _TOGETHER, _MIB, (4, None)),
+            _Rule(collective, "tree", _TOGETHER, HUGE, (16, None)),
+            _Rule(collective, "direct", _ROOT),
         )
     ),
-    _Rule("reduce_scatter", "direct", "each block is sent once, in a single round", LONG),
-    _Rule("reduce_scatter", "pairwise", "each block is sent once, to one rank at a time"),
-    _Rule("all_to_all", "bruck", "small equal blocks travel together in few rounds", SMALL, (4, None)),
-    _Rule("all_to_all", "bruck", "small equal blocks travel together in few rounds", LONG, (12, None)),
-    _Rule("all_to_all", "direct", "each block is sent once, in a single round", 1024 * 1024),
-    _Rule("all_to_all", "pairwise", "each block is sent once, to one rank at a time"),
+    _Rule("reduce_scatter", "direct", _BLOCK_ONCE, LONG),
+    _Rule("reduce_scatter", "pairwise", _BLOCK_PAIRS),
+    _Rule("all_to_all", "bruck", _SMALL_BLOCKS, SMALL, (4, None)),
+    _Rule("all_to_all", "bruck", _SMALL_BLOCKS, LONG, (12, None)),
+    _Rule("all_to_all", "direct", _BLOCK_ONCE, _MIB),
+    _Rule("all_to_all", "pairwise", _BLOCK_PAIRS),
     *(
         rule
         for collective in ("scan", "exscan")
         for rule in (
-            _Rule(collective, "direct", "each vector is sent once to each rank above", None, (1, 3)),
-            _Rule(collective, "doubling", "the sums of blocks of ranks double in each round"),
+            _Rule(collective, "direct", _SCAN_DIRECT, None, (1, 3)),
+            _Rule(collective, "doubling", _SCAN_DOUBLING),
         )
     ),
-    _Rule("barrier", "dissemination", "every rank hears of every rank in the fewest rounds"),
-    _Rule("header_exchange", "dissemination", "small equal blocks reach all ranks in the fewest rounds"),
+    _Rule("barrier", "dissemination", _BARRIER),
+    _Rule("header_exchange", "dissemination", _SMALL_BLOCKS),
+)
+_PUBLISHING = (
+    *("all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"),
+    *("scan", "exscan", "header_exchange"),
+)
+_SHM_RULES = (
     *(
-        _Rule("all_reduce", "direct", "a small vector is published once, and everyone sums", nbytes, (1, most), shared=True)
+        _Rule("all_reduce", "direct", _SHM_SMALL, nbytes, (1, most))
         for nbytes, most in SHARED_DIRECT_LIMITS
     ),
-    _Rule("all_reduce", "owners", "in shared memory each rank sums the chunk it owns, once for all", shared=True),
-    _Rule("reduce_scatter", "direct", "in shared memory each rank sums the block it owns, once for all", shared=True),
-    _Rule("barrier", "direct", "in shared memory each rank looks at the words of all", shared=True),
-    *(
-        _Rule(collective, "direct", _PUBLISHED, shared=True)
-        for collective in (
-            "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "scan", "exscan", "header_exchange",
-        )
-    ),
-)  # fmt: skip
+    _Rule("all_reduce", "owners", _SHM_OWNERS),
+    _Rule("reduce_scatter", "direct", _SHM_BLOCK),
+    _Rule("barrier", "direct", _SHM_BARRIER),
+    *(_Rule(collective, "direct", _PUBLISHED) for collective in _PUBLISHING),
+)
 
 
 @lru_cache(maxsize=4096)
@@ -147,20 +168,27 @@ def choose(
     shared: bool = False,
     even: bool = False,
 ) -> AlgorithmChoice:
-    """Choose the algorithm of a call.
+    """Choose the algorithm of a call; raise ConfigError if `forced` is unknown or unsuitable.
+
+    Args:
+        collective: A key of `ALGORITHMS`.
+        nbytes: Bytes of the vector, or of all blocks; of an all-to-all, the mean that a rank sends.
+        world_size: Ranks of the group.
+        reproducible: Whether a reduction must sum by the tree T(0, world_size).
+        forced: The algorithm that the user demands, or None.
+        shared: Whether all ranks share memory; else frames travel over links.
+        even: Whether all blocks have the same count.
 
     Example:
         >>> choose("all_reduce", 1 << 20, 6).algorithm
         'ring'
         >>> choose("all_reduce", 512, 2).reason
-        'direct: 512 bytes on 2 ranks: few ranks exchange what is small in a single round'
+        'direct: 512 bytes on 2 ranks: a small vector on few ranks takes one round'
     """
     check_algorithm(collective, forced)
     by_tree = reproducible and collective in REDUCTIONS
     if forced is not None:
-        fault = unsuited(
-            collective, forced, world_size, even=True
-        )  # uneven blocks are known when the plan is built
+        fault = unsuited(collective, forced, world_size, even=True)  # `build` checks the blocks
         if fault is not None:
             raise ConfigError(fault)
         if by_tree and not sums_by_the_tree(collective, forced, world_size):
@@ -168,28 +196,26 @@ def choose(
                 f"algorithm {forced!r} contradicts reproducible=True; leave one of them out"
             )
         return AlgorithmChoice(forced, f"{forced}: the caller demands it")
-    for rule in _RULES:
+    even = even or collective == "header_exchange"
+    for rule in _SHM_RULES if shared else _LINK_RULES:
+        algorithm = rule.algorithm
         if (
             rule.collective == collective
-            and rule.shared == shared
             and rule.fits(nbytes, world_size)
-            and (not by_tree or sums_by_the_tree(collective, rule.algorithm, world_size))
-            and unsuited(
-                collective, rule.algorithm, world_size, even=even or collective == "header_exchange"
-            )
-            is None
+            and (not by_tree or sums_by_the_tree(collective, algorithm, world_size))
+            and unsuited(collective, algorithm, world_size, even=even) is None
         ):
-            why = rule.why + ("; it sums by the tree, as the caller demands" if by_tree else "")
-            return AlgorithmChoice(
-                rule.algorithm, f"{rule.algorithm}: {nbytes} bytes on {world_size} ranks: {why}"
-            )
+            reason = f"{algorithm}: {nbytes} bytes on {world_size} ranks: {rule.reason}"
+            if by_tree:
+                reason += "; it sums by the tree, as the caller demands"
+            return AlgorithmChoice(algorithm, reason)
     raise AssertionError(f"the table has no last row for {collective}")
 
 
 def suited(
     collective: str, wanted: str | None, world_size: int, *, even: bool, reproducible: bool
 ) -> str | None:
-    """Return the algorithm that a job demands, or None for calls that it cannot serve: these choose for themselves.
+    """Return the algorithm that the job demands, or None if it does not suit the call.
 
     Example:
         >>> suited("all_reduce", "ring", 4, even=True, reproducible=False)
@@ -203,7 +229,10 @@ def suited(
 
 
 def parse_forced(text: str) -> dict[str, str]:
-    """Read the setting that demands algorithms for a whole job.
+    """Parse the setting that demands algorithms: comma-separated "collective:algorithm" items.
+
+    Raises:
+        ConfigError: An item has another form, an unknown name, or repeats a collective.
 
     Example:
         >>> parse_forced("all_reduce:ring, broadcast:tree")
@@ -218,8 +247,7 @@ def parse_forced(text: str) -> dict[str, str]:
             )
         check_algorithm(collective, algorithm)
         if collective in forced:
-            raise ConfigError(
-                f"two algorithms are demanded for {collective}: {forced[collective]!r} and {algorithm!r}"
-            )
+            both = f"{forced[collective]!r} and {algorithm!r}"
+            raise ConfigError(f"two algorithms are demanded for {collective}: {both}")
         forced[collective] = algorithm
     return forced

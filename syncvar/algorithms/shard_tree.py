@@ -1,4 +1,4 @@
-"""The fixed tree over logical shards, whichever rank has which: what a rank can sum alone, and what is left to do."""
+"""The fixed tree over logical shards: which nodes a rank can sum alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def split(lo: int, hi: int) -> int:
-    """Return where T(lo, hi) is cut in two: lo + the largest power of two below hi - lo.
+    """Return the point where T(lo, hi) is cut: lo + the largest power of two below hi - lo.
 
     Example:
         >>> split(0, 8), split(8, 13)
@@ -35,11 +35,13 @@ def runs_of(ids: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def whole_nodes(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return the largest nodes of the tree T(0, count) that lie wholly inside ranges of items.
+    """Return the largest nodes of the tree T(0, count) inside the ranges.
 
-    The nodes of the tree are the aligned blocks of 1, 2, 4, … items, cut off at `count`.
+    Together they cover these.
 
-    Cost: at most 2 log2(count) nodes for each range.
+    The nodes of the tree are the aligned blocks of 1, 2, 4, ... items, cut off at `count`. The
+    ranges `runs` ascend and have gaps between them. There are at most 2 log2(count) nodes for each
+    range.
 
     Example:
         >>> whole_nodes([(0, 5)], 24), whole_nodes([(3, 7)], 7), whole_nodes([(0, 7)], 7)

@@ -1,11 +1,11 @@
-"""A plan read for memory that all ranks see: a rank publishes once what it sends, and each receiver takes its part.
+"""Schedules in shared memory: a rank publishes each sent range once, and receivers read it there.
 
-Over links every send is a message of its own. In shared memory the same bytes sent to several ranks
-are published once, one range after another; who receives needs to know where in the sender's
-publication its part begins. That follows from the plans of all ranks, which are pure data.
+Over links each send is a message. In shared memory a rank publishes the ranges that it sends one
+after another, each once. The receiver computes the position of its part from the schedules of all
+ranks.
 
-Publishing copies. A plan that sends a copy, because what it copied will be overwritten, begins with
-a local round; here that round is left out, and the copied range itself is published.
+Publishing copies. If a schedule begins with a local round that only copies what it sends next,
+`publications` drops that round and publishes the original range.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Take(NamedTuple):
-    """What a rank takes from the publication of another.
+    """A read from another rank's publication.
 
     Args:
-        peer: Who published, in the group.
+        peer: The publishing rank of the group.
         start: First element in its publication.
-        target: Where it goes here.
-        step: The step of the plan: a Recv overwrites, a RecvReduce combines.
+        target: The chunk to write.
+        step: The step of the schedule: a Recv overwrites, a RecvReduce combines.
     """
 
     peer: int
@@ -41,11 +41,11 @@ class Publication(NamedTuple):
     """One round of one rank.
 
     Args:
-        ranges: What it publishes, one after the other.
-        length: Elements of all ranges together.
-        longest: Elements of the longest publication of this round, over all ranks.
-        takes: What it takes from others.
-        local: Copies and reductions afterwards.
+        ranges: The published ranges, in order.
+        length: Elements of these ranges.
+        longest: Elements of the longest publication of this round on any rank.
+        takes: The reads from other ranks.
+        local: Local steps after the reads.
     """
 
     ranges: tuple[Chunk, ...]
@@ -55,10 +55,11 @@ class Publication(NamedTuple):
     local: tuple[Copy | Reduce, ...]
 
 
-def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...]:
-    """Return the rounds of a rank as publications.
+def publications(schedules: Sequence[Schedule], rank: int) -> tuple[Publication, ...]:
+    """Return the rounds of a rank as publications, given the schedules of all ranks.
 
-    Cost: a pass over the steps of all plans.
+    Raises:
+        PlanError: A receive has no send.
 
     Example:
         >>> from syncvar.algorithms.builders import build_all
@@ -66,7 +67,7 @@ def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...
         >>> [(chunk.start, chunk.stop) for chunk in first.ranges], first.takes[0].start
         ([(3, 6)], 0)
     """
-    all_rounds = _without_copies([plan.rounds for plan in plans])
+    all_rounds = _without_copies([schedule.rounds for schedule in schedules])
     rounds = []
     for number, steps in enumerate(all_rounds[rank]):
         layouts = [_layout(rounds_of_one[number]) for rounds_of_one in all_rounds]
@@ -93,9 +94,8 @@ def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...
 def _without_copies(all_rounds: Sequence[tuple[Round, ...]]) -> Sequence[tuple[Round, ...]]:
     """Return the rounds of all ranks without a first round that only copies what the second sends.
 
-    The copies must be read by nothing but those sends, and the sends must be of whole copies. No
-    transfer of the second round may write to what was copied: a long publication is put and taken
-    piece by piece.
+    Only those sends may read the copies, and they must send whole copies. No transfer of the second
+    round may write to the originals, because ranks publish and read long ranges piece by piece.
     """
     shortened = []
     for rounds in all_rounds:
@@ -138,7 +138,7 @@ def _sends(steps: Round) -> list[Send]:
 
 
 def _layout(steps: Round) -> dict[Chunk, int]:
-    """Return where each distinct chunk that is sent begins in the publication, in order."""
+    """Return the position of each distinct sent chunk in the publication."""
     chunks = sorted(
         {step.chunk for step in _sends(steps)}, key=lambda c: (c.buffer, c.start, c.stop)
     )

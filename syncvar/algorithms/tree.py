@@ -23,9 +23,6 @@ def binomial_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: ceil(log2 n) rounds; n-1 messages of the whole vector in all, of which the root sends
         ceil(log2 n); no scratch.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
         operations in MPICH", section 4.2; figure: tests/golden/tree_broadcast_5.txt.
     """
@@ -43,81 +40,68 @@ def binomial_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def binomial_reduce(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a binomial-tree reduction for one rank.
+    """Yield the rounds of a binomial-tree reduction for one rank; others keep partial results.
 
-    The other ranks keep partial results.
-
-    The aligned blocks of 1, 2, 4, ... ranks are combined. The sum of a block lies at its first
-    rank; at the root, if that is in the block.
+    It combines the aligned blocks of 1, 2, 4, ... ranks. The sum of a block is at its first rank,
+    or at the root if the block contains it.
 
     Cost: ceil(log2 n) rounds; every rank but the root sends the whole vector once; no scratch.
-
-    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, whatever the root.
-
+    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, for any root.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.4; figure:
         tests/golden/tree_reduce_5.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     work = Chunk(0, count)
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is None:
+    for merge in _merges(rank, world_size, root):
+        if merge is None:
             yield ()
-        elif rank == meeting.giver:
-            yield (Send(meeting.taker, work),)
+        elif rank == merge.giver:
+            yield (Send(merge.taker, work),)
         else:
-            yield (RecvReduce(meeting.giver, work, incoming_left=meeting.low < meeting.other_low),)
+            yield (RecvReduce(merge.giver, work, incoming_left=merge.low < merge.other_low),)
 
 
 def binomial_gather(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a binomial-tree gather for one rank: the reduction, with ranges put side by side.
+    """Yield the rounds of a binomial-tree gather for one rank: the reduction, with adjacent ranges.
 
     Cost: ceil(log2 n) rounds; every rank but the root sends once; a block is sent once per level at
         most, half of all blocks in the last round if n is a power of two; no scratch.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4; Chan et al. 2007, section 4
         (minimum-spanning-tree gather); figure: tests/golden/tree_gather_5.txt.
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     blocks = consecutive_chunks(counts)
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is None:
+    for merge in _merges(rank, world_size, root):
+        if merge is None:
             yield ()
             continue
-        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
-        yield (Send(meeting.taker, part) if rank == meeting.giver else Recv(meeting.giver, part),)
+        part = Chunk(blocks[merge.low].start, blocks[merge.high - 1].stop)
+        yield (Send(merge.taker, part) if rank == merge.giver else Recv(merge.giver, part),)
 
 
 def binomial_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a binomial-tree scatter for one rank: the gather backwards.
 
     Cost: as `binomial_gather`.
-
-    Order: nothing is combined.
-
     Source: as `binomial_gather`; figure: tests/golden/tree_scatter_5.txt.
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     blocks = consecutive_chunks(counts)
-    for meeting in reversed(list(_meetings(rank, world_size, root))):
-        if meeting is None:
+    for merge in reversed(list(_merges(rank, world_size, root))):
+        if merge is None:
             yield ()
             continue
-        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
-        yield (Send(meeting.giver, part) if rank == meeting.taker else Recv(meeting.taker, part),)
+        part = Chunk(blocks[merge.low].start, blocks[merge.high - 1].stop)
+        yield (Send(merge.giver, part) if rank == merge.taker else Recv(merge.taker, part),)
 
 
 def scattered_broadcast(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of van de Geijn's broadcast for one rank: scatter by a tree, then all-gather by a ring.
+    """Yield the rounds of van de Geijn's broadcast: tree scatter, then ring all-gather.
 
-    A rank that got more than its own chunk from the tree does not get it from the ring once more.
+    If the tree gave a rank more than its own chunk, the ring does not send these chunks again.
 
-    Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks 3/2 of it at
-        most; no scratch.
-
-    Order: nothing is combined.
-
+    Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks at most 3/2
+        of it; no scratch.
     Source: Barnett, Gupta, Payne, Shuler, van de Geijn and Watts 1994, "Interprocessor collective
         communication library"; Thakur, Rabenseifner and Gropp 2005, section 4.2; figure:
         tests/golden/scattered_4.txt.
@@ -138,7 +122,7 @@ def scattered_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
 
 class _BlockMerge(NamedTuple):
-    """Two blocks of ranks become one: `giver` has what belongs to its block low ... high-1, `taker` the other's."""
+    """Two blocks of ranks become one; `giver` has the data of its block low ... high-1."""
 
     giver: int
     taker: int
@@ -147,11 +131,8 @@ class _BlockMerge(NamedTuple):
     other_low: int
 
 
-def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
-    """Yield for each level the meeting that a rank is part of, or None.
-
-    The blocks double from level to level.
-    """
+def _merges(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
+    """Yield for each level the merge that a rank takes part in, or None."""
     for level in range((world_size - 1).bit_length()):
         span = 1 << level
         low = rank & -(2 * span)
@@ -171,20 +152,18 @@ def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | N
 
 def _part_of(rank: int, world_size: int, root: int) -> range:
     """Return the chunks that a rank holds after a binomial scatter."""
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is not None and meeting.giver == rank:
-            return range(meeting.low, meeting.high)
+    for merge in _merges(rank, world_size, root):
+        if merge is not None and merge.giver == rank:
+            return range(merge.low, merge.high)
     return range(world_size)
 
 
 def binomial_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a tree all-reduce for one rank: reduce to rank 0, then broadcast from there.
+    """Yield the rounds of a tree all-reduce for one rank: reduce to rank 0, then broadcast.
 
     Cost: 2 ceil(log2 n) rounds; 2(n-1) messages of the whole vector in all; no scratch.
-
     Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`. Bytes are equal on
         every rank.
-
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.4; figure:
         tests/golden/tree_5.txt.
     """

@@ -1,8 +1,7 @@
-"""Reductions by owners: every rank sums one chunk for all, by the tree.
+"""Reductions in two stages: each rank owns a chunk and reduces it by the tree, then sends it on.
 
-In the memory that ranks of one host share this is the shortest way for long vectors: what a rank
-sends is put where the others see it, and each owner reads what it needs. Over links it takes the
-fewest rounds that move as few bytes as a ring.
+In shared memory this is the fastest way for long vectors: each owner reads what it needs. Over
+links it has the fewest rounds among the algorithms that send as few bytes as a ring.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ if TYPE_CHECKING:
 def owners_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the two rounds of an all-reduce by owners for one rank.
 
-    Rank c owns chunk c: it receives the raw contribution of every other rank to it, sums by the
+    Rank c owns chunk c. It receives the raw contributions of all other ranks, sums by the
     tree T(0, n), and sends the sum to every other rank.
 
     Cost: 2 rounds, 2(n-1) messages per rank; each rank sends the other chunks once and its own n-1
         times, about 2(n-1)/n of the buffer; n-1 reductions of one chunk; scratch n-1 chunks.
-
     Order: T(0, n) for every element, whatever the count. Bytes are equal on every rank.
-
     Source: direct reduce-scatter and all-gather, as in Rabenseifner 2004 for few ranks; figure:
         tests/golden/owners_3.txt.
     """
@@ -54,9 +51,7 @@ def owners_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 2 rounds, n messages per rank; each rank but the root sends the whole vector; n-1
         reductions of one chunk; scratch n-1 chunks.
-
     Order: T(0, n) for every element.
-
     Source: Rabenseifner 2004, reduce-scatter and gather; figure: tests/golden/owners_reduce_3.txt.
     """
     counts = tuple(chunk.count for chunk in even_chunks(args.count, args.world_size))

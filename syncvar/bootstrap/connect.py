@@ -1,4 +1,9 @@
-"""Connecting: from what tells a process who it is to its context, with the sockets, shared memory and the keys that this needs."""
+"""Connects a process to its job.
+
+From its environment variables to a context with sockets and shared memory.
+
+`process` calls `connect` at `sv.init` or at the first call that needs the job.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +34,16 @@ if TYPE_CHECKING:
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi_transport import Fabric
 
-__all__ = ["connect"]
-
 _log = logging.getLogger("syncvar")
 
 
 def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool) -> ProcessContext:
     """Return the context of this process, which has joined its job.
 
-    Args:
-        environ: What tells this process who it is.
-        generations: How often it has joined before.
-        alone: As a world of one, whatever it is told.
-
     Raises:
         RendezvousError: Not all ranks came in time.
-        ConfigError: The environment or a setting is wrong, launchers contradict each other, or a secret is missing.
+        ConfigError: The environment or a setting is wrong, launchers contradict each other, or a
+            secret is missing.
         UsageError: This process is a server, or another process is the rank.
     """
     from syncvar.core.settings import RuntimeConfig, doubtful_variables
@@ -52,30 +51,32 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     environment = environment_of(environ, alone=alone)
     if environment is not None and environment.role == "server":
         raise UsageError(
-            f"server {environment.rank} is none of the ranks: an update rule that runs there makes no call of syncvar"
+            f"server {environment.rank} is none of the ranks: an update rule that runs there "
+            "makes no call of syncvar"
         )
     if alone and environment is not None and environment.world_size > 1:
         raise ConfigError(
-            f"sv.init(alone=True) contradicts SYNCVAR_RANK={environment.rank} and SYNCVAR_WORLD_SIZE={environment.world_size}: "
-            f"syncvar-launch has started this process with others. Leave alone=True out, or start the script with plain python"
+            f"sv.init(alone=True) contradicts SYNCVAR_RANK={environment.rank} and "
+            f"SYNCVAR_WORLD_SIZE={environment.world_size}: syncvar-launch has started this "
+            "process with others. Leave alone=True out, or start the script with plain python"
         )
     config = RuntimeConfig.from_mapping(environ).consistent()
     log_at(config.log_level)
-    keeper = 0 if environment is None else None  # of the roll: rank 0's process, or the launcher
-    if (
-        environment is None
-    ):  # syncvar-launch, which hands its settings on, has said so itself, and knows the exit codes
+    # rank whose process runs the rendezvous; None for the launcher
+    keeper = 0 if environment is None else None
+    if environment is None:  # syncvar-launch has warned already, and translates exit codes
         give_exit_codes()
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
     secret: bytes | None = None
     cards: MpiCards | None = None
     if environment is not None and not config.uses_mpi:
-        told_elsewhere(environ, environment)  # refuses a launcher that says otherwise
+        told_elsewhere(environ, environment)  # raises if another launcher contradicts
     elif environment is not None:
         raise ConfigError(
-            f"SYNCVAR_TRANSPORT={config.transport} contradicts SYNCVAR_RANK={environment.rank}: syncvar-launch starts no processes of MPI. "
-            f"Start the script with mpirun, or unset SYNCVAR_TRANSPORT"
+            f"SYNCVAR_TRANSPORT={config.transport} contradicts SYNCVAR_RANK={environment.rank}: "
+            "syncvar-launch starts no processes of MPI. Start the script with mpirun, or unset "
+            "SYNCVAR_TRANSPORT"
         )
     elif not (alone or is_meant_alone(environ)):
         told, cards = _told(config, environ)
@@ -99,7 +100,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
 def _told(
     config: RuntimeConfig, environ: Mapping[str, str]
 ) -> tuple[LaunchInfo | None, MpiCards | None]:
-    """Return who this process is by what MPI or another launcher says, and the cards of MPI; nothing where it is alone."""
+    """Return what MPI or another launcher says about this process, and MPI's key-value store."""
     if config.uses_mpi:
         from syncvar.bootstrap.mpi_rendezvous import join
 
@@ -121,16 +122,7 @@ def _wired(
     fabric: Fabric | None,
     keeper: int | None,
 ) -> ProcessContext:
-    """Return the context of a rank that has others, with its control channel, its transport and its host's shared memory.
-
-    Args:
-        environment: Who it is.
-        config: Deadlines and limits.
-        generation: Version of the membership.
-        keys: What its tcp links are protected by; None where nothing is.
-        fabric: Its end of MPI, where that is the transport.
-        keeper: The rank that keeps the roll; None for the launcher.
-    """
+    """Return the context of a rank with other ranks: control channel, transport and shared memory."""
     import zmq
 
     from syncvar.core.network import tcp_endpoint
@@ -139,7 +131,7 @@ def _wired(
 
     keep_freed_memory()
     outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
-    with contextlib.ExitStack() as undoing:  # where this process does not come into the job
+    with contextlib.ExitStack() as undoing:  # runs only if connecting fails
         zeromq: zmq.Context[Any] = zmq.Context()
         undoing.callback(zeromq.term)
         control = ZeromqControl(
@@ -178,7 +170,7 @@ def _wired(
 def _attach(
     environment: RankEnvironment, config: RuntimeConfig, generation: int
 ) -> SharedSegment | str:
-    """Return shared memory of this host, or in words why there is none."""
+    """Return the shared memory of this host, or the reason why there is none."""
     if not config.shares_memory:
         return f"SYNCVAR_TRANSPORT={config.transport} asks for it"
     if environment.local_world_size == 1:

@@ -1,4 +1,7 @@
-"""Context: one process's membership in one generation of a job, and what it owns for that."""
+"""`ProcessContext`.
+
+One process's membership in one generation of a job, and everything it owns for that.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
-__all__ = ["ProcessContext"]
-
 _WORLD = 0
 _ALONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
@@ -46,12 +47,12 @@ class ProcessContext:
     """One process's membership in one generation of a job.
 
     Args:
-        environment: Who this process is; None for a world of one.
+        environment: Identity of this process; None for a world of one.
         config: Deadlines and limits.
         transport: Not yet opened; None for a world of one.
         control: Channel to the launcher; None for a world of one.
         generation: Version of the membership.
-        shm: The memory shared with the ranks of this host, or in words why there is none.
+        shm: Shared memory of this host, or the reason why there is none.
     """
 
     def __init__(
@@ -73,21 +74,20 @@ class ProcessContext:
         self.is_closed = False
         self.is_forked = False
         self.process = os.getpid()
-        self.uneven: object | None = None  # the block of sv.uneven that the program is in
+        self.uneven: object | None = None  # the current block of sv.uneven
         self.extras: dict[
             str, Any
-        ] = {}  # what upper rooms keep per context: default strategy, names of variables
+        ] = {}  # state of higher rooms: default strategy, names of variables
         self._transport = transport
         self._control = control
-        self.is_kept_by_rank = False  # rank 0's process keeps the roll, where no launcher does
+        # rank 0's process runs the rendezvous, because there is no launcher
+        self.is_kept_by_rank = False
         self.ends_sockets: Callable[[], object] = lambda: (
             None
-        )  # after they are closed: where real ones were made
-        self._communicators: weakref.WeakSet[Communicator] = (
-            weakref.WeakSet()
-        )  # programs may make many
+        )  # terminates ZeroMQ after the sockets are closed
+        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self.engine: ProgressEngine | None = None
-        self.post: EndpointTable | None = None  # messages between ranks of this host
+        self.post: EndpointTable | None = None  # endpoints of messages between ranks of this host
         if config.trace:
             from syncvar.core.output_files import check_folder
 
@@ -116,14 +116,15 @@ class ProcessContext:
             )
         )
         self.hosts = HostMap((self.world_size,))
-        self._have_shm: frozenset[int] = frozenset()  # hosts whose ranks all see one
+        self._have_shm: frozenset[int] = frozenset()  # hosts on which all ranks have shared memory
         if transport is not None and control is not None:
             roll = answer_roll_call(me, config, transport, control, generation, self.without_shm)
             self.hosts = HostMap.of_places(roll["places"])
             if self.hosts.ranks(self.host_index) != self.local_ranks:
                 raise RendezvousError(
-                    f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its environment, and "
-                    f"{rank_list(self.hosts.ranks(self.host_index))} by what the others say"
+                    f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
+                    f"environment, and {rank_list(self.hosts.ranks(self.host_index))} by what the "
+                    "others say"
                 )
             missing = {self.hosts.host_of(rank) for rank in roll["without_shm"]}
             self._have_shm = frozenset(range(len(self.hosts.sizes))) - missing
@@ -132,7 +133,7 @@ class ProcessContext:
             }
             if (
                 without and self.shm is not None
-            ):  # one rank of a host that does not see it is enough
+            ):  # one rank without shared memory disables it for its host
                 self._release_shm()
                 rank, self.without_shm = next(iter(without.items()))
                 self.without_shm += f" (rank {rank})"
@@ -149,7 +150,8 @@ class ProcessContext:
             )
             if self._channels is not None:
                 self.post = EndpointTable(Boxes(self._channels), self.engine, config.window_bytes)
-            self.recorder.transport = self.transport  # the ring forgets
+            # also outside of the ring, which forgets old entries
+            self.recorder.transport = self.transport
             self.recorder.note("joined", self.transport)
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
         self.world = self.communicator(_WORLD, tuple(range(self.world_size)))
@@ -163,7 +165,10 @@ class ProcessContext:
             else ""
         )
         if self.shm is not None:
-            return f"shared memory: {self.local_world_size} ranks of this host share memory{between}; {told(self.config.call_runner)}"
+            return (
+                f"shared memory: {self.local_world_size} ranks of this host share "
+                f"memory{between}; {told(self.config.call_runner)}"
+            )
         return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_shm}{between}"
 
     def _release_shm(self) -> None:
@@ -174,19 +179,19 @@ class ProcessContext:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Ranks of the world on this host."""
+        """World ranks on this host."""
         first = self.rank - self.local_rank
         return tuple(range(first, first + self.local_world_size))
 
     def communicator(
         self, identity: int, members: tuple[int, ...], *, shares: bool = True
     ) -> Communicator:
-        """Make the calls of a group possible; every member must use the same identity.
+        """Create the communicator of a group; every member must use the same identity.
 
         Args:
-            identity: The same on all members.
-            members: Ranks of the world, in the group's order.
-            shares: Go through shared memory where all members see it; else over links.
+            identity: Number of the group, the same on all members.
+            members: World ranks, in the group's order.
+            shares: Use shared memory if all members have it; else use links only.
         """
         channel = None
         if (
@@ -208,12 +213,15 @@ class ProcessContext:
             hosts=self._hosts_of(identity, members) if shares else None,
         )
         made.is_pair = not shares
-        made.prepares = self.config.check_finite == "off"  # a persistent call looks at nothing
+        made.prepares = self.config.check_finite == "off"  # cached calls do not check values
         self._communicators.add(made)
         return made
 
     def _hosts_of(self, identity: int, members: tuple[int, ...]) -> GroupHosts | None:
-        """Return the hosts of a group that goes through the segments of several; the same answer on all its ranks."""
+        """Return the hosts of a group that uses the segments of several hosts.
+
+        The same on all its ranks.
+        """
         sizes = self.hosts.blocks(members)
         if self.rank not in members or sizes is None or len(sizes) == 1 or max(sizes) == 1:
             return None
@@ -231,9 +239,9 @@ class ProcessContext:
         return GroupHosts(sizes, Channel(self._channels, identity, mine))
 
     def groups_within(self, members: Collection[int]) -> list[Communicator]:
-        """Return the groups of some ranks that this one makes collective calls in, with others, in the order of their identities."""
+        """Return the groups of some ranks that make collective calls here, sorted by identity."""
         while True:
-            with contextlib.suppress(RuntimeError):  # another thread makes a group meanwhile
+            with contextlib.suppress(RuntimeError):  # another thread has added a group
                 made = list(self._communicators)
                 break
         found = [
@@ -251,7 +259,8 @@ class ProcessContext:
         """Raise UsageError inside a block of sv.uneven."""
         if self.uneven is not None:
             raise UsageError(
-                f"{what} inside `with sv.uneven():` is refused: a rank that has left its loop would not take part. Do it before the block"
+                f"{what} inside `with sv.uneven():` is refused: a rank that has left its loop "
+                "would not take part. Do it before the block"
             )
 
     def close(
@@ -264,12 +273,13 @@ class ProcessContext:
         """Leave the job.
 
         Args:
-            orderly: Finish what was started, say goodbye and flush. Otherwise just let go: the process is failing.
-            reason: Why it fails, for the flight record.
-            stack: Where its main thread was then, likewise; empty for where it is.
+            orderly: Complete started calls, announce the end and flush; otherwise release
+                everything at once.
+            reason: Reason of a failure, for the flight record.
+            stack: Stack of the main thread, for the flight record; empty for the current one.
 
         Raises:
-            SyncvarError: A started call that nobody waited for had failed.
+            SyncvarError: An asynchronous call that was not waited for had failed.
         """
         if self.is_closed:
             return
@@ -300,7 +310,8 @@ class ProcessContext:
                 and not orderly
                 and engine.failure is None
             ):
-                self._control.send(pack_message("failed", reason=reason))  # a launcher would see it
+                # a launcher would notice it by itself
+                self._control.send(pack_message("failed", reason=reason))
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
             if self._control is not None:
@@ -312,7 +323,7 @@ class ProcessContext:
             raise error
 
     def _warn_of_own_messages(self) -> None:
-        """Name the messages that this rank has sent to itself and not received."""
+        """Warn of messages that this rank has sent to itself and not received."""
         for one in list(self._communicators):
             for tag, waiting in list(one.own_messages.items()):
                 missing = sum(isinstance(message, tuple) for message in list(waiting))
@@ -321,17 +332,17 @@ class ProcessContext:
                     _log.warning("%s", unreceived_text(self.rank, count, missing))
 
     def disown(self) -> UsageError:
-        """Become unusable, since this process is a forked copy of the one that joined; return what its calls raise from now on."""
+        """Become unusable in a forked copy; return the error of all later calls."""
         failure = UsageError(
-            f"this process was forked from rank {self.rank} (process {self.process}) after it had joined the job; a "
-            f"copy cannot take part. Fork before sv.init(), or start children with subprocess or "
-            f"multiprocessing's 'spawn' method"
+            f"this process was forked from rank {self.rank} (process {self.process}) after it had "
+            "joined the job; a copy cannot take part. Fork before sv.init(), or start children "
+            "with subprocess or multiprocessing's 'spawn' method"
         )
         if self.engine is not None:
             self.engine.disown(failure)
         for communicator in self._communicators:
             communicator.disown(failure)
         self.is_forked = True
-        self.shm = None  # the memory is the parent's; what lies in it is copied when it is written
+        self.shm = None  # the mapping belongs to the parent; writes copy pages
         self.is_closed = True
         return failure

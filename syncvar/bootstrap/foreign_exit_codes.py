@@ -1,4 +1,4 @@
-"""The exit codes of processes that another launcher has started: those of syncvar-launch."""
+"""Gives processes of other launchers the exit codes of syncvar-launch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
     from syncvar.core.fork_cleanup import ExceptionHook
 
-__all__ = ["give_exit_codes"]
-
 _before: list[ExceptionHook] = []  # at most one
 
 
 def give_exit_codes() -> None:
-    """Give this process the exit code of an error of syncvar that ends it, by `sys.excepthook`.
+    """Set the exit code of this process for uncaught errors of syncvar, by `sys.excepthook`.
 
-    The hook that was there before runs first.
+    The previous hook runs first.
     """
     if not _before:
         _before.append(hook_exceptions(_end))

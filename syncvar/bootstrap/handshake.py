@@ -1,6 +1,8 @@
-"""The roll call: a rank tells that it has come, and what has to be alike in all; it hears who the others are and where.
+"""The handshake of a rank.
 
-Whoever keeps the roll, the launcher or rank 0's process, decides it; see `protocol/membership.py`.
+It announces itself and its versions, and receives the members and their addresses.
+
+The launcher, or rank 0's process, decides; see `protocol/membership.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +25,12 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.base import Control, Transport
 
-__all__ = ["answer_roll_call", "likeness"]
-
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
 _OF_THE_LAST = (
     "left",
     "verdict",
-)  # who joins anew is told still of ranks that leave the generation that it has left
+)  # a rank that joins again may still receive news of its last generation
 
 
 def answer_roll_call(
@@ -41,10 +41,10 @@ def answer_roll_call(
     generation: int,
     without_shm: str,
 ) -> Message:
-    """Join the roll call; open the transport when all have come.
+    """Join the handshake; open the transport when all ranks have come.
 
     Returns:
-        The roll: among others, host and place of each rank, and why those ranks that have no shared memory have none.
+        The answer: host and place of each rank, reasons of ranks without shared memory, and more.
     """
     control.send(
         pack_message(
@@ -63,7 +63,8 @@ def answer_roll_call(
             },
         )
     )
-    # The launcher decides when the roll call has failed; this limit only guards against a launcher that is stuck.
+    # The launcher decides when the handshake has failed; this limit only guards against a stuck
+    # launcher.
     limit_s = config.rendezvous_timeout_s + 10.0
     began, has_said = time.monotonic(), False
     deadline = began + limit_s
@@ -95,7 +96,7 @@ def answer_roll_call(
 
 
 def _say_that_it_waits(environment: RankEnvironment, control: Control, waited_s: float) -> None:
-    """Log that this rank waits, unless the launcher or the keeper of the roll names the missing ranks on this host."""
+    """Log that this rank waits, unless another process on this host names the missing ranks."""
     if control.keeper not in (None, environment.rank) and environment.local_rank == 0:
         _log.warning(
             "rank %d has waited %.0f s for the others at %s, where rank %d keeps the roll",
@@ -107,22 +108,23 @@ def _say_that_it_waits(environment: RankEnvironment, control: Control, waited_s:
 
 
 def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -> str:
-    """Say that nobody answered the roll call, and what to look at."""
+    """Return the error text for a handshake without answer."""
     rank, place = environment.rank, environment.rendezvous
     if control.keeper is None:
         return f"syncvar-launch did not answer rank {rank} at {place} within {limit_s:g} s"
     hosts = f"{environment.host_count} host{'s' * (environment.host_count != 1)}"
     return (
         f"rank {control.keeper} did not answer rank {rank} at {place} within {limit_s:g} s: no "
-        f"syncvar-launch started these ranks, so they meet in the process of rank {control.keeper}. "
-        "Check that it runs, that this host reaches the address, and that all ranks have the same "
-        f"variables: rank {rank} reads from its own that {environment.world_size} ranks run on "
-        f"{hosts}, {environment.local_world_size} of them on this one"
+        "syncvar-launch started these ranks, so they meet in the process of rank "
+        f"{control.keeper}. Check that it runs, that this host reaches the address, and that all "
+        f"ranks have the same variables: rank {rank} reads from its own that "
+        f"{environment.world_size} ranks run on {hosts}, {environment.local_world_size} of them "
+        "on this one"
     )
 
 
 def likeness(config: RuntimeConfig) -> dict[str, int | str]:
-    """Return package, interpreter, NumPy, script and the settings that all ranks must have alike.
+    """Return versions, script and settings that must be equal on all ranks.
 
     Cost: reading the script, some 50 us.
     """
@@ -131,7 +133,7 @@ def likeness(config: RuntimeConfig) -> dict[str, int | str]:
         "byte_order": sys.byteorder,
         "syncvar": sys.modules[
             "syncvar"
-        ].__version__,  # an import of the package from here would be a circle
+        ].__version__,  # importing the package here would be circular
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "numpy": ".".join(np.__version__.split(".")[:2]),
         "script": _script(),
@@ -140,13 +142,11 @@ def likeness(config: RuntimeConfig) -> dict[str, int | str]:
 
 
 def _script() -> str:
-    """Return name and digest of the file that runs as `__main__`; empty where there is none, or it cannot be read."""
-    import hashlib  # not before ranks meet: the package is imported sooner without it
+    """Return name and digest of the file that runs as `__main__`; empty if there is none."""
+    import hashlib  # imported late: it slows down importing the package
 
     path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not isinstance(path, str) or not os.path.isfile(
-        path
-    ):  # of a pipe nothing is left to be read
+    if not isinstance(path, str) or not os.path.isfile(path):  # a pipe has been read already
         return ""
     try:
         with open(path, "rb") as file:

@@ -1,4 +1,7 @@
-"""What the first rank of a host serves where syncvar-launch has not started the ranks: the host's shared memory; rank 0 also keeps the roll."""
+"""Services of a host's first rank in jobs without syncvar-launch.
+
+They are the host's shared memory and, on rank 0, the rendezvous.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,8 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.launch_env.base import LaunchInfo
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["READY", "HostService"]
-
 READY = "ready"
-"""A file in the private folder: what is served there can be asked for."""
+"""File in the private folder that says that the services are up."""
 
 _PAUSE_S = 0.02
 _LOOK_MS = 200
@@ -36,19 +37,19 @@ _ENDED = "its process ended without leaving"
 
 
 class HostService:
-    """Serves in a thread of its own, until `end`, which the end of the process calls too.
+    """Serves in a thread until `end`, which also runs when the process ends.
 
     Args:
         directory: The private folder.
-        told: Who this process is.
-        endpoint: Where rank 0 keeps the roll; the system may choose its port.
+        told: Identity of this process.
+        endpoint: Address of the rendezvous on rank 0; the system may choose its port.
         config: Deadlines and limits.
-        job_id: The job's identity.
-        secret: The job's.
-        cards: What rank 0 removes when all have come; None where they have not met by cards.
+        job_id: Identity of the job.
+        secret: Secret of the job.
+        cards: Key-value store that rank 0 removes when all ranks have come; None without one.
 
     Attributes:
-        store: Keeps the roll; None but at rank 0.
+        store: The rendezvous server; None except on rank 0.
     """
 
     def __init__(
@@ -92,19 +93,20 @@ class HostService:
             raise
         finally:
             os.umask(umask)
-        # A host of one rank, or one without shared memory, is served nothing: a poll of nothing would not wait, and a
-        # thread that never waits takes the interpreter's lock from the calls.
+        # Without services there is no thread: polling nothing would not wait, and take the GIL
+        # from calls.
         if self.store is not None or self._handing is not None:
             self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
             self._thread.start()
         (directory.path / READY).touch()
-        register_exit(self.end)  # registered before the context's: it runs after that has left
+        register_exit(self.end)  # registered before the context's, so it runs after it
 
     def end(self, patience_s: float | None = None) -> None:
-        """Serve until the others have left, then end. A rank that fails tells them.
+        """Serve until the other ranks have left, then end. A failing rank informs them.
 
         Args:
-            patience_s: Longest wait for the others, in seconds; None for what suits the end of a process.
+            patience_s: Longest wait for the others, in seconds; None for the default at the end of
+                a process.
         """
         if os.getpid() != self._process:
             return
@@ -120,7 +122,7 @@ class HostService:
         self._close()
 
     def _others(self, store: RendezvousServer) -> set[int]:
-        """Return the others who have joined and have neither left nor been lost, to anybody."""
+        """Return the other ranks that have joined, and have neither left nor failed."""
         coordinator = store.coordinator
         return (
             set(coordinator.roll.members)
@@ -151,15 +153,13 @@ class HostService:
                 _warn(handing.take_said())
 
     def _keep_roll(self, store: RendezvousServer, ended: list[int], now: float) -> None:
-        """Handle what has come for the roll, and the ends of processes and of channels; `ended` are descriptors."""
+        """Handle messages of the rendezvous and ended processes; `ended` are descriptors."""
         store.serve(now)
         coordinator = store.coordinator
         for (
             rank,
             member,
-        ) in (
-            coordinator.roll.members.items()
-        ):  # nobody else tells how the processes of this host end
+        ) in coordinator.roll.members.items():  # no launcher watches the processes of this host
             if (
                 member.host_index == self._told.host_index
                 and rank != self._told.rank
@@ -173,7 +173,7 @@ class HostService:
             self._cards = None
         for rank, reason in store.take_lost(
             now
-        ).items():  # while the ranks meet, and when this one has left, no link tells of them
+        ).items():  # no link reports these during the handshake, or after this rank has left
             is_member = rank in coordinator.roll.members and rank not in coordinator.left
             if rank != self._told.rank and (is_member or rank in coordinator.next_roll.members):
                 store.ended(rank, reason, now)
@@ -208,7 +208,7 @@ class HostService:
             linger_s = 0.0
             if self._ends.is_set() and self._others(
                 self.store
-            ):  # they hear it before the store is gone
+            ):  # inform them before the server closes
                 self.store.ended(self._told.rank, failure_in_words() or _ENDED, time.monotonic())
                 linger_s = self._config.shutdown_timeout_s
             self.store.close(linger_s)

@@ -1,22 +1,12 @@
-"""Who this process is. Each function joins the job first, if that has not happened."""
+"""Rank, size and host of this process. Each function joins the job first, if necessary."""
 
 from __future__ import annotations
 
 from syncvar.bootstrap.process import current
 
-__all__ = [
-    "host_count",
-    "host_index",
-    "local_rank",
-    "local_world_size",
-    "rank",
-    "restart_count",
-    "world_size",
-]
-
 
 def rank() -> int:
-    """Return this process's rank in the world, 0 without a launcher.
+    """Return this process's rank in the world; 0 without a launcher.
 
     Example:
         >>> import syncvar as sv
@@ -27,7 +17,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks in the world, 1 without a launcher.
+    """Return the number of ranks in the world; 1 without a launcher.
 
     Example:
         >>> import syncvar as sv
@@ -58,11 +48,13 @@ def host_count() -> int:
 
 
 def restart_count() -> int:
-    """Return how often this job's workers have been started again before, 0 in the first run and without a launcher.
+    """Return how often this job's workers have been restarted; 0 in the first run.
 
-    `syncvar-launch --max-restarts` starts all workers again when one is lost, and so do torchrun, a
-    requeue of Slurm and a JobSet; only checkpoints survive that. An Indexed Job of Kubernetes does
-    not tell its pods, so the number stays 0 there. The same on every rank.
+    Equal on all ranks.
+
+    `syncvar-launch --max-restarts` restarts all workers when one fails. So do torchrun, a requeue
+    of Slurm and a JobSet. Only checkpoints survive a restart. An Indexed Job of Kubernetes does not
+    count its restarts, so the number stays 0.
 
     Example:
         >>> import syncvar as sv

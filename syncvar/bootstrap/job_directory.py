@@ -1,4 +1,7 @@
-"""The private directory of a job: unpredictable name, mode 0700, locked while the job lives, swept when stale."""
+"""The private directory of a job.
+
+Random name, mode 0700, locked while the job lives, removed when stale.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,8 @@ from syncvar.core.private_files import make_private_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["MEETING", "JobDirectory", "base_directory", "holders_of_meetings", "runtime_directory"]
-
 MEETING = "m"
-"""The names of directories begin so in which ranks meet that no launcher of ours has started; random names have other letters."""
+"""Prefix of directories of jobs without syncvar-launch; random names are hexadecimal."""
 
 _SOCKET_NAME_MAX = 24
 _DIRECTORY_NAME_MAX = 9
@@ -29,16 +30,16 @@ _UNIX_PATH_MAX = 107
 _LAST_RESORT = "/tmp"  # noqa: S108  (base_directory checks what is made there)
 _LOCK_LIMIT_S = 60.0
 _LOCK_NOTICE_S = 5.0
-_LOCK_PAUSE_S, _LOCK_PAUSE_S_MAX = 0.001, 0.05  # most hold it for less than the first
+_LOCK_PAUSE_S, _LOCK_PAUSE_S_MAX = 0.001, 0.05
 
 _log = logging.getLogger("syncvar")
 
 
 def runtime_directory(environ: Mapping[str, str]) -> tuple[Path, bool]:
-    """Return the folder for what lives as long as a job, and whether it is meant for this user alone.
+    """Return the folder for files of running jobs, and whether it is private to this user.
 
-    It is the first of XDG_RUNTIME_DIR, TMPDIR and /tmp that exists, that this user may write to, and that is short enough
-    for the paths of sockets in it.
+    It is the first of XDG_RUNTIME_DIR, TMPDIR and /tmp that is writable, and short enough for
+    socket paths.
     """
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         path, is_private = environ.get(name, ""), name == "XDG_RUNTIME_DIR"
@@ -60,10 +61,10 @@ def _is_short_enough(base: Path) -> bool:
 
 
 def base_directory(environ: Mapping[str, str]) -> Path:
-    """Return the folder that holds the private directories of this user's jobs, made and checked.
+    """Return the checked folder that holds the private directories of this user's jobs.
 
     Raises:
-        ConfigError: It belongs to somebody else, others can write to it, or it cannot be made.
+        ConfigError: It belongs to another user, others can write to it, or it cannot be created.
     """
     parent, is_private = runtime_directory(environ)
     base = _base(parent, is_private=is_private)
@@ -74,15 +75,16 @@ def base_directory(environ: Mapping[str, str]) -> Path:
 
 
 class JobDirectory:
-    """The private directory of one job; made on entry, removed by `remove`.
+    """The private directory of one job; created here, removed by `remove`.
 
     Args:
-        environ: Where XDG_RUNTIME_DIR or TMPDIR say what to use.
-        name: What it is called, where processes have to find it that nobody tells; None for a random name.
-        waits: Called again and again while another process holds the lock of the runtime directory; it may raise.
+        environ: Environment variables: XDG_RUNTIME_DIR or TMPDIR.
+        name: Name that other processes can derive; None for a random name.
+        waits: Called repeatedly while another process holds the lock of the runtime directory; may
+            raise.
 
     Raises:
-        ConfigError: It cannot be made; a named one may be another job's. Or another process holds the lock for 60 s.
+        ConfigError: It cannot be created, or another process holds the lock for 60 s.
     """
 
     def __init__(
@@ -109,15 +111,15 @@ class JobDirectory:
 
     @staticmethod
     def find(environ: Mapping[str, str], name: str) -> Path | None:
-        """Return the directory of a job that is alive, by its name; None where there is none yet."""
+        """Return the directory of a running job by its name; None if there is none."""
         base = base_directory(environ)
         with contextlib.suppress(OSError), _guarded(base):
             if _is_held(base / name):
                 return base / name
-        return None  # or it is left over by a job that is gone
+        return None  # absent, or left over by a dead job
 
     def remove(self) -> None:
-        """Remove the directory with everything in it. Idempotent."""
+        """Remove the directory with its contents. Idempotent."""
         if self.lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
@@ -125,11 +127,7 @@ class JobDirectory:
 
 
 def holders_of_meetings(base: Path) -> list[str]:
-    """Return in words which processes hold the directories of jobs that run and that no launcher of ours has started.
-
-    Args:
-        base: As `base_directory` returns it; it need not exist.
-    """
+    """Return which processes hold directories of running jobs without syncvar-launch."""
     holders = []
     with contextlib.suppress(OSError, ConfigError), _guarded(base):
         for entry in sorted(base.glob(f"{MEETING}*")):
@@ -142,7 +140,7 @@ def holders_of_meetings(base: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _guarded(base: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
-    """Keep others from making, finding or removing directories of jobs."""
+    """Prevent other processes from creating, finding or removing job directories."""
     guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _await_lock(guard, base / ".lock", waits)
@@ -152,7 +150,7 @@ def _guarded(base: Path, waits: Callable[[], None] | None = None) -> Iterator[No
 
 
 def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> None:
-    """Take a lock. After a while, say who holds it; at last, give up.
+    """Take a lock; warn after a while, and give up at last.
 
     Raises:
         ConfigError: Another process has held it for too long.
@@ -165,8 +163,9 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
         waited_s = time.monotonic() - began
         if waited_s >= _LOCK_LIMIT_S:
             raise ConfigError(
-                f"process {os.getpid()} has waited {waited_s:.0f} s for the lock {path}, which {_holder(guard)} holds: end that "
-                f"process if it does not go on, or set XDG_RUNTIME_DIR to another private folder"
+                f"process {os.getpid()} has waited {waited_s:.0f} s for the lock {path}, which "
+                f"{_holder(guard)} holds: end that process if it does not go on, or set "
+                "XDG_RUNTIME_DIR to another private folder"
             )
         if waited_s >= _LOCK_NOTICE_S and not has_said:
             has_said = True
@@ -183,7 +182,7 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
 
 
 def _holder(descriptor: int) -> str:
-    """Return which process holds the lock of a file, in words."""
+    """Return the process that holds the lock of a file."""
     status = os.fstat(descriptor)
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with contextlib.suppress(OSError):
@@ -195,11 +194,7 @@ def _holder(descriptor: int) -> str:
 
 
 def _is_held(directory: Path) -> bool:
-    """Return whether the job of a directory is alive: it holds the lock. The caller holds the base's lock.
-
-    Raises:
-        OSError: That cannot be found out.
-    """
+    """Return whether the job of a directory is alive. The caller holds the base's lock."""
     try:
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -214,7 +209,7 @@ def _is_held(directory: Path) -> bool:
 
 
 def _sweep(base: Path) -> int:
-    """Remove directories of jobs that are gone; return how many there were. The caller holds the base's lock."""
+    """Remove directories of dead jobs; return their number. The caller holds the base's lock."""
     swept = 0
     for entry in base.iterdir():
         with contextlib.suppress(OSError):

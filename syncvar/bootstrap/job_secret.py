@@ -1,4 +1,4 @@
-"""The job's secret, as this process was handed it: by an inherited descriptor, a file, or, at last, a variable."""
+"""Reads the secret of the job: from an inherited descriptor, a file or a variable."""
 
 from __future__ import annotations
 
@@ -17,34 +17,30 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
-__all__ = ["job_secret", "keys_of", "secret_of_file"]
-
 _DESCRIPTOR, _FILE, _VARIABLE = PREFIX + "KEY_FD", PREFIX + "KEY_FILE", PREFIX + "KEY"
 _FILE_MAX = 1024
-_kept: dict[str, bytes] = {}  # by variable and its text: a process joins again after `shutdown`
+_secrets: dict[str, bytes] = {}  # by variable and value: a process joins again after `shutdown`
 
 
 def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
-    """Return the job's secret, or None where this process was given none.
+    """Return the job's secret, or None if this process has none.
 
-    The variable that holds it is removed, so that children and dumps of the environment do not have it.
-
-    Args:
-        environ: `os.environ`.
+    The variable that holds the secret is removed, so that child processes and dumps do not contain
+    it.
 
     Raises:
-        ConfigError: It cannot be read, or others may read it.
+        ConfigError: It cannot be read, or other users may read it.
     """
     text = environ.pop(_VARIABLE, None)
     if text is not None:
-        _kept[_VARIABLE] = parse_key(text, _VARIABLE)
+        _secrets[_VARIABLE] = parse_key(text, _VARIABLE)
     for name, read in ((_DESCRIPTOR, _of_descriptor), (_FILE, _of_file)):
         if name in environ:
             place = f"{name}={environ[name]}"
-            if place not in _kept:
-                _kept[place] = read(environ[name])
-            return _kept[place]
-    return _kept.get(_VARIABLE)
+            if place not in _secrets:
+                _secrets[place] = read(environ[name])
+            return _secrets[place]
+    return _secrets.get(_VARIABLE)
 
 
 def keys_of(
@@ -53,28 +49,23 @@ def keys_of(
     environ: MutableMapping[str, str],
     secret: bytes | None = None,
 ) -> LinkKeys | None:
-    """Return what the tcp links of a process are protected by; None where it has none, or they are not to be protected.
-
-    Args:
-        environment: Who it is.
-        config: Whether links between hosts are protected.
-        environ: `os.environ`, for `job_secret`.
-        secret: The job's, where that is known already.
+    """Return the keys of this process's TCP links; None without TCP links or encryption.
 
     Raises:
-        ConfigError: It is to speak with other hosts, and was handed no secret.
+        ConfigError: The process has TCP links but no secret.
     """
     if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
         return None
     secret = (
         job_secret(environ) if secret is None else secret
-    )  # whether it is needed or not: no child is to have it
+    )  # always read it, because that removes the variable
     if config.encryption == "off":
         return None
     if secret is None:
         raise ConfigError(
-            f"{environment.role.replace('worker', 'rank')} {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, "
-            f"SYNCVAR_KEY_FILE or SYNCVAR_KEY): start the script with syncvar-launch"
+            f"{environment.role.replace('worker', 'rank')} {environment.rank} communicates with "
+            "other hosts, but has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE or SYNCVAR_KEY): "
+            "start the script with syncvar-launch"
         )
     from syncvar.transports.curve import link_keys
 
@@ -102,14 +93,14 @@ def _of_file(path: str) -> bytes:
 
 
 def secret_of_file(path: str, shown: str) -> bytes:
-    """Return the secret that a file holds.
+    """Return the secret in a file.
 
     Args:
         path: The file.
-        shown: What named it, for messages: the variable or option, with what stands before its value.
+        shown: Text before the path in messages, for instance the variable that named it.
 
     Raises:
-        ConfigError: It cannot be read, holds no secret, or others may read it.
+        ConfigError: It cannot be read, holds no secret, or other users may read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,9 +1,8 @@
-"""Cards: small texts by which ranks of several hosts meet where nobody has said at which port of rank 0.
+"""Key-value stores through which ranks of several hosts find rank 0, if no port is configured.
 
-The first rank of each host puts down a card with its host's name and size, and rank 0 one that says where it listens and
-what the job's secret is. Two places serve. The process manager of MPICH and its like, and of Flux, keeps cards by the
-protocol of PMI 1.1 (Flux RFC 13 writes it down), on a descriptor that each process has inherited. Elsewhere it is a folder
-of the user's alone that all hosts have, as a home is on a cluster, named after the run; rank 0 removes it when all have come.
+The first rank of each host puts an entry with its host's name and size. Rank 0 puts one with its
+address and the secret. `ProcessManager` uses PMI 1.1 (Flux RFC 13; MPICH, Flux) on an inherited
+descriptor. `FolderStore` uses a private folder that all hosts see, named after the run.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.launch_env.base import LaunchInfo
 
-__all__ = ["FolderStore", "KeyValueStore", "ProcessManager", "shared_folder"]
-
 _VARIABLE = "SYNCVAR_RENDEZVOUS_DIR"
 _WHAT = "folder in which the ranks meet"
 _REMEDY = f"set {_VARIABLE} to a folder that all hosts have, and in which you may make one"
@@ -42,13 +39,10 @@ _LINE_MAX = 4096
 
 
 def shared_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of this user alone that all hosts have, made and checked.
-
-    Args:
-        environ: Where SYNCVAR_RENDEZVOUS_DIR, or HOME, say where it is.
+    """Return the checked private folder that all hosts see.
 
     Raises:
-        ConfigError: It is not of this user alone, or cannot be made.
+        ConfigError: It is not private to this user, or cannot be created.
     """
     given = environ.get(_VARIABLE, "")
     path = (
@@ -61,40 +55,38 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
 
 
 class KeyValueStore:
-    """Where cards are put down and read: what the places have in common, of which each gives what it does otherwise."""
+    """A store for small texts; subclasses define where they are."""
 
     def placed(self, told: LaunchInfo) -> LaunchInfo:
-        """Return what is told of this rank, with what this place knows of its host."""
+        """Add what the store knows about the hosts to the identity of this rank."""
         return told
 
     def put(self, key: str, text: str) -> None:
-        """Put a card down, for all to read after the next `turn`."""
+        """Put an entry that all ranks can read after the next `turn`."""
         raise NotImplementedError
 
     def read(self, key: str, whose: str) -> str:
-        """Return a card, waiting for it if need be; `whose` says in messages who was to put it down."""
+        """Return an entry; wait for it if necessary.
+
+        `whose` names the rank that puts it, for messages.
+        """
         raise NotImplementedError
 
     def turn(self) -> None:
-        """Wait until all ranks have put down what they had to."""
+        """Wait until all ranks have put their entries."""
 
     def done(self) -> None:
-        """Note that this rank has read what it needs."""
+        """Declare that this rank has read what it needs."""
 
     def remove(self) -> None:
-        """Remove the cards: all ranks have met. Rank 0 does this. Idempotent."""
+        """Remove the entries; rank 0 calls this when all ranks have met. Idempotent."""
 
 
 class FolderStore(KeyValueStore):
-    """Cards as files: who reads one waits for it, so that there are no turns.
-
-    Args:
-        environ: Where SYNCVAR_RENDEZVOUS_DIR, or HOME, say which folder all hosts have.
-        run: What tells the run from others.
-        timeout_s: Longest wait for a card, in seconds.
+    """Entries as files. Readers wait for a file, so there are no turns.
 
     Raises:
-        ConfigError: The folder is not of this user alone, or cannot be made.
+        ConfigError: The folder is not private to this user, or cannot be created.
     """
 
     def __init__(self, environ: Mapping[str, str], run: str, timeout_s: float) -> None:
@@ -106,9 +98,7 @@ class FolderStore(KeyValueStore):
         make_private_folder(self._path, _WHAT, _REMEDY)
         with contextlib.suppress(OSError):
             now = self._path.lstat().st_mtime
-            for (
-                other
-            ) in self._path.parent.iterdir():  # of runs that were killed before they had met
+            for other in self._path.parent.iterdir():  # left over by runs that were killed
                 if (
                     now - other.lstat().st_mtime > _STALE_S
                     and other.is_dir()
@@ -117,14 +107,14 @@ class FolderStore(KeyValueStore):
                     shutil.rmtree(other)
 
     def put(self, key: str, text: str) -> None:
-        """Put a card down: it is there whole, or not."""
+        """Put an entry atomically."""
         write_file(self._path, key, text, PRIVATE)
 
     def read(self, key: str, whose: str) -> str:
-        """Return a card, once it is there."""
+        """Return an entry once it exists."""
         while True:
             with contextlib.suppress(OSError):
-                os.listdir(self._path)  # a folder of another machine is looked at anew only by this
+                os.listdir(self._path)  # refreshes the cache of a network file system
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(self._path / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 with os.fdopen(descriptor, "rb") as file:
@@ -134,8 +124,10 @@ class FolderStore(KeyValueStore):
                     return file.read(_CARD_MAX).decode("ascii", "replace")
             if time.monotonic() > self._until:
                 raise RendezvousError(
-                    f"{whose} has put nothing down in {self._path} for {self._timeout_s:g} s; do all ranks run, and do all hosts have "
-                    f"this folder? {_VARIABLE} names another; or set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host, and SYNCVAR_KEY_FILE"
+                    f"{whose} has put nothing down in {self._path} for {self._timeout_s:g} s; do "
+                    f"all ranks run, and do all hosts have this folder? {_VARIABLE} names "
+                    "another; or set MASTER_ADDR and MASTER_PORT to a free port of rank 0's "
+                    "host, and SYNCVAR_KEY_FILE"
                 )
             time.sleep(_PAUSE_S)
 
@@ -145,22 +137,18 @@ class FolderStore(KeyValueStore):
 
 
 class ProcessManager(KeyValueStore):
-    """Cards that the process manager keeps, and forgets with the run.
+    """Entries that the process manager keeps for the run, over PMI 1.1.
 
-    The descriptor is also that of an MPI library in this process, before and after: nothing of it is changed. A process
-    that ends without a last word counts as crashed, and all others are killed: so may one that has not met them, for they
-    would wait. Where an MPI library is in use it is the library that says the last word.
-
-    Args:
-        environ: PMI_FD says which descriptor.
-        timeout_s: Longest wait for an answer, in seconds.
+    An MPI library in this process may use the same descriptor, so nothing of it is changed. A
+    process that ends without `finalize` counts as crashed, and the manager kills all others. If an
+    MPI library is in use, it sends `finalize`.
 
     Attributes:
-        name: What the process manager calls this run.
+        name: The process manager's name of this run.
 
     Raises:
-        ConfigError: There is no such descriptor in this process.
-        RendezvousError: No answer came, or one that cannot be understood.
+        ConfigError: This process has no such descriptor.
+        RendezvousError: No answer came, or one that cannot be parsed.
     """
 
     def __init__(self, environ: Mapping[str, str], timeout_s: float) -> None:
@@ -174,24 +162,26 @@ class ProcessManager(KeyValueStore):
             is_socket = False
         if not is_socket:
             raise ConfigError(
-                f"PMI_FD={text} is no socket of this process: mpiexec has started another one, which started this. Let mpiexec start this one, "
-                f"keep the descriptor open (close_fds=False), or set SYNCVAR_WORLD_SIZE=1 where this process is alone on purpose"
+                f"PMI_FD={text} is no socket of this process: mpiexec has started another one, "
+                "which started this. Let mpiexec start this one, keep the descriptor open "
+                "(close_fds=False), or set SYNCVAR_WORLD_SIZE=1 where this process is alone on "
+                "purpose"
             )
         self._process = os.getpid()
         self.name = self._ask("get_my_kvsname", "my_kvsname")["kvsname"]
 
     def put(self, key: str, text: str) -> None:
-        """Put a card down."""
+        """Put an entry."""
         self._ask(
             f"put kvsname={self.name} key=syncvar-{key} value={text.encode().hex()}", "put_result"
         )
 
     def turn(self) -> None:
-        """Wait until all ranks have come as far."""
+        """Wait until all ranks have come here."""
         self._ask("barrier_in", "barrier_out")
 
     def read(self, key: str, whose: str) -> str:
-        """Return a card that was put down before the last turn."""
+        """Return an entry that was put before the last turn."""
         try:
             return bytes.fromhex(
                 self._ask(f"get kvsname={self.name} key=syncvar-{key}", "get_result")["value"]
@@ -202,7 +192,7 @@ class ProcessManager(KeyValueStore):
             ) from error
 
     def placed(self, told: LaunchInfo) -> LaunchInfo:
-        """Return what is told of this rank, with what the process manager says of the hosts, and of which run it is.
+        """Add the hosts, as the process manager knows them, to the identity of this rank.
 
         Raises:
             ConfigError: The ranks of a host do not follow each other.
@@ -220,17 +210,17 @@ class ProcessManager(KeyValueStore):
         return told._replace(run=f"{told.run} {self.name}")
 
     def done(self) -> None:
-        """Note that this rank may end without the others."""
+        """Declare that this rank may end without the others."""
         register_exit(self._finish)
 
     def _finish(self) -> None:
-        # Where this process fails, the others are to be ended, wherever they are.
+        # If this process fails, the manager should end the others.
         if os.getpid() == self._process and not is_failing() and not _is_mpi_in_use():
             with contextlib.suppress(RendezvousError):
                 self._ask("finalize", "finalize_ack")
 
     def _ask(self, words: str, kind: str) -> dict[str, str]:
-        """Send a request, and return the fields of its answer."""
+        """Send a request and return the fields of its answer."""
         until = time.monotonic() + self._timeout_s
         line = f"cmd={words}\n".encode()
         try:
@@ -239,7 +229,8 @@ class ProcessManager(KeyValueStore):
             answer = self._line(until)
         except OSError as error:
             raise RendezvousError(
-                f"the process manager (PMI_FD={self._descriptor}) is not to be spoken to: {error.strerror}"
+                f"the process manager (PMI_FD={self._descriptor}) is not to be spoken to: "
+                f"{error.strerror}"
             ) from error
         fields = dict(part.partition("=")[::2] for part in answer.split())
         if fields.get("cmd") != kind or fields.get("rc", "0") != "0":
@@ -255,9 +246,10 @@ class ProcessManager(KeyValueStore):
             left_s = until - time.monotonic()
             if left_s <= 0 or not poller.poll(left_s * 1000):
                 raise RendezvousError(
-                    f"the process manager (PMI_FD={self._descriptor}) has not answered for {self._timeout_s:g} s: do all ranks come to sv.init()?"
+                    f"the process manager (PMI_FD={self._descriptor}) has not answered for "
+                    f"{self._timeout_s:g} s: do all ranks come to sv.init()?"
                 )
-            more = os.read(self._descriptor, _LINE_MAX)  # no more comes than was asked for
+            more = os.read(self._descriptor, _LINE_MAX)
             if not more or len(self._rest) > _LINE_MAX:
                 raise RendezvousError(
                     f"the process manager (PMI_FD={self._descriptor}) is gone, or not understood"
@@ -268,7 +260,10 @@ class ProcessManager(KeyValueStore):
 
 
 def _is_mpi_in_use() -> bool:
-    """Return whether an MPI library of this process has begun: it will end, or has ended, what it has with the process manager."""
+    """Return whether an MPI library of this process is initialized.
+
+    It then finalizes PMI itself.
+    """
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
         paths = {line.split(maxsplit=5)[-1].strip() for line in lines if "/libmpi" in line}
     for path in paths:

@@ -1,7 +1,9 @@
-"""Meeting by MPI: processes that an mpirun has started learn from the MPI library itself who they are and who is on their host.
+"""Rendezvous by MPI.
 
-What else they tell each other are the cards of `meeting`, handed round by collectives of MPI. From then on rank 0 keeps the roll
-over its own channel: it tells of a rank that ends, which MPI does not.
+Processes that mpirun has started learn their ranks and hosts from the MPI library.
+
+They exchange key-value entries by MPI collectives. Afterwards rank 0 runs the rendezvous server
+over its own channel, because MPI does not report ended ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +32,16 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["MpiCards", "join"]
-
 _RECORD_NBYTES = 4096
 _REMEDY = "Let mpirun fill host after host: --map-by slot (Open MPI), -ppn N or host:N (MPICH)"
-_kept: list[MpiCards] = []  # at most one: a process joins again after `shutdown`
+_joined: list[MpiCards] = []  # at most one: a process joins again after `shutdown`
 
 
 class MpiCards(KeyValueStore):
-    """Cards that collectives of MPI hand round: each turn is one, and all ranks take part in it.
-
-    Args:
-        fabric: This process's end of MPI.
-        timeout_s: Longest wait for all ranks, in seconds, for all turns together.
+    """Key-value entries that MPI collectives exchange; all ranks take part in each turn.
 
     Attributes:
-        told: Who this process is, by MPI.
+        told: Identity of this process, by MPI.
     """
 
     told: LaunchInfo
@@ -58,23 +54,23 @@ class MpiCards(KeyValueStore):
         self._all: dict[str, str] = {}
 
     def put(self, key: str, text: str) -> None:
-        """Put a card down."""
+        """Put an entry."""
         self._own[key] = text
 
     def turn(self) -> None:
-        """Wait until all ranks have come as far, and take the cards of all."""
+        """Exchange the entries of all ranks."""
         for cards in self.exchange(self._own):
             self._all |= cards
         self._own = {}
 
     def read(self, key: str, whose: str) -> str:
-        """Return a card that was put down before the last turn."""
+        """Return an entry that was put before the last turn."""
         if key not in self._all:
             raise RendezvousError(f"{whose} has put down no card {key!r}, by MPI")
         return self._all[key]
 
     def exchange(self, own: dict[str, str]) -> list[dict[str, str]]:
-        """Return what each rank says."""
+        """Return the entries of each rank."""
         byte, comm = self.fabric.mpi.BYTE, self.fabric.comm
         said = json.dumps(own).encode().ljust(_RECORD_NBYTES)
         heard = bytearray(_RECORD_NBYTES * comm.size)
@@ -82,7 +78,8 @@ class MpiCards(KeyValueStore):
         _await(
             request,
             self._until,
-            f"process {comm.rank} of MPI waited {self._timeout_s:g} s to hear of all {comm.size} of them",
+            f"process {comm.rank} of MPI waited {self._timeout_s:g} s to hear of all {comm.size} "
+            "of them",
         )
         return [
             json.loads(heard[start : start + _RECORD_NBYTES])
@@ -91,37 +88,38 @@ class MpiCards(KeyValueStore):
 
 
 def join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
-    """Learn by MPI who this process is; all processes of MPI_COMM_WORLD do it together, once in their lives.
+    """Learn the identity of this process by MPI; collective over MPI_COMM_WORLD, once per process.
 
     Args:
         config: Deadlines.
-        environ: What engines say, to be compared; MASTER_ADDR, where rank 0 listens for other hosts, if that is to be chosen.
+        environ: Environment variables: those of launchers, to compare, and MASTER_ADDR, the address
+            of rank 0.
 
     Returns:
-        The cards by which it meets the others; None where MPI has no other process.
+        The key-value store for meeting the other ranks; None if there is no other process.
 
     Raises:
-        ConfigError: There is no MPI, it is not the one whose mpirun has started this process, it allows no threads, or the
-            ranks of a host do not follow each other.
+        ConfigError: MPI is missing, belongs to another mpirun, or allows no threads; or the ranks
+            of a host do not follow each other.
         RendezvousError: Not all processes came in time.
         UsageError: The program has finalized MPI.
     """
-    if not _kept:
+    if not _joined:
         joined = _join(config, environ)
         if joined is None:
             return None
-        _kept.append(joined)
-    return _kept[0]
+        _joined.append(joined)
+    return _joined[0]
 
 
 def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
     if environ.get("SYNCVAR_ENCRYPTION") == "required":
         raise ConfigError(
-            "SYNCVAR_ENCRYPTION=required contradicts SYNCVAR_TRANSPORT=mpi: what MPI carries it does not encrypt. Unset it, or set "
-            "SYNCVAR_ENCRYPTION=control-only"
+            "SYNCVAR_ENCRYPTION=required contradicts SYNCVAR_TRANSPORT=mpi: what MPI carries it "
+            "does not encrypt. Unset it, or set SYNCVAR_ENCRYPTION=control-only"
         )
     mpi, is_ours = _library()
-    if is_ours:  # before those of the meeting and the context are registered: it runs after them
+    if is_ours:  # registered before those of rendezvous and context, so it runs after them
         register_exit(_finalize, mpi, os.getpid(), config.rendezvous_timeout_s)
     world = mpi.COMM_WORLD
     rank, size = world.rank, world.size
@@ -138,11 +136,12 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
     _await(
         request,
         until,
-        f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them to come to sv.init()",
+        f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them "
+        "to come to sv.init()",
     )
     comm.Set_errhandler(
         mpi.ERRORS_RETURN
-    )  # which mpi4py raises as exceptions; else MPI would end the job
+    )  # mpi4py raises exceptions; otherwise MPI would end the job
     cards = MpiCards(Fabric(mpi, comm), config.rendezvous_timeout_s)
     everyone = cards.exchange(
         {"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)}
@@ -170,20 +169,21 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
 
 
 def _library() -> tuple[Any, bool]:
-    """Return the module of mpi4py, with MPI initialized, and whether it is for us to finalize."""
+    """Return the module of mpi4py with MPI initialized, and whether syncvar has to finalize it."""
     is_ours = "mpi4py.MPI" not in sys.modules
     try:
         import mpi4py
 
         if is_ours:
             mpi4py.rc.finalize = (
-                False  # a rank that fails must not wait for the others in MPI_Finalize
+                False  # a failing rank must not wait for the others in MPI_Finalize
             )
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"SYNCVAR_TRANSPORT=mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and have the library of "
-            f"the mpirun that starts the job found first (MPI4PY_MPIABI, LD_LIBRARY_PATH)"
+            f"SYNCVAR_TRANSPORT=mpi needs mpi4py and an MPI library ({error}): pip install "
+            "mpi4py, and have the library of the mpirun that starts the job found first "
+            "(MPI4PY_MPIABI, LD_LIBRARY_PATH)"
         ) from error
     if MPI.Is_finalized():
         raise UsageError("this process has finalized MPI: it cannot join by it any more")
@@ -191,39 +191,44 @@ def _library() -> tuple[Any, bool]:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise ConfigError(
-            "SYNCVAR_TRANSPORT=mpi needs MPI_THREAD_SERIALIZED at least, and MPI was initialized with less: leave "
-            "mpi4py.rc.thread_level as it is, and MPI4PY_RC_THREAD_LEVEL unset"
+            "SYNCVAR_TRANSPORT=mpi needs MPI_THREAD_SERIALIZED at least, and MPI was initialized "
+            "with less: leave mpi4py.rc.thread_level as it is, and MPI4PY_RC_THREAD_LEVEL unset"
         )
     return MPI, is_ours
 
 
 def _finalize(mpi: Any, process: int, timeout_s: float) -> None:
-    """End MPI in order; not where this rank fails or let go of its links: MPI_Finalize waits for all, and some may be gone."""
+    """Finalize MPI, unless this rank fails.
+
+    MPI_Finalize waits for all ranks, and some may be gone.
+    """
     if os.getpid() != process or mpi.Is_finalized() or is_failing():
         return
-    if _kept:
-        fabric = _kept[0].fabric
+    if _joined:
+        fabric = _joined[0].fabric
         if fabric.is_broken:
             return
-        with contextlib.suppress(RendezvousError):  # MPI_Finalize waits on, with a whole core
+        with contextlib.suppress(RendezvousError):  # MPI_Finalize itself would busy-wait
             _await(fabric.comm.Ibarrier(), time.monotonic() + timeout_s, "")
         fabric.close()
     mpi.Finalize()
 
 
 def _compare(rank: int, size: int, library: str, environ: Mapping[str, str]) -> None:
-    """Refuse an MPI library that says otherwise than the launchers."""
+    """Raise ConfigError if the MPI library contradicts the launchers."""
     told = told_elsewhere(environ)
     if told is not None and (told.rank, told.world_size) != (rank, size):
         raise ConfigError(
-            f"{told.source} says rank {told.rank} of {told.world_size}, {library} says rank {rank} of {size}: the MPI library is not that "
-            f"of the mpirun that started this process (MPI4PY_MPIABI, LD_LIBRARY_PATH), or variables are left over from another launcher"
+            f"{told.source} says rank {told.rank} of {told.world_size}, {library} says rank "
+            f"{rank} of {size}: the MPI library is not that of the mpirun that started this "
+            "process (MPI4PY_MPIABI, LD_LIBRARY_PATH), or variables are left over from another "
+            "launcher"
         )
     seen = started_with_others(environ) if size == 1 and told is None else None
     if seen is not None:
         raise ConfigError(
-            f"{seen[0]}, and {library} says that it is alone: the MPI library is not that of the mpirun that started this process "
-            f"(MPI4PY_MPIABI, LD_LIBRARY_PATH)"
+            f"{seen[0]}, and {library} says that it is alone: the MPI library is not that of the "
+            "mpirun that started this process (MPI4PY_MPIABI, LD_LIBRARY_PATH)"
         )
 
 

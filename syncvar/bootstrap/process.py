@@ -1,6 +1,9 @@
-"""What this process is in: its context, made by `init` or by the first call that needs it, and left by `shutdown`.
+"""The context of this process.
 
-There is one context per process. Threads of an in-process test world each have their own, which `use` binds to them.
+Created by `init` or by the first call that needs it, ended by `shutdown`.
+
+There is one context per process. Threads of an in-process test world have contexts of their own,
+bound by `use`.
 """
 
 from __future__ import annotations
@@ -23,34 +26,20 @@ if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.stack_dump import StackFrame
 
-__all__ = [
-    "abandon",
-    "current",
-    "entered_natively",
-    "environment_here",
-    "init",
-    "is_initialized",
-    "joined",
-    "member",
-    "messages_entered_natively",
-    "on_join",
-    "shutdown",
-    "use",
-]
-
 
 class _ProcessState:
-    """The default context of the process, and the one that each thread of a test world has instead."""
+    """The default context of the process, and contexts of threads in test worlds."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.default: ProcessContext | None = None
         self.thread = threading.local()
-        self.is_bound = False  # some thread has had a context of its own
+        self.is_bound = False  # a thread has had its own context
         self.forked: UsageError | None = None
         self.generations = 0
         self.is_exit_registered = False
-        self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
+        # environment variables that identify this process
+        self.environ: MutableMapping[str, str] = os.environ
         self.joiners: list[Callable[[ProcessContext], None]] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -62,21 +51,21 @@ _state = _ProcessState()
 
 
 def init(*, alone: bool = False) -> None:
-    """Join the job. Does nothing when this process has joined already.
+    """Join the job. Does nothing if this process has joined already.
 
-    A process that no launcher has started becomes a world of one. One that another engine has started, such as srun,
-    mpirun, torchrun or an indexed job of Kubernetes, joins the others by what that tells it. One that is told of others and
-    not how to meet them is refused: it would compute numbers of its own. After `shutdown`, `init` joins anew, together with
-    all other ranks.
+    A process without launcher becomes a world of one. Processes of srun, mpirun, torchrun or an
+    Indexed Job of Kubernetes join each other by the variables of that launcher. If the variables
+    name other processes but not how to meet them, `init` raises ConfigError: each process would
+    compute results of its own. After `shutdown`, `init` joins again, together with all other ranks.
 
     Args:
-        alone: Be a world of one on purpose, whatever other launchers say; as the variable SYNCVAR_WORLD_SIZE=1 says it.
+        alone: Be a world of one, whatever other launchers say; as SYNCVAR_WORLD_SIZE=1 does.
 
     Raises:
-        RendezvousError: Not all ranks came in time; the missing ones are named.
-        ConfigError: The environment or a setting is wrong, or two launchers contradict each other; or one has started this
-            process and others and does not say how they meet, and the message names the variable and what to write; or
-            `alone` contradicts `syncvar-launch`, or what this process has joined already.
+        RendezvousError: Not all ranks came in time; the message names the missing ranks.
+        ConfigError: The environment or a setting is wrong; launchers contradict each other; a
+            launcher has started several processes and does not say how they meet; or `alone`
+            contradicts `syncvar-launch` or an earlier `init`.
 
     Example:
         >>> import syncvar as sv
@@ -87,15 +76,18 @@ def init(*, alone: bool = False) -> None:
     context = current(alone=alone)
     if alone and context.world_size > 1:
         raise ConfigError(
-            f"sv.init(alone=True), but this process has joined already: as rank {context.rank} of {context.world_size}"
+            f"sv.init(alone=True), but this process has joined already: as rank {context.rank} of "
+            f"{context.world_size}"
         )
 
 
 def shutdown() -> None:
-    """Leave the job in order. Not a barrier; later calls to this rank raise PeerLost there. Idempotent.
+    """Leave the job. Not a barrier; later calls of other ranks that need this rank raise PeerLost.
+
+    Idempotent.
 
     Raises:
-        SyncvarError: A started call that nobody waited for had failed.
+        SyncvarError: An asynchronous call that was not waited for had failed.
     """
     with _state.lock:
         context = joined()
@@ -112,13 +104,13 @@ def is_initialized() -> bool:
 
 
 def joined() -> ProcessContext | None:
-    """Return the context of this thread or process; None where it has not joined, which asking does not change."""
+    """Return the context of this thread or process, or None; does not join."""
     context: ProcessContext | None = getattr(_state.thread, "context", None) or _state.default
     return None if context is None or context.is_closed else context
 
 
 def environment_here() -> RankEnvironment | None:
-    """Return who a launcher says that this process is, without joining."""
+    """Return the identity that a launcher has given this process, without joining."""
     return environment_of(_state.environ)
 
 
@@ -128,7 +120,7 @@ def on_join(listener: Callable[[ProcessContext], None]) -> None:
 
 
 def current(*, alone: bool = False) -> ProcessContext:
-    """Return the context of this thread or process, joining first if need be (`alone`: as a world of one)."""
+    """Return the context of this thread or process; join first if necessary."""
     context = getattr(_state.thread, "context", None) or _state.default
     if context is not None and not context.is_closed:
         return context
@@ -136,7 +128,7 @@ def current(*, alone: bool = False) -> ProcessContext:
 
 
 def entered_natively(function: Any, **arguments: Any) -> Any:
-    """Return a callable that runs a public function's persistent calls in C where they are of the job of this process; see `entrance`."""
+    """Return a callable that runs cached calls of a public function in C; see `entrance`."""
     return entrance(function, _state, **arguments)
 
 
@@ -157,11 +149,11 @@ def use(context: ProcessContext) -> Iterator[None]:
 
 
 def abandon(reason: str = "it ends with an error", stack: Sequence[StackFrame] = ()) -> None:
-    """Let go of the job without a goodbye: this process is about to end with an error.
+    """Leave the job at once, because this process is about to end with an error.
 
     Args:
-        reason: Which, for the flight record.
-        stack: Where it came up in the main thread, likewise.
+        reason: The error, for the flight record.
+        stack: Stack of the main thread at the error, for the flight record.
     """
     context = _state.default
     if context is not None and context.process == os.getpid():
@@ -171,14 +163,14 @@ def abandon(reason: str = "it ends with an error", stack: Sequence[StackFrame] =
 
 @contextlib.contextmanager
 def member(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Let a mapping tell this process who it is, in place of its environment, until a block ends; then it leaves the job.
+    """Use a mapping instead of the environment variables in a block, and leave the job after it.
 
-    For processes that are an engine's before and after they are a rank: actors of Ray, workers of Dask. A block that raises
-    leaves without a goodbye.
+    For processes that live before and after they are a rank: actors of Ray, workers of Dask. A
+    block that raises leaves the job at once.
 
     Raises:
         UsageError: This process is a rank already.
-        SyncvarError: A started call that nobody waited for had failed.
+        SyncvarError: An asynchronous call that was not waited for had failed.
     """
     with _state.lock:
         if _state.environ is not os.environ or (
@@ -209,7 +201,7 @@ def _join(*, alone: bool) -> ProcessContext:
             raise _state.forked
         if _state.default is not None and not _state.default.is_closed:
             return _state.default
-        # The engine, shared memory and the sockets: only a process that joins needs them.
+        # Imported late: only a process that joins needs sockets and shared memory.
         from syncvar.bootstrap.connect import connect
 
         _state.default = connect(_state.environ, _state.generations, alone=alone)
@@ -223,7 +215,7 @@ def _join(*, alone: bool) -> ProcessContext:
 
 
 def _forked() -> None:
-    _state.lock = threading.RLock()  # a thread that the child does not have may have held it
+    _state.lock = threading.RLock()  # a thread that does not exist in the child may have held it
     if _state.default is not None:
         _state.forked = _state.default.disown()
         _state.default = None

@@ -1,9 +1,9 @@
-"""Meeting without syncvar-launch: processes that another launcher or a scheduler has started, by what it tells them.
+"""Rendezvous without syncvar-launch, for processes of another launcher or scheduler.
 
-The first rank of each host hands over the host's shared memory, and rank 0 keeps the roll, as the launcher would (`host`). On one host
-everything goes through unix sockets in a private folder whose name follows from what the ranks are told; between hosts through
-tcp, for which all need the job's secret: one that was given to all, or, where the engine leads to a place for cards that only
-they can read, one that rank 0 draws.
+The first rank of each host serves the shared memory, and rank 0 the rendezvous (`host_service`). On
+one host all use unix sockets in a private folder, whose name follows from the launcher's variables.
+Between hosts they use TCP with a common secret: from the user, or drawn by rank 0 if the ranks
+share a private key-value store.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ from syncvar.bootstrap.launch_env.rank_placement import evenly_placed
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.fork_cleanup import unregister_exit
-from syncvar.core.network import (
-    address_towards,
-    address_towards_any,
-    resolved,
-    tcp_endpoint,
-)
+from syncvar.core.network import address_towards, address_towards_any, resolved, tcp_endpoint
 from syncvar.protocol.auth_keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -39,20 +34,18 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.launch_env.base import LaunchInfo
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["Met", "leave", "meet"]
-
 _log = logging.getLogger("syncvar")
 _PAUSE_S = 0.02
-_met: dict[LaunchInfo, Met] = {}  # a process joins again after `shutdown`
+_met: dict[LaunchInfo, Met] = {}  # kept, because a process joins again after `shutdown`
 _hosts: list[HostService] = []
 
 
 class Met(NamedTuple):
-    """Who a process is, and what it shares with the others.
+    """Identity of a process and the secret of its job.
 
     Args:
-        environment: The contract that syncvar-launch would have written.
-        secret: The job's; None where there is none.
+        environment: The variables that syncvar-launch would have set.
+        secret: Secret of the job; None without one.
     """
 
     environment: RankEnvironment
@@ -66,17 +59,17 @@ def meet(
     secret: bytes | None,
     cards: KeyValueStore | None = None,
 ) -> Met:
-    """Return who this process is, and begin to serve what syncvar-launch would have served.
+    """Return the identity of this process; start the services that syncvar-launch would provide.
 
     Args:
-        told: What the engine says.
+        told: What the launcher says.
         config: Deadlines and limits.
-        environ: Where XDG_RUNTIME_DIR or TMPDIR say where private folders may be, and HOME where one of all hosts is.
-        secret: That was given; None where none was.
-        cards: Where ranks of several hosts put them down, where it is neither the process manager nor a folder.
+        environ: Environment variables: XDG_RUNTIME_DIR, TMPDIR, HOME.
+        secret: Secret from the user; None without one.
+        cards: Key-value store, if it is neither the process manager nor a folder.
 
     Raises:
-        ConfigError: Several hosts and no secret, or another job is told the same.
+        ConfigError: Several hosts have no secret, or another job has the same variables.
         RendezvousError: Rank 0 cannot listen, or the first rank of this host does not come.
     """
     if told not in _met:
@@ -85,10 +78,10 @@ def meet(
 
 
 def leave(patience_s: float) -> None:
-    """End now what this process serves, rather than when it ends: it goes on without the job.
+    """End the services of this process now, instead of at its end.
 
     Args:
-        patience_s: Longest wait until the others have left, in seconds; 0 where this rank has failed.
+        patience_s: Longest wait until the others have left, in seconds; 0 if this rank has failed.
     """
     _met.clear()
     while _hosts:
@@ -98,7 +91,7 @@ def leave(patience_s: float) -> None:
 
 
 class _Rendezvous:
-    """How this process comes together with the others; see `meet`. What it learns is added to what it was told."""
+    """The steps of `meet`; `told` is extended with what they learn."""
 
     def __init__(
         self,
@@ -133,13 +126,15 @@ class _Rendezvous:
         told = self.told
         if self.secret is None and self.config.encryption != "off":
             raise ConfigError(
-                f"{told.source} names {told.host_count or 'several'} hosts: links between hosts need a secret that all ranks have. Set "
-                f"SYNCVAR_KEY_FILE to a file of 64 hexadecimal digits (chmod 600), or SYNCVAR_KEY to the digits; make them with "
+                f"{told.source} names {told.host_count or 'several'} hosts: links between hosts "
+                "need a secret that all ranks have. Set "
+                "SYNCVAR_KEY_FILE to a file of 64 hexadecimal digits (chmod 600), or SYNCVAR_KEY "
+                "to the digits; make them with "
                 f'python -c "import secrets; print(secrets.token_hex(32))"'
             )
         port = (
             told.port if told.source == "TF_CONFIG" else told.port + 1
-        )  # torchrun itself listens on MASTER_PORT, on rank 0's host
+        )  # torchrun itself listens on MASTER_PORT of rank 0's host
         self.told = evenly_placed(told)
         return self._begin(
             tcp_endpoint(resolved(told.address, self.config.rendezvous_timeout_s), port)
@@ -157,7 +152,8 @@ class _Rendezvous:
             endpoint, nonce, text = cards.read("meet", "rank 0").split(" ")
             if text == "given" and self.secret is None:
                 raise ConfigError(
-                    "rank 0 was given a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank was not: give all ranks the same"
+                    "rank 0 was given a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank "
+                    "was not: give all ranks the same"
                 )
             cards.done()
             if text not in ("given", "none"):
@@ -182,7 +178,10 @@ class _Rendezvous:
         return met
 
     def _walk(self, cards: KeyValueStore) -> list[str]:
-        """Go from the card of one host to that of the next, which tells where ours is among them; return the others' names."""
+        """Read the entries of all hosts.
+
+        Set this host's index, and return the names of the other hosts.
+        """
         told, names = self.told, []
         first = index = count = 0
         while first < told.world_size:
@@ -193,8 +192,9 @@ class _Rendezvous:
                 index = count
                 if name != self.name:
                     raise ConfigError(
-                        f"rank {told.rank} is the {told.local_rank + 1}. of {self.name} and rank {first} is on {name}: ranks are numbered host by host; "
-                        f"leave out what gives them to the hosts in turns (mpirun --map-by slot)"
+                        f"rank {told.rank} is the {told.local_rank + 1}. of {self.name} and rank "
+                        f"{first} is on {name}: ranks are numbered host by host; leave out what "
+                        "gives them to the hosts in turns (mpirun --map-by slot)"
                     )
             else:
                 names.append(name)
@@ -204,15 +204,15 @@ class _Rendezvous:
         return names
 
     def _agree(self, address: str, nonce: str) -> None:
-        """Take what rank 0 has said: its address, and what tells this run from one before that was told the same."""
+        """Add rank 0's address, and its nonce, which distinguishes this run from earlier ones."""
         self.told = self.told._replace(address=address, run=f"{self.told.run} {nonce}")
 
     def _begin(self, endpoint: str, cards: KeyValueStore | None = None) -> Met:
-        """Serve, where this is the first rank of its host; where it is not, wait for that one.
+        """Start the services on the first rank of a host; on other ranks, wait for them.
 
         Args:
-            endpoint: Where rank 0 keeps the roll; empty on one host.
-            cards: What rank 0 removes when all have come.
+            endpoint: Address of the rendezvous server; empty on one host.
+            cards: Key-value store that rank 0 removes when all ranks have come.
         """
         told, secret = self.told, self.secret
         job = repr((told.address, told.port, told.run, told.world_size))
@@ -253,7 +253,7 @@ class _Rendezvous:
         return Met(environment, secret)
 
     def _own_address(self) -> str:
-        """Return the address of this host by which it reaches rank 0."""
+        """Return the address of this host on the route to rank 0."""
         address = resolved(self.told.address, self.config.rendezvous_timeout_s)
         try:
             return address_towards(address, self.told.port)
@@ -271,7 +271,8 @@ class _Rendezvous:
                 return path
             if time.monotonic() > until:
                 raise RendezvousError(
-                    f"rank {told.rank} waited {timeout_s:g} s for rank {told.rank - told.local_rank}, the first of "
-                    f"its host by {told.source}; do all ranks run, as the same user and with the same variables?"
+                    f"rank {told.rank} waited {timeout_s:g} s for rank "
+                    f"{told.rank - told.local_rank}, the first of its host by {told.source}; do "
+                    "all ranks run, as the same user and with the same variables?"
                 )
             time.sleep(_PAUSE_S)

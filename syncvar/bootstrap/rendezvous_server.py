@@ -1,4 +1,7 @@
-"""The launcher's end of the control channels: one ROUTER, a coordinator behind it. Imports no NumPy."""
+"""The server end of the control channels: one ROUTER socket and a coordinator. Imports no NumPy.
+
+The launcher runs it; without a launcher, rank 0's process does (`host_service`).
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,20 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
-__all__ = ["RendezvousServer"]
-
 _QUEUED = 10_000
 
 
 class RendezvousServer:
-    """Rendezvous and control of one job.
-
-    Args:
-        endpoint: Where to listen, for instance "ipc:///run/user/0/syncvar/x/store", or "tcp://10.0.0.7:*" for any port.
-        world_size: Ranks of the job.
-        job_id: Its random identity.
-        config: Deadlines and intervals.
-        generation: The first that ranks may join; those of an earlier one are refused.
-        keys: What a tcp endpoint is protected by.
+    """Rendezvous and control channels of one job.
 
     Attributes:
-        stalls: Which of the sentences to show tell of a long wait.
-        endpoint: Where it listens.
-        seen: Says of a rank what can be seen of its process, for instance ", CPU busy"; nothing unless it is set.
-        servers: Where the servers of the job are; what changes there is told by `serve`.
-        place: Says where a rank stands of which no Python thread answers, for instance "in user code, train.py:49"; likewise.
-        absent: Says what ranks do that have not joined while others wait for them; likewise.
+        stalls: Those of the messages to show that report a long wait.
+        endpoint: Address with the real port.
+        seen: Returns the visible state of a rank's process, for instance ", CPU busy".
+        servers: Locations of the parameter servers; `serve` publishes changes.
+        place: Returns the program line of an unresponsive rank, for instance "in user code,
+            train.py:49".
+        absent: Returns what ranks do that have not joined while others wait for them.
     """
 
     def __init__(
@@ -64,7 +58,7 @@ class RendezvousServer:
         self.coordinator = Coordinator(world_size, job_id, config, generation)
         self.servers = ServerTable(job_id, generation)
         self._told_version = 0
-        self._asking: dict[bytes, int] = {}  # who has asked for the servers -> its host
+        self._asking: dict[bytes, int] = {}  # peers that asked for the servers -> their hosts
         self.said: list[str] = []
         self.stalls: set[str] = set()
         self.seen: Callable[[int], str] = lambda _: ""
@@ -73,7 +67,7 @@ class RendezvousServer:
         self.failure: AbortJob | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
-        self._closed: dict[bytes, str] = {}  # channels that have closed, and why in words
+        self._closed: dict[bytes, str] = {}  # closed channels and the reasons
         self._context: zmq.Context[Any] = zmq.Context()
         self._connections = Connections(self._context, config)
         self.socket = self._connections.socket
@@ -112,7 +106,7 @@ class RendezvousServer:
             keys.listen(self.socket)
 
     def serve(self, now: float) -> None:
-        """Handle every message that has come, and what the clock makes due."""
+        """Handle all messages that have come, and what is due at `now`."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -131,19 +125,22 @@ class RendezvousServer:
                 self._tell_servers(peer)
 
     def ended(self, rank: int, reason: str, now: float) -> None:
-        """Tell the others that a rank ended badly."""
+        """Inform the other ranks that a rank ended with an error."""
         self._carry_out(self.coordinator.ended(rank, reason, now))
 
     def given_up(self, rank: int, reason: str, now: float) -> None:
-        """Tell the others, and the rank itself, that it is counted as lost."""
+        """Inform all ranks, including itself, that a rank counts as failed."""
         self._carry_out(self.coordinator.given_up(rank, reason, now))
 
     def finished(self, rank: int, now: float) -> None:
-        """Note that a rank ended in order."""
+        """Record that a rank ended without error."""
         self._carry_out(self.coordinator.finished(rank, now))
 
     def take_lost(self, now: float) -> dict[int, str]:
-        """Return the ranks whose channel has closed since the last call, and why; what they had said before has been handled."""
+        """Return ranks whose channel has closed since the last call, with reasons.
+
+        Handles their messages first.
+        """
         self._note_closed()
         if not self._closed:
             return {}
@@ -152,7 +149,7 @@ class RendezvousServer:
         return {rank: closed[peer] for rank, peer in self._peers.items() if peer in closed}
 
     def has_closed(self, rank: int, now: float) -> bool:
-        """Return whether a rank's channel has closed; what it had said before has been handled then."""
+        """Return whether a rank's channel has closed; handles its messages first."""
         self._note_closed()
         if self._peers.get(rank) not in self._closed:
             return False
@@ -160,12 +157,12 @@ class RendezvousServer:
         return True
 
     def take_said(self) -> list[str]:
-        """Return the sentences to show since the last call."""
+        """Return the messages to show since the last call."""
         said, self.said = self.said, []
         return said
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close the socket; what was said is flushed for at most so many seconds. Idempotent."""
+        """Close the socket; flush messages for at most so many seconds. Idempotent."""
         self._connections.close(int(linger_s * 1000))
         self._context.term()
 
@@ -184,10 +181,10 @@ class RendezvousServer:
         if message["kind"] == "join":
             if message["rank"] != rank:
                 raise WireError(f"rank {rank} claims to be rank {message['rank']}")
-            self._note_closed()  # what has closed before was an earlier user of this descriptor
+            self._note_closed()  # older closures belong to an earlier user of this descriptor
             self._connections.joined(parts[0], came)
             refused, actions = self.coordinator.join(message, now)
-            if refused:  # a stranger has no say in this job
+            if refused:  # an unknown peer must not affect the job
                 self._connections.refused(came)
                 self._refuse(parts[0], refused)
                 return
@@ -199,7 +196,7 @@ class RendezvousServer:
             self.refused_messages += 1
 
     def _handle_servers(self, peer: bytes, message: Message) -> None:
-        """Handle what a server says of itself, or somebody's question for the servers."""
+        """Handle a message of a server, or a request for the list of servers."""
         if message["kind"] == "holds":
             self.servers.holds(message)
             return

@@ -1,8 +1,10 @@
-"""What a process of a job is started with: `python …/syncvar/bootstrap/worker_entry.py syncvar.bootstrap.worker_main script.py …`.
+"""Entry point of every process of a job.
 
-It is run by its path, so that every process imports the package that the launcher has: `python -m` would look into the
-working directory first, where anything may be called `syncvar`. What a folder or PYTHONPATH has under that name is not
-looked at either, for the package stands in `sys.modules` before anybody asks for it.
+`python …/worker_entry.py syncvar.bootstrap.worker_main script.py …`.
+
+It runs by its path, so that every process imports the launcher's package. `python -m` would search
+the working directory first. Neither that nor PYTHONPATH can replace the package, because this
+module puts it into `sys.modules`.
 """
 
 from __future__ import annotations
@@ -12,13 +14,11 @@ import importlib.util
 import os
 import sys
 
-__all__ = ["adopt_path", "command_of", "main", "pack_path", "unpack_call"]
-
-_LENGTH_BYTES = 8  # before the packed path
+_LENGTH_BYTES = 8  # prefix of the packed path
 
 
 def command_of(module: str) -> list[str]:
-    """Return the start of a command line that imports a module beside this very package, and calls its `main`.
+    """Return the start of a command line that imports a module and calls its `main`.
 
     Args:
         module: Name of a module of this package, or of the launcher.
@@ -27,10 +27,10 @@ def command_of(module: str) -> list[str]:
 
 
 def pack_path() -> bytes:
-    """Return where this program looks for modules, as the head of a call of `sv.run`.
+    """Return this program's module path, as the head of a call of `sv.run`.
 
-    The path must not travel in PYTHONPATH: programs that a worker starts would inherit it, other
-    Pythons among them.
+    The path must not travel in PYTHONPATH: programs that a worker starts would inherit it, even
+    other Pythons.
     """
     folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
     data = os.fsencode("\0".join([sys.executable, *folders]))
@@ -38,12 +38,12 @@ def pack_path() -> bytes:
 
 
 def adopt_path(descriptor: int) -> None:
-    """Look for modules where the caller of `sv.run` does.
+    """Use the module path of the caller of `sv.run`.
 
-    Another interpreter looks in its own places first.
+    Another interpreter searches its own folders first.
 
     Args:
-        descriptor: A file that begins with what `pack_path` returned. Its position stays.
+        descriptor: File that begins with the result of `pack_path`. Its position stays.
     """
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     executable, *folders = os.fsdecode(os.pread(descriptor, length, _LENGTH_BYTES)).split("\0")
@@ -54,20 +54,18 @@ def adopt_path(descriptor: int) -> None:
 
 
 def unpack_call(descriptor: int) -> bytes:
-    """Return what follows the path in such a file."""
+    """Return the data after the path in such a file."""
     start = _LENGTH_BYTES + int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     data, size = bytearray(), os.fstat(descriptor).st_size - start
-    while len(data) < size:  # one call reads 2 GiB at most
+    while len(data) < size:  # one system call reads 2 GiB at most
         data += os.pread(descriptor, size - len(data), start + len(data))
     return bytes(data)
 
 
 def main() -> None:
-    """Call `main` of the module that the first argument names; the others are left to it."""
+    """Call `main` of the module that the first argument names, with the other arguments."""
     if not sys.flags.safe_path:
-        del sys.path[
-            0
-        ]  # the folder of this file; whoever runs a script puts that script's folder there
+        del sys.path[0]  # the folder of this file
     if "syncvar" not in sys.modules:
         here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         spec = importlib.util.spec_from_file_location(

@@ -1,7 +1,10 @@
-"""What a worker runs first, by `syncvar.bootstrap.worker_entry`: `syncvar.bootstrap.worker_main script.py …` or `… -m module …`.
+"""Main program of a worker.
 
-It runs the user's script as `__main__` and sees to it that the launcher always learns how the script ended: in order,
-by an exception (with its traceback), or by exit. It joins nothing: the script does, when it first uses syncvar.
+`worker_entry.py syncvar.bootstrap.worker_main script.py …` or `… -m module …`.
+
+It runs the user's script as `__main__`, and reports to the launcher how the script ended: normally,
+by an exception (with its traceback), or by exit. The script itself joins the job when it first uses
+syncvar.
 """
 
 from __future__ import annotations
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType, TracebackType
 
-__all__ = ["WorkerFailure", "add_folder", "failure_of", "main", "work"]
-
 _FINDERS = (
     runpy.__file__,
     importlib.util.__file__,
@@ -49,17 +50,13 @@ _CONSEQUENCES = ("PeerLost", "GroupBroken")
 
 
 def main() -> None:
-    """Run the script or module that the arguments name, in a fresh process."""
+    """Run the script or module of the arguments, in a fresh process."""
     add_folder(sys.argv[1:])
     work()
 
 
 def work(run: Callable[[list[str]], None] | None = None) -> None:
-    """Run the script or module that the arguments name; what it imports is looked for in its own folder already.
-
-    Args:
-        run: What a server does instead, with the arguments.
-    """
+    """Run the script or module of the arguments; its folder is on the path already."""
     word = StatusPipe(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()
@@ -72,7 +69,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
         handle_signal(signal.SIGTERM, _terminate)
         directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
         if word.is_open and directory:
-            with contextlib.suppress(OSError):  # then it cannot be asked where it stands
+            with contextlib.suppress(OSError):  # then the launcher cannot request its stack
                 rank = int(os.environ["SYNCVAR_RANK"])
                 stack_dump.listen(
                     stack_dump.stack_path(directory, rank if run is None else server_number(rank))
@@ -80,7 +77,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     word.announce_start()
     register_exit(
         word.goodbye
-    )  # registered first, so it runs last: after the user's handlers and after shutdown
+    )  # registered first, so it runs last, after the user's handlers and shutdown
     try:
         _settled(run or _run)
     except SystemExit as request:
@@ -105,7 +102,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
 
 
 def _settled(run: Callable[[list[str]], None]) -> None:
-    """Run it to its end in order, which is when what it has pushed to servers is there."""
+    """Run to the end; a normal end includes that pushes to servers have arrived."""
     try:
         run(sys.argv[1:])
     except SystemExit as request:
@@ -117,8 +114,8 @@ def _settled(run: Callable[[list[str]], None]) -> None:
 
 
 def add_folder(arguments: list[str]) -> None:
-    """Put the folder in which a script or module first looks for what it imports where Python has it, if it has it."""
-    if not sys.flags.safe_path:  # PYTHONSAFEPATH: whoever sets it wants no such folder
+    """Put the folder of a script or module on the module path, as Python does."""
+    if not sys.flags.safe_path:  # not with PYTHONSAFEPATH
         sys.path.insert(
             0,
             os.getcwd()
@@ -128,7 +125,7 @@ def add_folder(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Run the script or module as the module `__main__`, which it stays: also for threads and handlers that run later."""
+    """Run the script or module as the module `__main__`; it stays for threads and exit handlers."""
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         code, spec = _module_code(arguments[1])
@@ -171,7 +168,7 @@ def _script_code(path: str) -> CodeType:
 
 
 def _module_code(name: str) -> tuple[CodeType, importlib.machinery.ModuleSpec]:
-    """Return what `python -m` would run; a package has it in its module `__main__`."""
+    """Return the code that `python -m` would run; for a package, that of its module `__main__`."""
     try:
         spec = importlib.util.find_spec(name)
     except (AttributeError, TypeError, ValueError) as error:
@@ -204,14 +201,14 @@ def _let_go(reason: str, error: BaseException) -> None:
 
 
 class WorkerFailure(NamedTuple):
-    """What an exception means for the process that it ends.
+    """An exception as it affects the process that it ends.
 
     Args:
-        error: Its name.
+        error: Name of the exception.
         message: Its text.
-        text: Its traceback, as the author of the script should see it.
-        brief: The traceback without what is of no use to them.
-        exit_code: That of the process.
+        text: Traceback for the author of the script.
+        brief: Traceback with frames of syncvar folded.
+        exit_code: Exit code of the process.
     """
 
     error: str
@@ -222,16 +219,19 @@ class WorkerFailure(NamedTuple):
 
 
 def failure_of(error: BaseException) -> WorkerFailure:
-    """Return what an exception of a script means; its process is to be gone soon."""
+    """Return what an exception of a script means for its process, which ends soon."""
     name = type(error).__name__
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
         status = code & 0xFF
-        if code and not status:  # the system would report success
+        if code and not status:
             status, text = (
                 1,
-                f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are 0; it counts as 1. Use 1 to 255",
+                (
+                    f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number "
+                    "are 0; it counts as 1. Use 1 to 255"
+                ),
             )
         return WorkerFailure(name, str(error.code), text, text, status)
     code = 130 if isinstance(error, KeyboardInterrupt) else error_exit_code(error)
@@ -243,9 +243,9 @@ def _fail(word: StatusPipe, error: BaseException) -> NoReturn:
     name, message, text, brief, code = failure_of(error)
     written = text
     if sys.excepthook is not sys.__excepthook__:
-        written = ""  # nobody knows what the script's own hook is going to write
+        written = ""  # the script's own hook writes something unknown
     elif _is_ours(error) and name in _CONSEQUENCES:
-        written = f"{name}: {message}\n"  # every survivor has the same traceback
+        written = f"{name}: {message}\n"  # every surviving rank has the same traceback
     word.failed(name, message, text, code, brief=brief, written=written)
     _let_go(f"uncaught {name}: {message}"[:2000], error)
     if sys.excepthook is not sys.__excepthook__:
@@ -264,17 +264,18 @@ def _message(error: BaseException) -> str:
 
 
 def _call_hook(error: BaseException) -> None:
-    """Call the `sys.excepthook` that the script has set, as the interpreter would."""
+    """Call the script's `sys.excepthook`, as the interpreter would."""
     try:
         sys.excepthook(type(error), error, _own_part(error.__traceback__))
     except Exception as another:  # noqa: BLE001  (likewise)
         sys.stderr.write(
-            f"Error in sys.excepthook:\n{_traceback_texts(another)[0]}\nOriginal exception was:\n{_traceback_texts(error)[0]}"
+            f"Error in sys.excepthook:\n{_traceback_texts(another)[0]}\nOriginal exception "
+            f"was:\n{_traceback_texts(error)[0]}"
         )
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without our frames before those of the script."""
+    """Return a traceback without the frames of syncvar before those of the script."""
     first = trace
     while (
         first is not None
@@ -290,10 +291,12 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _traceback_texts(error: BaseException) -> tuple[str, str]:
-    """Return the traceback as the user should see it, without our frames around theirs; and with those between folded.
+    """Return the traceback for the user, without surrounding frames of syncvar.
 
-    Frames of the package and of runpy at the top go always. Frames of the package at the bottom go when the error is
-    one of ours that speaks of the user's call; those of an InternalError stay, because they are what a report needs.
+    And with inner ones folded.
+
+    Outer frames of the package and of runpy always go. Inner frames of the package go for errors
+    about the user's call. Those of an InternalError stay, because a bug report needs them.
     """
     whole = traceback.TracebackException.from_exception(error)
     name = type(error).__name__
@@ -306,7 +309,7 @@ def _traceback_texts(error: BaseException) -> tuple[str, str]:
     for level in levels:
         frames = list(level.stack)
         is_syntax = level.exc_type is not None and issubclass(level.exc_type, SyntaxError)
-        keep = 0 if is_syntax else 1  # a SyntaxError tells its own place
+        keep = 0 if is_syntax else 1  # a SyntaxError contains its own location
         while len(frames) > keep and _is_around(frames[0].filename):
             del frames[0]
         if level.exc_type is not None and level.exc_type.__module__ == "syncvar.core.errors":
@@ -320,7 +323,7 @@ def _traceback_texts(error: BaseException) -> tuple[str, str]:
 
 
 def _folded(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Return a stack with one mark for neighbouring frames of ours; the innermost frame stays, whosever it is."""
+    """Replace adjacent frames of syncvar by one mark, except for the innermost frame."""
     frames: list[traceback.FrameSummary] = []
     for is_ours, run in itertools.groupby(stack[:-1], lambda frame: _is_inside(frame.filename)):
         together = list(run)

@@ -23,7 +23,7 @@ from syncvar.checkpoint.trackables import (
     require_kind,
 )
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.parameter_server.server.server_rules import rule_of, slot_names
 from syncvar.parameter_server.server.shard import ShardSlots
 from syncvar.parameter_server.server_variables import ServerVariable
@@ -204,7 +204,7 @@ class OnServers:
                     name: _ArrayLeaf(below + name, shape, dtype, is_optional=True)
                     for name in slot_names(rule, variable.dtype)
                 }
-                if rule._counts_steps:  # noqa: SLF001
+                if rule.counts_steps:
                     steps = _ArrayLeaf(below + _STEPS, (), np.dtype(np.int64), is_optional=True)
                     slots[_STEPS] = steps
                 self._slots[stepper.key, known] = slots
@@ -326,7 +326,7 @@ def taken_alone(
     state = take([(variable, [leaf.rule for _, leaf in steppers]) for variable in chosen], None)
     slots: dict[int, dict[str, NDArray[Any]]] = {}
     for one, leaf in steppers:
-        counts = rule_of(leaf.rule[0], dict(leaf.rule[1]))._counts_steps  # noqa: SLF001
+        counts = rule_of(leaf.rule[0], dict(leaf.rule[1])).counts_steps
         by_name = {saved.variable.name: saved.slots[leaf.rule] for saved in state.variables}
         by_name = {name: each for name, each in by_name.items() if each.steps}
         steps = one.iterations or max((each.steps for each in by_name.values()), default=0)

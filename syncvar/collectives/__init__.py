@@ -1,40 +1,28 @@
-"""Operations of whole groups: check the arguments, choose a plan, run it.
-
-One file for each collective, by its name; `objects` has those of plain data, and `point_to_point` what goes from one rank to
-another. A file has the public signature, and:
-
-* `_form`: what is prepared of the call, an array as a rule, or None where the call has to be made generally;
-* `_request`: checks the arguments before anything is sent, and returns the request: the call in words, a fingerprint that all ranks
-  must share, and what moves or combines. A `Moving` or a `Reducing` request also knows how its like are prepared.
-
-Everything else that public calls have in common is done by `calls.make_call`: the group, the persistent call, calls that are started,
-arrays of other libraries (`library_arrays`), errors that tell the others. What requests are made of:
-
-* `moving`: blocks that ranks which share memory take from each other.
-* `reducing`: what is compared, brought and returned where values are combined. `fused` reduces arrays together, and `tree_sum`
-  combines in this process alone.
-* `flat`: stages that move arrays whose counts all ranks know, and the header round. `sync_points`: calls by which ranks meet at a
-  point of their programs, with nothing or an object each.
-* `pairs`: what the two ends of a message do; `mailbox`: what a rank sends to itself.
-* `groups` and `mesh`: who takes part. `finite`: whether what a rank brings is finite.
+"""Public collectives: each file checks the arguments of one and starts the call.
 
 All collectives have these arguments:
 
-* `group`: the ranks that take part; None means the world.
-* `async_op`: return a `Work` at once. What is given is taken when the call is made, and may be changed after that.
-* `timeout`: seconds; None means the job's default.
-* `algorithm`: force one of those that `syncvar plan NAME` shows; the same on every rank.
+* `group`: The ranks that take part, from `sv.new_group` or `split`. None means the world.
+* `async_op`: Return a `Work` at once. You may change the input as soon as the call returns.
+* `timeout`: Seconds. None means the default of the job (setting `collective_timeout_s`).
+* `algorithm`: An algorithm that `syncvar plan NAME` shows, the same on every rank. None lets
+  syncvar choose.
 
-And all raise these errors:
+All collectives raise these errors:
 
-* ConfigError: an argument is wrong. The other ranks raise MismatchError, and the group stays usable.
-* MismatchError: the ranks do not make the same call. The group stays usable.
-* PeerLost: a rank is gone.
-* DeadlineExceeded: the call did not finish in time.
+* ConfigError: An argument is wrong. The other ranks raise MismatchError. The group stays usable.
+* MismatchError: The ranks do not make the same call. The group stays usable.
+* PeerLost: A rank has failed.
+* DeadlineExceeded: The call did not finish within `timeout`.
 
-Inside, arguments have the same names in all these files: `communicator` is the group's; `x`, `op`, `root`, `axis` and `out` are what
-the caller gave; `name` is what the ranks compare and messages tell; `how` is the `Reduction` of an array; `reproducible` sums by the
-tree; `keep` takes copies now, because the caller may change what it gave before the call ends.
+Two phrases in the costs mean the same everywhere. "Links" are connections between hosts. "One
+direct copy" means that a rank copies a block straight from the memory of another one. Small blocks,
+with the C extension all blocks below 4 MiB, take two copies instead: one into shared memory and one
+out of it. So do all blocks where a rank may not read the memory of the others.
+
+A file of a collective has the public function and two private ones. `_form` returns the input that
+a persistent call takes, or None for the slow path. `_request` checks the arguments before anything
+is sent, and returns a `TransferArgs` or a `ReduceArgs`. `dispatch.make_call` does the rest.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, fresh, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-
-__all__ = ["all_gather", "gather_form", "gather_request", "gathered_blocks", "gathered_layout"]
 
 
 @entered(second="axis", usual=0)
@@ -51,20 +50,23 @@ def all_gather(
     """Concatenate the arrays of all ranks, in rank order, on every rank.
 
     Args:
-        x: Array, or a nested dict/list/tuple of arrays. Lengths along `axis` may differ between ranks and may be 0;
-            all else must be the same. A 0-d array counts as length 1, so that the result has shape (N,).
-        axis: Where to concatenate; may be negative.
-        out: Array of the result's shape and dtype to write to; not for structures.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        x: Array, or a nested dict/list/tuple of arrays. Lengths along `axis` may differ between
+            ranks and may be 0; the other lengths and the dtype must be the same on every rank. A
+            0-d array counts as length 1, so that the result has shape (N,).
+        axis: Axis along which to concatenate; may be negative.
+        out: Array of the result's shape and dtype to write to. Not for pytrees.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
-        The concatenation, or the same structure of concatenations.
+        The concatenation, or the same pytree of concatenations.
 
     Raises:
-        MismatchError: The ranks' arrays do not fit together. Else as every collective.
+        MismatchError: The arrays of the ranks do not fit together.
+        ConfigError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: where the ranks share memory and bring one shape, one copy of each block where it lies (small
-        blocks: one in, one out); with the C extension below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
+    Cost: in shared memory, with one shape on all ranks, one direct copy of each block. Else a
+        header round of ceil(log2 n) small frames, then n-1 rounds; each rank sends (n-1)/n of the
+        result.
     Order: nothing is combined; the bytes are equal on every rank.
 
     Example:
@@ -96,7 +98,7 @@ def _form(
 
 
 def gather_form(x: Any, axis: Any) -> NDArray[Any] | None:
-    """Return the array of a plain gather, which is concatenated along its first axis; None of any other."""
+    """Return the array of a gather along axis 0, or None for any other gather."""
     array = plain_array(x) if type(axis) is int else None
     if array is None or axis not in (0, -max(1, array.ndim)):
         return None
@@ -114,7 +116,7 @@ def gather_request(
     name: str = "all_gather",
     root: int | None = None,
 ) -> TransferArgs:
-    """Check the arguments of an all-gather, or of a gather to a root, and return the request; `keep` takes copies."""
+    """Check the arguments of an all-gather, or of a gather to `root`; `keep` copies the input."""
     target = None if root is None else checked_root(root, communicator)
     structure, arrays, axes, kinds = _along_axis(x, axis, out)
     size, rank, like = communicator.size, communicator.member_rank, x
@@ -141,8 +143,12 @@ def gather_request(
         communicator, "all_gather" if target is None else "gather", algorithm
     )
     shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
+    fields = CallFields(name, root=-1 if target is None else target)
+    if structure is None:
+        array = arrays[0]
+        fields = fields._replace(dtype=array.dtype.name, shape=array.shape, elements=array.size)
     return TransferArgs(
-        f"{name}({kinds}, axis {axis}{shown})",
+        CallLabel(f"{name}({kinds}, axis {axis}{shown})", fields),
         fingerprint(name, int(axis), *rooted, structure, algorithm),
         gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
         arrange=lambda: gathered_blocks(
@@ -157,11 +163,7 @@ def gather_request(
 def _along_axis(
     x: Any, axis: Any, out: Any
 ) -> tuple[TreeDef | None, list[NDArray[Any]], list[int], str]:
-    """Check what is to be concatenated.
-
-    Returns:
-        (structure or None, its arrays, the axis of each, the arrays in words).
-    """
+    """Check the input; return its tree (None for one array), arrays, axis of each, and text."""
     axis = checked_integer("axis", axis)
     structure, found = arrays_in(x, out)
     arrays = [np.atleast_1d(array) for array in found]
@@ -169,7 +171,7 @@ def _along_axis(
     for array in arrays:
         if not -array.ndim <= axis < array.ndim:
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
-        array_record(array)  # refuses too many dimensions, also where no record travels
+        array_record(array)  # raises for too many dimensions, even if no record is sent
         axes.append(axis % array.ndim)
     kinds = (arrays[0].dtype.name if arrays else "") + (
         "" if structure is None else f" in {describe(structure)}"
@@ -185,7 +187,7 @@ def _gathered(
     root: int | None,
     algorithm: str | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    """Concatenate arrays of all ranks on the root, or on every rank (None)."""
+    """Concatenate arrays on `root`, or on every rank if `root` is None."""
     records = yield from exchange(communicator, array_record(array))
     same = [
         (
@@ -214,7 +216,7 @@ def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
 def gathered_layout(
     array: NDArray[Any], axis: int, size: int, rank: int, root: int | None = None
 ) -> TransferLayout:
-    """Return how arrays are moved where all ranks bring one of this shape and dtype."""
+    """Return the layout of a call in which the arrays of all ranks have this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
     takes = (
         tuple(((rank + distance) % size, 0) for distance in range(1, size))
@@ -229,7 +231,7 @@ def gathered_layout(
 def gathered_blocks(
     array: NDArray[Any], out: Any, size: int, rank: int, root: int | None = None
 ) -> Blocks:
-    """Return the arrays of a call in which all ranks bring such an array as this one; a root brings nothing for others, who get nothing."""
+    """Return the arrays of such a call; a root publishes nothing, the other ranks get nothing."""
     outgoing = () if rank == root else (array,)
     if root not in (None, rank):
         return Blocks(NOTHING, outgoing)

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
-__all__ = ["agree", "agreement_request", "all_reduce", "reduce_request"]
-
 
 @entered(second="op", usual="sum", positions=2)
 def all_reduce(
@@ -58,30 +56,38 @@ def all_reduce(
     """Combine the values of all ranks and give every rank the result.
 
     Args:
-        x: Array of any shape, number, or a nested dict/list/tuple/dataclass of them; the same shapes and dtypes on every rank.
-        op: A member of `sv.ReduceOp`, or a name: "sum", "mean", "prod", "min", "max"; "and", "or", "xor" (logical on
-            bools, bitwise on integers); "minloc", "maxloc" (the result is a pair of arrays: values, and the lowest ranks
-            that bring them); or the name of an op made by `sv.register_op`.
-        out: Array of the result's shape and dtype (or a structure of them) to write to; it may be `x` itself, and then
-            arrays of `sv.empty` are reduced in place. After an error of the arguments it is as it was; after PeerLost
-            or DeadlineExceeded it may be half written.
-        reproducible: Combine by the tree T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two
-            below hi - lo, over ranks: the same bits whatever the sizes, hosts and transports.
-        prescale: This rank's value is multiplied by it first; may differ between ranks. Not for integers.
-        postscale: The result is multiplied by it, before half types are rounded; the same on every rank.
-        weight: Of a mean: this rank's weight; the result is the sum of weight * x divided by the sum of the weights. What
-            a rank of weight 0 brings does not count, even if it is NaN.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        x: Array of any shape, number, or a nested dict/list/tuple/dataclass of them. Shapes and
+            dtypes must be the same on every rank.
+        op: A member of `sv.ReduceOp`, or a name. "sum", "mean", "prod", "min" and "max" work on
+            numbers. "and", "or" and "xor" are logical on bools and bitwise on integers. "minloc"
+            and "maxloc"
+            return a pair of arrays: the values, and the lowest rank that has each of them. Names
+                that
+            you registered with `sv.register_op` work too.
+        out: Array of the result's shape and dtype (or a pytree of them) to write to. It may be `x`
+            itself; arrays of `sv.empty` are then reduced in place. After an error of the arguments
+            `out` is unchanged. After PeerLost or DeadlineExceeded it may be partly written.
+        reproducible: Combine by the tree T(lo, hi) = T(lo, mid) + T(mid, hi) over ranks, where mid
+            = lo + the largest power of two below hi - lo. The bits are then the same for all sizes,
+            hosts and transports.
+        prescale: Factor of this rank's input; it may differ between ranks. Not for integers.
+        postscale: Factor of the result, applied before half types are rounded; the same on every
+            rank.
+        weight: Weight of this rank in a mean. The result is the sum of weight * x, divided by the
+            sum of the weights. A rank of weight 0 does not count, even if its input is NaN.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
-        An array of the shape and dtype of `x` (the mean of integers is float64), or the same structure of arrays; a tensor of
-        another library (PyTorch, JAX, any with DLPack and an array namespace) where `x` is one, here and in every collective.
+        An array of the shape and dtype of `x` (the mean of integers is float64), or the same pytree
+        of arrays. If `x` is a tensor of another library (PyTorch, JAX, or any with DLPack and an
+        array namespace), the result is one too; this holds for every collective.
 
     Raises:
-        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: ring, 2(n-1) rounds and 2(n-1)/n of the buffer sent by each rank; small buffers take fewer rounds.
-    Order: fixed by count and number of ranks; the bytes are equal on every rank.
+    Cost: ring, 2(n-1) rounds and 2(n-1)/n of the buffer sent by each rank; small buffers take fewer
+        rounds.
+    Order: fixed by the count and the number of ranks; the bytes are equal on every rank.
     Source: Patarasuk and Yuan 2009 (ring); Thakur, Rabenseifner, Gropp 2005 (tree).
 
     Example:
@@ -129,7 +135,7 @@ def _request(
     scales: tuple[Any, Any, Any] | None,
     algorithm: str | None,
 ) -> CollectiveSpec:
-    """Return the request of a public call; scales make new contributions and results around the plain one."""
+    """Return the request of a public call; factors wrap the plain all-reduce."""
     if scales is None:
         for leaf in (flatten(x)[1] if is_structure(x) else [x]) if nan_check.is_on() else ():
             nan_check.look(as_array(leaf), "all_reduce")
@@ -149,7 +155,7 @@ def _request(
     if weight is not None and not how.is_mean:
         raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
     target = None if out is None else checked_output(out, array.shape, how.result)
-    if weight is None or weight:  # what a rank of weight 0 brings does not count
+    if weight is None or weight:  # the input of a rank of weight 0 does not count
         nan_check.look(array, "all_reduce")
     work = contribution(array, how, communicator.home_rank, prescale)
     if how.element_shape:
@@ -158,7 +164,7 @@ def _request(
     inner = how.name
     if weight is not None:
         factor = np.asarray(weight, work.dtype)
-        # The mean over an empty batch is NaN; its weight is 0, and it takes no part.
+        # The mean over an empty batch is NaN and has weight 0: NaN * 0 would be NaN.
         brought, inner = (
             [brought * factor if weight else np.zeros_like(brought), factor.reshape(())],
             "sum",
@@ -202,7 +208,8 @@ def reduce_request(
 ) -> ReduceArgs:
     """Check the arguments of an all-reduce and return the request.
 
-    With `apply`, `out`, a single array, becomes apply(out, result); half types are rounded once, after that.
+    With `apply`, the single array `out` becomes apply(out, result). Half types are rounded after
+    that.
     """
     if not is_structure(x):
         array = as_array(x)
@@ -248,7 +255,7 @@ def reduce_request(
 def _place_of_result(
     communicator: Communicator, copy: NDArray[Any], how: Reduction, target: NDArray[Any] | None
 ) -> NDArray[Any] | None:
-    """Return where the result of a started call goes: into the copy of what was brought, where ranks combine what lies in memory."""
+    """Return the output of an asynchronous call: in shared memory the copy of the input serves."""
     is_place = (
         target is None and communicator.is_shared and copy.dtype == how.result and not how.is_packed
     )
@@ -263,15 +270,10 @@ def agree(
     timeout: float | None,
     said: tuple[str, int] | None = None,
 ) -> NDArray[Any]:
-    """Return a few numbers of all ranks, combined elementwise: a small agreement that is made again and again. Collective.
+    """Combine a few numbers of all ranks elementwise by a persistent call. Collective.
 
-    Args:
-        communicator: The group.
-        name: What all such calls are called.
-        op: A built-in op.
-        numbers: A flat array, of the same dtype and length on every rank.
-        timeout: Seconds; None for the job's default.
-        said: This call in words, and the fingerprint that is compared; None for those of `name`.
+    `numbers` is flat, of one dtype and length on all ranks. `said` is the text of this call and the
+    fingerprint that ranks compare; None means those of `name`.
     """
     made = call_prepared(
         communicator,
@@ -297,6 +299,6 @@ def agreement_request(
     numbers: NDArray[Any],
     said: tuple[str, int] | None,
 ) -> CollectiveSpec:
-    """Return the request of such a call; see `agree`."""
+    """Return the request of the slow path of `agree`."""
     request = reduce_request(communicator, numbers, op, name=name)
     return request if said is None else CollectiveSpec(*said, request.body)

@@ -1,4 +1,4 @@
-"""All-to-all: each rank gives every rank a part of its own, and gets one from each."""
+"""All-to-all: each rank sends a part to every rank, and receives one from each."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.request import Stage
 
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["all_to_all"]
-
-_DIMENSIONS_MAX = 64  # of an array, as NumPy has it
+_DIMENSIONS_MAX = 64  # NumPy's limit
 
 
 @entered(takes_numbers=False)
@@ -46,25 +45,25 @@ def all_to_all(
     algorithm: str | None = None,
     **_foreign: Never,
 ) -> Any:
-    """Give part d to rank d, and get from each rank the part it has for this one.
+    """Send part d to rank d, and receive from each rank its part for this one.
 
     Args:
-        parts: A list of one array for each rank, of one dtype (the same on every rank) and any shapes; or one array, which
-            is cut along axis 0, first parts longer.
-        out: List of arrays of the results' shapes and dtype to write to, one for each rank, or one array to be cut along
-            axis 0. They may not overlap `parts`.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        parts: A list of one array for each rank. Shapes may differ; the dtype must be the same on
+            every rank. Or one array, which is cut along axis 0; the first parts are longer.
+        out: A list of arrays to write to, one for each rank, of the results' shapes and dtype. Or
+            one array to be cut along axis 0. They must not overlap `parts`.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
-        A list of arrays, one from each rank, in rank order, in the shapes in which they were given; those of `out`, if
-        it is given.
+        A list of arrays in rank order, in the shapes of their senders; the arrays of `out` if you
+        pass it.
 
     Raises:
-        MismatchError: The dtypes differ. Else as every collective.
+        MismatchError: The dtypes differ.
+        ConfigError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: where the ranks share memory and all parts have one shape, one copy of each part where it lies
-        (small parts: one in, one out); with the C extension below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else an
-        exchange of the shapes, then n-1 rounds over links, one in shared memory.
+    Cost: in shared memory, with one shape for all parts, one direct copy of each part. Else an
+        exchange of the shapes, then n-1 rounds over links, or one in shared memory.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -92,7 +91,7 @@ def _form(
 def _request(
     communicator: Communicator, parts: Any, out: Any, keep: bool, algorithm: str | None
 ) -> TransferArgs:
-    """Check the arguments and return the request; `keep` takes copies of the parts now."""
+    """Check the arguments and return the request; `keep` copies the parts."""
     size, rank = communicator.size, communicator.member_rank
     mine = cut(parts, communicator, "all_to_all")
     outs = None if out is None else _checked_outs(out, communicator, mine)
@@ -102,7 +101,7 @@ def _request(
     packed = pack_object([dtype_index(dtype), [list(part.shape) for part in mine]])
 
     def finish(made: list[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Return one array for each rank; from ranks that have left a block of sv.uneven one without elements."""
+        """Return one array for each rank; empty ones for ranks that left a block of `sv.uneven`."""
         return by_rank(communicator, list(made), np.empty((0, *made[0].shape[1:]), made[0].dtype))
 
     def general() -> Generator[Stage, None, list[NDArray[Any]]]:
@@ -147,7 +146,9 @@ def _request(
             if is_alike
             else UNMOVED
         )
-    what = f"all_to_all({dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
+    nbytes = sum(part.nbytes for part in mine)
+    fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
+    what = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
     return TransferArgs(
         what,
         fingerprint("all_to_all", algorithm),
@@ -162,11 +163,7 @@ def _request(
 def _checked_outs(
     out: Any, communicator: Communicator, mine: list[NDArray[Any]]
 ) -> list[NDArray[Any]]:
-    """Return one array to write to for each rank that takes part.
-
-    Raises:
-        ConfigError: There are not as many, or they overlap the parts.
-    """
+    """Return one output for each rank that takes part; raise ConfigError if they do not fit."""
     if type(out) is UnsupportedLibrary:
         raise ConfigError(f"out {out.reason}")
     size = len(communicator.whole)
@@ -184,16 +181,14 @@ def _checked_outs(
         )
     for one in outs:
         if any(np.may_share_memory(one, part) for part in mine):
-            raise ConfigError(
-                "out overlaps the parts that are given: pass another array, or leave it out"
-            )
+            raise ConfigError("out overlaps the parts: pass another array, or leave it out")
     return outs
 
 
 def _blocks(
     mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int
 ) -> Blocks | None:
-    """Return the arrays of a call whose parts all have one shape; None where they cannot be written to piece by piece."""
+    """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
     size, dtype = len(mine), mine[0].dtype
     if outs is None:
         is_one = 0 < len(shape) < _DIMENSIONS_MAX

@@ -1,4 +1,4 @@
-"""Barrier: nobody goes on before everybody has come."""
+"""Barrier: no rank continues before all ranks have entered."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
-__all__ = ["barrier"]
-
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -30,13 +28,13 @@ def barrier(
     """Wait until every rank of the group has called this.
 
     Args:
-        group, timeout, async_op: As in every collective, see `syncvar.collectives`.
+        group, timeout, async_op: See `syncvar.collectives`.
 
     Returns:
         None, or a `Work` whose result is None.
 
     Raises:
-        MismatchError, PeerLost, DeadlineExceeded: As every collective.
+        MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
     Cost: ceil(log2 n) rounds of empty frames; in shared memory one look at each rank's word.
     Source: Hensgen, Finkel, Manber 1988 (dissemination barrier).
@@ -46,9 +44,8 @@ def barrier(
         >>> sv.barrier()
     """
     work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
-    return (
-        None if isinstance(work, np.ndarray) else work
-    )  # a persistent call that Python runs returns an array without elements
+    # Without the C extension the persistent call returns an empty array.
+    return None if isinstance(work, np.ndarray) else work
 
 
 def _request(communicator: Communicator, _x: Any, _out: None, _keep: bool) -> _BarrierCall:
@@ -63,7 +60,6 @@ class _BarrierCall(Cacheable):
     def prepared(
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
-        """Return what makes calls that are alike; see `Cacheable`."""
         return (
             prepare_barrier(communicator, self.digest, self.what)
             if communicator.forced("barrier") is None

@@ -35,6 +35,7 @@ from syncvar.core.pytree import (
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-
-__all__ = ["broadcast", "broadcast_blocks", "broadcast_request"]
 
 
 @entered(second="root", usual=0, positions=2)
@@ -64,22 +63,23 @@ def broadcast(
     """Give every rank the root's value.
 
     Args:
-        x: On the root an array, a number, or a nested dict/list/tuple/dataclass of them. Other ranks pass the same shape and
-            dtype (it is compared), or None; None not where the root's value holds a dataclass, whose class does not travel.
+        x: On the root, an array, a number, or a nested dict/list/tuple/dataclass of them. Other
+            ranks pass the same shapes and dtypes (syncvar compares them), or None. If the root's
+            value holds a dataclass, they cannot pass None, because classes are not sent.
         root: Rank of the group whose value is sent.
-        out: Array of the result's shape and dtype to write to; not for structures.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        out: Array of the result's shape and dtype to write to. Not for pytrees.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
-        A new array (or structure of arrays) with the root's value; on a rank that passes None NumPy arrays, and plain tuples
-        for named ones.
+        A new array (or pytree of arrays) with the root's value. A rank that passes None gets NumPy
+        arrays, and plain tuples in place of named ones.
 
     Raises:
-        MismatchError: A rank brings another shape or dtype than the root, or names another root. Else as every collective.
+        MismatchError: A rank passes another shape or dtype than the root, or another `root`.
+        ConfigError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: where the ranks share memory and all bring the shape and dtype, one copy where the value lies (small
-        values: one in, one out); with the C extension below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
-        rounds of the whole value.
+    Cost: in shared memory, if all ranks pass the shape and dtype, one direct copy. Else a header
+        round of ceil(log2 n) small frames, then ceil(log2 n) rounds of the whole value.
     Order: nothing is combined; the bytes are equal on every rank.
 
     Example:
@@ -118,7 +118,7 @@ def broadcast_request(
     *,
     name: str = "broadcast",
 ) -> TransferArgs:
-    """Check the arguments of a broadcast and return the request; `keep` takes copies of what the root brings."""
+    """Check the arguments of a broadcast and return the request; `keep` copies the root's input."""
     root = checked_root(root, communicator)
     is_root = communicator.member_rank == root
     if x is None and is_root:
@@ -157,27 +157,28 @@ def broadcast_request(
                 yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent)
             )
         if theirs.kind != ARRAY:
-            raise MismatchError(f"{name}: the root (rank {root}) brings no value")
+            raise MismatchError(f"{name}: the root (rank {root}) passes no value")
         dtype = dtype_from_index(theirs.dtype)
         result = yield from broadcast_flat(
             communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm
         )
-        return deliver(
-            result, out
-        )  # looked at when this rank's part is done: others may be waiting for what it passes on
+        # `out` is checked only now: other ranks may be waiting for data that this rank forwards.
+        return deliver(result, out)
 
     layout = None
     if moves(communicator, "broadcast", algorithm):
         layout = _layout(arrays[0], root, is_root=is_root) if record.kind == ARRAY else UNMOVED
-    shown = (
-        "None"
-        if x is None
-        else "structure"
-        if structure is not None
-        else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
-    )
+    fields = CallFields(name, root=root)
+    if x is None or structure is not None:
+        shown = "None" if x is None else "structure"
+    else:
+        array = arrays[0]
+        shown = f"{array.dtype.name}{list(array.shape)}"
+        fields = CallFields(
+            name, "", array.dtype.name, array.shape, array.size, array.nbytes, root=root
+        )
     return TransferArgs(
-        f"{name}(root {root}, {shown})",
+        CallLabel(f"{name}(root {root}, {shown})", fields),
         fingerprint(name, root, algorithm),
         layout,
         arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),
@@ -188,7 +189,6 @@ def broadcast_request(
 
 
 def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:
-    """Return how an array is moved where all ranks bring one of its shape and dtype."""
     return TransferLayout(
         detail_of(array.dtype, array.shape),
         array.dtype,
@@ -199,7 +199,7 @@ def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:
 
 
 def broadcast_blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
-    """Return the arrays of a call in which all ranks bring such an array as this one."""
+    """Return the arrays of a call in which the inputs of all ranks have this shape and dtype."""
     if not is_root:
         made = result_buffer(out, array.shape, array.dtype)
         return Blocks(made, targets=(made,))
@@ -221,12 +221,12 @@ def _structure_body(
     is_root = communicator.member_rank == root
     plain, kinds = unpack_object((yield from broadcast_bytes(communicator, skeleton, root)))
     structure = restored_structure(plain)
-    if absent and holds_dataclass(structure):  # all ranks see it, so all refuse
-        shown = f"{name}: the root (rank {communicator.members[root]}) brings {describe(structure)}"
-        ranks = f"rank {', '.join(map(str, absent))} too, which bring{'s' if len(absent) == 1 else ''} None"
+    if absent and holds_dataclass(structure):  # all ranks see it, so all raise
+        shown = f"{name}: the root (rank {communicator.members[root]}) passes {describe(structure)}"
+        ranks = f"rank {', '.join(map(str, absent))}, which pass{'es' if len(absent) == 1 else ''}"
         raise MismatchError(
-            f"{shown}, and classes of dataclasses do not travel: pass one with arrays of the same shapes on {ranks}; "
-            f"or a dict: dataclasses.asdict(x)"
+            f"{shown}, and classes of dataclasses are not sent: pass one with arrays of the same "
+            f"shapes on {ranks} None; or a dict: dataclasses.asdict(x)"
         )
     results = []
     for place, (index, shape) in enumerate(kinds):

@@ -1,7 +1,8 @@
-"""The all-reduce of one array or several as part of a call: arrays that are reduced alike travel as one vector (fusion).
+"""All-reduce of one array or several inside a call: arrays of one reduction form one bucket.
 
-What lies in shared memory is combined where it lies, and over links a copy of it is; both write the result where it goes. What is
-still to be read must not be written: arrays that lie where the result of another one goes are copied first.
+`all_reduce` and variables use it. In shared memory the ranks combine the arrays in place; over
+links they combine a copy. Both write each result to its target. Invariant: no target is written
+while an input that overlaps it is still to be read; `_apart` copies such inputs first.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["owns_itself", "reduce_one", "reduce_together"]
-
 
 def reduce_together(
     communicator: Communicator,
@@ -45,11 +44,14 @@ def reduce_together(
     are_apart: bool = False,
     opens: bool = False,
 ) -> Generator[Stage, None, list[Any]]:
-    """Reduce several arrays with as few transfers as there are kinds of reduction among them; short ones of several kinds with one.
+    """Reduce several arrays with one transfer for each kind of reduction; return the results.
 
-    Each result goes to its target, None for a new array; with `apply` a target becomes apply(target, result). `are_apart` says
-    that no array lies where the result of another one goes, `opens` that these stages are the first of their call. Returns the
-    results, in order.
+    A target of None means a new array. With `apply` a target becomes apply(target, result).
+
+    Args:
+        are_apart: No input overlaps the target of another one.
+        opens: These stages are the first of their call; several kinds of short arrays share one
+            transfer.
     """
     if not are_apart:
         arrays = _apart(arrays, targets)
@@ -126,7 +128,7 @@ def _side_by_side(
     size: int,
     results: list[Any],
 ) -> Generator[Stage, None, None]:
-    """Reduce short arrays of several kinds at once, with the long ones of the kind in the place `longest`; the results come to `results`."""
+    """Reduce short arrays of several kinds in one exchange, with the long ones of one kind."""
     vectors, stored = [], []
     for how, places in kinds.items():
         made = _results(
@@ -154,7 +156,7 @@ def _side_by_side(
 
 
 def _is_shared(plan: Any, how: Reduction) -> bool:
-    """Return whether arrays are combined in shared memory from where they lie."""
+    """Return whether the ranks combine these arrays directly in shared memory."""
     return isinstance(plan, Published) and plan.reduces and not how.is_packed
 
 
@@ -166,7 +168,7 @@ def _stored(
     size: int,
     apply: np.ufunc | None,
 ) -> Generator[Stage, None, list[Any]]:
-    """Reduce arrays as one vector, and store what becomes of it in their targets."""
+    """Reduce arrays as one vector, and store the results in their targets."""
     results = _results(how, arrays, targets)
     outs, sources = flat_of(results), flat_of(arrays)
     if _is_shared(plan, how):
@@ -191,7 +193,7 @@ def _results(
 
 
 def _back(one: NDArray[Any], flat: NDArray[Any]) -> NDArray[Any]:
-    """Return a result whose elements have been stored in its flat form, which is a copy where it is not contiguous."""
+    """Return `one` after its elements were stored in `flat`, a copy if `one` is not contiguous."""
     if one is not flat and not one.flags.c_contiguous:
         one[...] = flat.reshape(one.shape)
     return one
@@ -206,7 +208,7 @@ def reduce_one(
     apply: np.ufunc | None = None,
     algorithm: str | None = None,
 ) -> Generator[Stage, None, Any]:
-    """Reduce one array; arguments as of `reduce_together`. minloc and maxloc give two arrays."""
+    """Reduce one array, as `reduce_together` does. minloc and maxloc return two arrays."""
     size = communicator.size
     plan = communicator.plan(
         "all_reduce",
@@ -248,10 +250,11 @@ def reduce_one(
 
 
 def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, size: int) -> bool:
-    """Return whether a plan over links may work where the result goes, which must be as it was if the ranks disagree.
+    """Return whether messages may be combined in the target, which a mismatch must leave unchanged.
 
-    Of two ranks the first frame tells that they agree, and nothing is written before it; of more, it tells of one rank.
-    A mean is not made in place: what it is made of may still be on its way.
+    With two ranks the first frame proves that they agree, and nothing is written before it. With
+    more ranks it proves that for one of them only. A mean is not combined in place, because its sum
+    may still be on its way.
     """
     is_plain = (
         size == 2
@@ -267,7 +270,7 @@ def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, siz
 def _apart(
     arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]
 ) -> list[NDArray[Any]]:
-    """Return the arrays, with a copy of each that lies where the result of another one goes, or its own at another place."""
+    """Return the inputs; those that overlap the target of another array as copies."""
     if _are_strangers(arrays, targets):
         return arrays
     written = sorted(
@@ -297,7 +300,7 @@ def _apart(
 
 
 def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
-    """Return whether it is plain from who owns the memory that no array lies where a result goes, but its own in place."""
+    """Return whether memory owners prove that no input overlaps the target of another."""
     owners: dict[int, int] = {}
     for index, target in enumerate(targets):
         if target is not None:
@@ -315,12 +318,12 @@ def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | 
 
 
 def owns_itself(value: Any) -> bool:
-    """Return whether a value is an array that is no view of anything."""
+    """Return whether a value is an array that is not a view."""
     return type(value) is np.ndarray and value.base is None and value.flags.owndata
 
 
 def _owner(array: NDArray[Any]) -> Any:
-    """Return the object that an array's memory belongs to, as far as it is known."""
+    """Return the object that owns the memory of an array, as far as it is known."""
     found: Any = array
     while True:
         base = found.obj if type(found) is memoryview else getattr(found, "base", None)
@@ -330,6 +333,6 @@ def _owner(array: NDArray[Any]) -> Any:
 
 
 def _are_same(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Return whether two flat arrays are the same elements: then each is read before it is written."""
+    """Return whether two arrays are the same elements; each is then read before it is written."""
     place, theirs = one.__array_interface__["data"][0], other.__array_interface__["data"][0]
     return bool(place == theirs and one.dtype == other.dtype and one.size == other.size)

@@ -1,8 +1,8 @@
-"""The frame of every public call, and of every call that is prepared: what all of them do around their own checks and buffers.
+"""Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
-`make_call` finds the group and the persistent call by which what is repeated is made; where there is none, it prepares one of the
-call's own request, and what has none is made by the request itself. A request that can be prepared knows how: `Moving` and
-`Reducing` are such.
+`make_call` runs the persistent call of a repeated call. On the first call it builds one from the
+request of the call; `TransferArgs` and `ReduceArgs` can be built. Every other call runs its
+request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from syncvar._native import recall, remember
+from syncvar._native.constants import NUMBERS_MAX
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import in_kind, is_foreign
@@ -33,42 +34,35 @@ if TYPE_CHECKING:
 
     Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
 
-__all__ = ["Cacheable", "call_prepared", "entered", "make_call", "never", "plain_array"]
-
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _NUMBERS = frozenset((float, int, bool, complex))
-_NUMBERS_MAX = 1024  # of a list, as in dispatch.c
 
 
 class Cacheable(CollectiveSpec):
-    """A checked call whose like are prepared."""
+    """A checked call for whose repetitions a persistent call can be built."""
 
     __slots__ = ()
 
     is_entered = True
-    """Whether the C runner's entrance may find its persistent call by the dtype of what is brought."""
+    """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
     def prepared(self, communicator: Communicator, like: Any, make: Make) -> PreparedCall | None:
-        """Return what makes calls that are alike, or None where there is no such way at present; `never` where there never is.
+        """Return a persistent call for inputs like `like`, None if impossible now, or `never`.
 
-        Args:
-            communicator: The group.
-            like: What this rank brings to such a call, in the form in which persistent calls take it.
-            make: Of (x, out): the request of such a call.
+        `make` takes (x, out) and returns the request of such a call.
         """
         raise NotImplementedError
 
 
 def never(*_: Any) -> None:
-    """Do nothing: stands for the persistent call of calls that have none, so that none is looked for again."""
+    """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
 def entered(**how: Any) -> Callable[[Function], Function]:
-    """Return a decorator that lets the C runner make a public function's persistent calls without a step of Python.
+    """Return a decorator that lets the C extension make persistent calls of a public function.
 
-    Args:
-        how: As for `syncvar._native.entrance`.
+    The keywords are those of `syncvar._native.entrance`.
     """
 
     def decorated(function: Function) -> Function:
@@ -90,21 +84,18 @@ def make_call(
     foreign: Mapping[str, Any],
     how: tuple[Any, ...] = (),
 ) -> Any:
-    """Make a public call: by its persistent call, or generally.
+    """Make a public call by its persistent call, or by the slow path.
 
     Args:
         public: The public function.
-        form_of: Of (communicator, x, out, how): what persistent calls take in place of `x`, with a dtype and a shape, or None for a call
-            that has to be made generally, as any in which something is wrong or unusual. None where all calls bring the same.
-        make: Checks the arguments: of (communicator, x, out, keep, *how), with `keep` where it takes copies of what the caller may
-            change before the call ends. Returns a `CollectiveSpec`, and a `Cacheable` where there is a form.
-        x: As the caller gave it; so are the others.
-        out: Where the result goes; None for nowhere.
-        group: None for the world.
-        async_op: Return a `Work`.
-        timeout: In seconds; None for the job's default.
-        foreign: Keywords of other libraries, which are refused with ours.
-        how: What else the call is made with; the first is what an entrance knows beside the array.
+        form_of: Function of (communicator, x, out, how). It returns the input of a persistent call,
+            which has a dtype and a shape, or None for the slow path. None: all calls have one
+            input.
+        make: Function of (communicator, x, out, keep, *how) that checks the arguments and returns a
+            `CollectiveSpec`, or a `Cacheable` where there is a form. `keep` copies the input.
+        x, out, group, async_op, timeout: The caller's arguments.
+        foreign: Unknown keywords, for which an error names ours.
+        how: The other arguments; the C extension looks up calls by the first one and the array.
     """
     if foreign:
         raise unexpected(public, foreign)
@@ -159,17 +150,15 @@ def call_prepared(
     public: Any = None,
     how: tuple[Any, ...] = (),
 ) -> Any:
-    """Make a call by its persistent call; None where nothing has been done, because there is none or it does not serve.
+    """Make a call by its persistent call; None if none serves and nothing was done.
 
     Args:
         communicator: The group.
-        key: Of the call.
-        form: What this rank brings.
-        out: As the caller gave it.
-        timeout: In seconds, None for the job's default.
-        make: Of (x, out): the request of such a call; used where it is to be prepared, or the ranks do not bring the same.
-        said: This call in words, and the fingerprint that is compared; None for those of the request.
-        public: A function with an entrance, which may find such calls from now on; None for none.
+        key: Cache key of the call.
+        form, out, timeout: Input, output and timeout in seconds (None: the job's default).
+        make: Function of (x, out) that returns the request, to build the call or to continue it.
+        said: Text of this call and the fingerprint that is compared; None for those of the request.
+        public: Public function whose C dispatch may find this call from now on; None for none.
         how: As for `make_call`.
     """
     ready = _ready(communicator, key, form, form, out, make, public, how)
@@ -190,7 +179,7 @@ def _ready(
     public: Any,
     how: tuple[Any, ...],
 ) -> PreparedCall | None:
-    """Return the persistent call of a key; the entrance of the public function finds it if all else that it is made with is as usual."""
+    """Return the persistent call of a key, and show it to the C dispatch of the public function."""
     ready = communicator.prepared_calls.get(key)
     if ready is not None:
         if public is not None:
@@ -202,7 +191,8 @@ def _ready(
         request = make(x, out)
         request.body.close()
         made = communicator.keep_prepared(key, request.prepared(communicator, form, make))
-    except Exception:  # whatever it is: the call has no number yet, and the general way raises it again and tells the others
+    except Exception:
+        # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
     if public is not None and request.is_entered and not any(how[1:]):
         remember(public, how[0] if how else None, made, communicator.prepared_calls)
@@ -210,24 +200,24 @@ def _ready(
 
 
 def _begun(ready: PreparedCall, x: Any, out: Any, timeout: float | None) -> Work | None:
-    """Begin a persistent call, to be waited for later; None where nothing has been done, as always where Python runs it."""
+    """Begin a persistent call asynchronously; None if nothing was done, as when Python runs it."""
     begin = getattr(ready, "begin", None)
     return None if begin is None else begin(x, out, timeout, own_site())
 
 
 def plain_array(x: Any) -> NDArray[Any] | None:
-    """Return the array that `as_array` makes of an array, a number or a short list of numbers; None of anything else."""
+    """Return the array of an array, a number or a short list of numbers; None for anything else."""
     kind = type(x)
     if kind is np.ndarray:
         return x  # type: ignore[no-any-return]
     is_list = (
         (kind is list or kind is tuple)
-        and len(x) <= _NUMBERS_MAX
+        and len(x) <= NUMBERS_MAX
         and _NUMBERS.issuperset(map(type, x))
     )
     if not is_list and kind not in _NUMBERS and not isinstance(x, np.generic):
         return None
     try:
         return np.asarray(x)
-    except (ValueError, TypeError, OverflowError):  # the general way tells the others
+    except (ValueError, TypeError, OverflowError):  # the slow path informs the group
         return None

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.transfer_args import TransferArgs
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["gather"]
-
 
 @entered(second="root", usual=0, positions=2)
 def gather(
@@ -33,20 +31,22 @@ def gather(
     """Concatenate the arrays of all ranks, in rank order, on the root.
 
     Args:
-        x: As for `all_gather`: lengths along `axis` may differ between ranks and may be 0.
+        x: Array or pytree as for `all_gather`: lengths along `axis` may differ and may be 0.
         root: Rank of the group that gets the result.
-        axis: Where to concatenate; may be negative.
-        out: On the root, an array of the result's shape and dtype to write to; not for structures.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        axis: Axis along which to concatenate; may be negative.
+        out: On the root, an array of the result's shape and dtype to write to. Not for pytrees.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
-        On the root the concatenation (or the same structure of concatenations), None on the other ranks.
+        On the root the concatenation (or the same pytree of concatenations), None on the other
+        ranks.
 
     Raises:
-        MismatchError: The ranks' arrays do not fit together. Else as every collective.
+        MismatchError: The arrays of the ranks do not fit together.
+        ConfigError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: where the ranks share memory and bring one shape, one copy of each block where it lies (small blocks: one in, one
-        out). Else a header round of small frames, then the blocks once to the root.
+    Cost: in shared memory, with one shape on all ranks, one direct copy of each block. Else a
+        header round of small frames, then each block once to the root.
 
     Example:
         >>> import numpy as np, syncvar as sv

@@ -10,11 +10,10 @@ from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import Communicator, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-__all__ = ["Group", "by_rank", "checked_root", "communicator_of", "new_group"]
 
 
 class Group(MigrationHintsMixin):
@@ -67,7 +66,7 @@ class Group(MigrationHintsMixin):
             The new group of this rank's color, or None for color None.
 
         Raises:
-            ConfigError: color or key is no integer.
+            ConfigError: `color` or `key` is not an integer.
         """
 
         def mine() -> list[int | None]:
@@ -88,12 +87,12 @@ class Group(MigrationHintsMixin):
         return Group(current().communicator(_identity(parent, members), members))
 
     def destroy(self) -> None:
-        """Give back what the group holds on this rank; later calls on it raise UsageError. Idempotent, not collective.
+        """Free what the group holds on this rank; later calls on it raise UsageError.
 
-        A group that nobody refers to any more is given back by itself.
+        Idempotent, not collective. A group without references is freed automatically.
 
         Raises:
-            UsageError: It is the world.
+            UsageError: The group is the world.
 
         Example:
             >>> import syncvar as sv
@@ -109,14 +108,19 @@ class Group(MigrationHintsMixin):
 
 
 def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
-    """Make a group of ranks of the world. Collective over the world, with the same list everywhere.
+    """Make a group of ranks of the world.
+
+    Collective over the world, with the same list on every rank.
 
     Args:
-        ranks: Distinct ranks; their order is the order of the group.
+        ranks: Distinct ranks of the world, in the order of the group.
         timeout: Seconds; None means the job's default.
 
+    Returns:
+        The group, on every rank of the world; `is_member` says whether this rank belongs to it.
+
     Raises:
-        ConfigError: A rank is outside the world or named twice, or the list is empty.
+        ConfigError: The list is empty, or a rank is outside the world or named twice.
         MismatchError: The lists differ between ranks.
     """
     context = current()
@@ -134,7 +138,8 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
             raise refused
 
     identity = _identity(world, members)
-    meet(world, f"new_group({list(members)})", ("new_group", members), timeout, check)
+    label = CallLabel(f"new_group({list(members)})", CallFields("new_group"))
+    meet(world, label, ("new_group", members), timeout, check)
     return Group(context.communicator(identity, members))
 
 
@@ -153,12 +158,9 @@ def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
 
 
 def by_rank(communicator: Communicator, made: list[Any], nothing: Any) -> list[Any]:
-    """Return one item for each rank of a group, `nothing` for those that have left a block of sv.uneven.
+    """Return one item for each rank; `nothing` for ranks that left a block of `sv.uneven`.
 
-    Args:
-        communicator: The group.
-        made: One item for each rank that takes part.
-        nothing: What stands for the others.
+    `made` has one item for each rank that takes part.
     """
     if len(made) == len(communicator.whole):
         return made
@@ -170,8 +172,8 @@ def communicator_of(group: Any) -> Communicator:
     """Return the communicator of `group`, or of the world for None.
 
     Raises:
-        ConfigError: It is no group.
-        UsageError: It is the group of a job that this process has left.
+        ConfigError: `group` is not a group.
+        UsageError: The group belongs to a job that this process has left.
     """
     if group is None:
         return current().world
@@ -193,11 +195,11 @@ def _identity(parent: Communicator, members: tuple[int, ...]) -> int:
 
 
 def checked_root(root: Any, communicator: Communicator) -> int:
-    """Return `root` as a rank of those who make the call.
+    """Return `root` as an index into the ranks that make the call.
 
     Raises:
-        ConfigError: It is no integer or outside the group.
-        UsageError: It has left the block of sv.uneven that this rank is in.
+        ConfigError: `root` is not an integer, or outside the group.
+        UsageError: The root has left the block of `sv.uneven` that this rank is in.
     """
     size = len(communicator.whole)
     rank = checked_integer("root", root)
@@ -207,7 +209,8 @@ def checked_root(root: Any, communicator: Communicator) -> int:
         return rank
     if communicator.whole[rank] not in communicator.members:
         raise UsageError(
-            f"rank {rank} is the root of this call and has left its loop in sv.uneven: name one that still works "
-            f"({', '.join(map(str, communicator.present))}), for instance block.working[0]"
+            f"rank {rank} is the root of this call and has left its loop in sv.uneven: pass a rank "
+            f"that still works ({', '.join(map(str, communicator.present))}), for instance "
+            f"block.working[0]"
         )
     return communicator.members.index(communicator.whole[rank])

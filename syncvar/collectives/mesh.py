@@ -1,4 +1,4 @@
-"""A mesh: the ranks of the world in rows and columns, and a group for each of them."""
+"""Mesh: the ranks of the world as a grid, with a group for each line of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Mesh", "mesh"]
-
 
 class Mesh:
-    """Ranks in a grid of any number of axes, the last one varying fastest; made by `mesh`.
+    """Ranks in a grid of any number of axes; the last axis varies fastest. Made by `mesh`.
 
     Example:
         >>> import syncvar as sv
@@ -35,13 +33,13 @@ class Mesh:
         self.coordinates = tuple(int(one) for one in np.unravel_index(rank, shape))
 
     def axis(self, axis: int | str) -> Group:
-        """Return the group of the ranks that differ from this one along an axis only.
+        """Return the group of the ranks whose coordinates differ along one axis only.
 
         Args:
-            axis: Its number or name.
+            axis: Number or name of the axis.
 
         Raises:
-            ConfigError: There is no such axis.
+            ConfigError: The mesh has no such axis.
         """
         if isinstance(axis, str):
             if axis not in self.names:
@@ -55,16 +53,16 @@ class Mesh:
 
     @property
     def row(self) -> Group:
-        """The ranks of this rank's row, of a mesh of two axes."""
+        """Group of the ranks in this rank's row, in a mesh of two axes."""
         return self._of_two(1)
 
     @property
     def column(self) -> Group:
-        """The ranks of this rank's column, of a mesh of two axes."""
+        """Group of the ranks in this rank's column, in a mesh of two axes."""
         return self._of_two(0)
 
     def rank_at(self, *coordinates: int) -> int:
-        """Return the rank of the world at a place of the mesh."""
+        """Return the rank of the world at the given coordinates."""
         try:
             return int(np.ravel_multi_index(coordinates, self.shape))
         except ValueError:
@@ -86,15 +84,22 @@ class Mesh:
 def mesh(
     shape: Sequence[int], names: Sequence[str] | None = None, *, timeout: float | None = None
 ) -> Mesh:
-    """Arrange the ranks of the world in a grid and make a group of each line of it. Collective over the world.
+    """Arrange the ranks of the world in a grid and make a group of each line.
+
+    Collective over the world.
 
     Args:
         shape: Lengths of the axes; their product is the world size. One of them may be -1.
-        names: Of the axes; two axes are called row and column: the axis "row" joins the ranks of a row.
+        names: Names of the axes. Two axes are called column and row by default; the axis "row"
+            joins the ranks of a row.
         timeout: Seconds; None means the job's default.
 
+    Returns:
+        The mesh, with a group for each axis through this rank.
+
     Raises:
-        ConfigError: The shape does not fit the world, or a name is given twice; the other ranks raise MismatchError.
+        ConfigError: The shape does not fit the world, or two axes have one name. The other ranks
+            raise MismatchError.
 
     Cost: one exchange of small objects for each axis.
 

@@ -1,7 +1,7 @@
-"""Whether what a rank brings to a call is finite: who looks at the input can name the rank and the variable.
+"""Check of inputs for NaN and infinity (setting `check_finite`: "off", "warn" or "raise").
 
-A NaN is in every rank's result after a reduction, and nobody can tell from there where it came from. With the setting
-`check_finite` each rank looks at what it brings: "warn" says so, "raise" refuses the call, "off" looks at nothing.
+After a reduction every rank's result contains the NaN. Only a check of the inputs can name the rank
+and the variable from which it came.
 """
 
 from __future__ import annotations
@@ -16,30 +16,23 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["is_on", "look"]
-
 _log = logging.getLogger("syncvar")
 _REPEAT_S = 30.0
 _said: dict[tuple[int, str], float] = {}
 
 
 def is_on() -> bool:
-    """Return whether the settings of this rank's job ask to look."""
+    """Return whether the settings of this rank's job ask for the check."""
     context = joined()
     return context is not None and context.config.check_finite != "off"
 
 
 def look(value: Any, what: str) -> None:
-    """Look at what this rank brings, if the settings of its job ask for that.
+    """Check the input of this rank if the setting `check_finite` asks for it.
 
-    Args:
-        value: An array, or what becomes one; only floats and complex numbers can fail to be finite.
-        what: The call, and the variable's name where there is one.
-
-    Raises:
-        ConfigError: It holds NaN or infinity, and `check_finite` is "raise".
-
-    Cost: nothing when off; else one pass over the array, about 30 GB/s.
+    `what` names the call, and the variable if there is one. Raises ConfigError if the setting is
+    "raise" and the array holds NaN or infinity. Cost: nothing when off, else one pass over the
+    array.
     """
     context = joined()
     if context is None or context.config.check_finite == "off":
@@ -48,7 +41,7 @@ def look(value: Any, what: str) -> None:
 
     try:
         array: NDArray[Any] = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError):  # the call refuses it
+    except (ValueError, TypeError, RuntimeError):  # the call raises a better error
         return
     if array.dtype.kind not in "fcV":
         return
@@ -58,8 +51,8 @@ def look(value: Any, what: str) -> None:
     bad = np.flatnonzero(~finite.reshape(-1))
     place = ", ".join(str(int(index)) for index in np.unravel_index(bad[0], array.shape))
     text = (
-        f"rank {context.rank} brings {bad.size} of {array.size} elements that are not finite to {what}; the first one, "
-        f"at [{place}], is {array.reshape(-1)[bad[0]]}"
+        f"{bad.size} of {array.size} elements of rank {context.rank}'s input are not finite in "
+        f"{what}; the first one, at [{place}], is {array.reshape(-1)[bad[0]]}"
     )
     if context.config.check_finite == "raise":
         raise ConfigError(text)

@@ -1,7 +1,8 @@
 """Collectives of plain Python objects, sent as data and never pickled.
 
-Objects are None, bool, int, float, complex, str, bytes, date, time, datetime, timedelta, and lists, tuples, sets and dicts (plain,
-OrderedDict, Counter) of these, of NumPy arrays, and of tensors of PyTorch and JAX, which come out as such.
+Objects are None, bool, int, float, complex, str, bytes, date, time, datetime and timedelta. Lists,
+tuples, sets and dicts (plain, OrderedDict, Counter) may hold them, NumPy arrays, and tensors of
+PyTorch and JAX, which arrive as such.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, 
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
-__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
-
 _HEAD_BYTES = HEAD.size
 _BYTE = np.dtype(np.uint8)
 
@@ -48,14 +48,18 @@ def all_gather_object(
     """Give every rank the objects of all ranks, in rank order.
 
     Args:
-        o: Any object of the kinds named in this module.
-        group, timeout, async_op: As in every collective, see `syncvar.collectives`.
+        o: Any object: plain Python data, see `syncvar.collectives.object_collectives`.
+        group, async_op, timeout: See `syncvar.collectives`.
+
+    Returns:
+        A list of objects in rank order.
 
     Raises:
-        ConfigError: The object cannot travel; the others raise MismatchError. Else as every collective.
+        ConfigError: The object cannot be sent; the other ranks raise MismatchError.
+        MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: small objects (248 bytes packed) travel at once: where the ranks share memory by one phase, else with a header round; larger ones
-        take n-1 rounds after that.
+    Cost: objects of at most 248 packed bytes take one phase in shared memory, or one header round.
+        If any object is larger, n-1 rounds follow.
 
     Example:
         >>> import syncvar as sv
@@ -73,18 +77,22 @@ def broadcast_object(
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Give every rank the root's object; what other ranks pass is not looked at.
+    """Give every rank the root's object; arguments of other ranks are ignored.
 
     Args:
-        o: On the root, any object of the kinds named in this module.
+        o: On the root, any object: plain Python data, see `syncvar.collectives.object_collectives`.
         root: Rank of the group whose object is sent.
-        group, timeout, async_op: As in every collective, see `syncvar.collectives`.
+        group, async_op, timeout: See `syncvar.collectives`.
+
+    Returns:
+        The root's object.
 
     Raises:
-        ConfigError: The object cannot travel; the others raise MismatchError. Else as every collective.
+        ConfigError: The object cannot be sent; the other ranks raise MismatchError.
+        MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: where the ranks share memory one phase for a small object (248 bytes packed); else a header round, then ceil(log2 n) rounds of
-        the packed object.
+    Cost: in shared memory one phase for at most 248 packed bytes. Else a header round, then
+        ceil(log2 n) rounds of the packed object.
 
     Example:
         >>> import syncvar as sv
@@ -107,15 +115,19 @@ def gather_object(
     """Give the root the objects of all ranks, in rank order; other ranks get None.
 
     Args:
-        o: Any object of the kinds named in this module.
+        o: Any object: plain Python data, see `syncvar.collectives.object_collectives`.
         root: Rank of the group that gets the list.
-        group, timeout, async_op: As in every collective, see `syncvar.collectives`.
+        group, async_op, timeout: See `syncvar.collectives`.
+
+    Returns:
+        On the root a list of objects in rank order, None on the other ranks.
 
     Raises:
-        ConfigError: The object cannot travel; the others raise MismatchError. Else as every collective.
+        ConfigError: The object cannot be sent; the other ranks raise MismatchError.
+        MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: small objects (248 bytes packed) travel at once: where the ranks share memory by one phase, else with a header round; larger ones
-        go once to the root after that.
+    Cost: objects of at most 248 packed bytes take one phase in shared memory, or one header round.
+        If any object is larger, each then goes once to the root.
 
     Example:
         >>> import syncvar as sv
@@ -133,18 +145,23 @@ def scatter_object(
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Give rank r the r-th object of the root's list; what other ranks pass is not looked at.
+    """Give rank r the r-th object of the root's list; arguments of other ranks are ignored.
 
     Args:
-        objects: On the root, a list of as many objects as the group has ranks.
+        objects: On the root, a list of one object for each rank of the group.
         root: Rank of the group that has the list.
-        group, timeout, async_op: As in every collective, see `syncvar.collectives`.
+        group, async_op, timeout: See `syncvar.collectives`.
+
+    Returns:
+        This rank's object.
 
     Raises:
-        ConfigError: The list is too long or too short, or an object cannot travel; the others raise MismatchError. Else as every collective.
+        ConfigError: The list has the wrong length, or an object cannot be sent; the other ranks
+            raise MismatchError.
+        MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: where the ranks share memory one phase for small objects (248 bytes packed); else a broadcast of the lengths, then each packed
-        object once.
+    Cost: in shared memory one phase if all objects have at most 248 packed bytes. Else a broadcast
+        of the lengths, then each packed object once.
 
     Example:
         >>> import syncvar as sv
@@ -175,24 +192,20 @@ def _call(
     timeout: float | None,
     async_op: bool,
 ) -> Any:
-    """Make a call of objects: by its persistent call, which moves what is small in one phase, or generally.
+    """Make a call of objects by its persistent call, which moves small ones, or by the slow path.
 
     Args:
         name: The public call.
-        bring: Returns the packed objects that this rank brings: of (communicator, what was given, root).
-        make: Returns the request, whose result is packed objects: of (name, communicator, packed objects, root).
-        finish: Returns the result of the call: of (communicator, packed objects, root).
-        given: As the caller gave it; so are the others.
-        root: None where there is none.
-        group: None for the world.
-        timeout: In seconds.
-        async_op: Return a `Work`.
+        bring: Function of (communicator, object, root) that returns this rank's packed objects.
+        make: Function of (name, communicator, packed, root) that returns the request.
+        finish: Function of (communicator, packed, root) that returns the result of the call.
+        given: The caller's object; so are `root`, `group`, `timeout` (seconds) and `async_op`.
     """
     communicator = communicator_of(group)
     if not async_op and (root is None or type(root) is int):
         try:
             heads = _heads(bring(communicator, given, root))
-        except Exception:  # whatever another library's tensor raises; the general way raises it again, and tells the others
+        except Exception:  # of another library's tensor: the slow path raises it, informs the group
             heads = None
         if heads is not None:
             made = call_prepared(
@@ -222,7 +235,7 @@ def _checked(root: Any, communicator: Communicator) -> int | None:
     return None if root is None else checked_root(root, communicator)
 
 
-# -- what a rank brings, and what it gets ----------------------------------------------------------
+# -- input and result of a rank --------------------------------------------------------------------
 
 
 def _own(_communicator: Communicator, o: Any, _root: int | None) -> list[bytes]:
@@ -267,7 +280,7 @@ def _first(_communicator: Communicator, packed: list[bytes], _root: int | None) 
     return unpack_object(packed[0])
 
 
-# -- how it travels: small objects in shared memory in one phase -----------------------------------
+# -- requests: small objects in shared memory take one phase ---------------------------------------
 
 
 def _gathering(
@@ -352,7 +365,7 @@ def _moving(
     *,
     blocks: int = 1,
 ) -> TransferArgs:
-    """Return the request of a call of objects; a rank whose object is longer than a head moves nothing, and so does nobody."""
+    """Return the request of a call of objects; one long object sends all ranks to the slow path."""
     heads = _heads(packed)
     layout: TransferLayout | None = TransferLayout(
         detail_of(_BYTE, (_HEAD_BYTES,), "objects"), _BYTE, (_HEAD_BYTES,), blocks, takes
@@ -361,10 +374,13 @@ def _moving(
         layout = None
     elif heads is None:
         layout = UNMOVED
-    what, parts = (name, (name,)) if root is None else (f"{name}(root {root})", (name, root))
+    what, digest = name, fingerprint(name)
+    if root is not None:
+        what = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
+        digest = fingerprint(name, root)
     return TransferArgs(
         what,
-        fingerprint(*parts),
+        digest,
         layout,
         arrange=lambda: None if heads is None else blocks_of(heads),
         finish=_in_heads,
@@ -374,7 +390,7 @@ def _moving(
 
 
 def _heads(packed: list[bytes]) -> NDArray[Any] | None:
-    """Return what carries packed objects; None where one of them is too long."""
+    """Pack objects with their lengths; None if one of them is too long."""
     heads = []
     for data in packed:
         if len(data) > AT_ONCE:
@@ -384,7 +400,7 @@ def _heads(packed: list[bytes]) -> NDArray[Any] | None:
 
 
 def _in_heads(made: NDArray[Any] | list[bytes]) -> list[bytes]:
-    """Return the objects in heads; what has gone the general way is there already."""
+    """Unpack such objects; the slow path returns them unpacked already."""
     return (
         made
         if isinstance(made, list)

@@ -1,7 +1,7 @@
-"""The calls of an ordered pair of ranks with one tag, and what each end does for one message.
+"""Messages between an ordered pair of ranks with one tag: the requests of both ends.
 
-A message is two stages over a link: a record of fixed length, by which the receiver learns dtype and shape, and the array. Where the
-ranks share shared memory it goes through a box instead; see `runtime/p2p/endpoints.py`.
+Over a link a message has two stages: a record of fixed length with dtype and shape, then the array.
+Ranks of one host use a message ring instead; see `runtime/p2p/endpoints.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar._native import Count
+from syncvar._native import MessageCounter
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
@@ -25,6 +25,7 @@ from syncvar.protocol.fixed_records import (
     unpack_record,
 )
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.p2p.channel import P2PChannel
 from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p.message_requests import Receiving, Sending
@@ -41,16 +42,14 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.p2p.endpoints import Landing
 
-__all__ = ["line_of", "sending_words", "to_receive", "to_send"]
-
 _SOURCE, _DEST = 0, 1  # ranks of the pair
-_STREAMS_MAX = 128  # of a group: beyond, pairs and tags that wait for nothing are let go
+_STREAMS_MAX = 128  # channels of a group; beyond that, idle ones are dropped
 
 
 def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2PChannel:
-    """Return the pair's own calls: message number k of the sender meets message number k of the receiver.
+    """Return the channel of a pair and tag: send k meets receive k.
 
-    A tag may be a step's number. What is kept of one that is not used any more is the number of its next message.
+    A tag may be the number of a step. An unused channel keeps only the number of its next message.
     """
     streams = communicator.streams
     found = streams.get((source, dest, tag))
@@ -69,7 +68,7 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2P
                 if communicator.member_rank == source
                 else post.inward(pair[0])
             )
-            made.count = Count(identity, made.next_call)
+            made.count = MessageCounter(identity, made.next_call)
             engine.book.count_by(made.count)
         if engine is not None and communicator.member_rank == source:
             engine.sent.note(identity, pair[1], tag)
@@ -83,15 +82,21 @@ def _let_go(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
     for key, line in list(streams.items()):
         stream, engine = line.stream, line.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
-            streams.pop(key, None)  # another thread may have let go of it
+            streams.pop(key, None)  # another thread may have dropped it
             line.retire()
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
 def sending_words(name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
-    """Return in words that a message is sent."""
-    shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
-    return f"{name}({shown} to rank {line.stream.members[_DEST]}, tag {tag})"
+    """Return the text of a send."""
+    peer = line.stream.members[_DEST]
+    fields = CallFields(name, size=array.nbytes, peer=peer, tag=tag)
+    shown = f"{array.nbytes} bytes"
+    if kind != BYTES:
+        dtype = array.dtype.name
+        shown = f"{dtype}{list(array.shape)}"
+        fields = fields._replace(dtype=dtype, shape=array.shape, elements=array.size)
+    return CallLabel(f"{name}({shown} to rank {peer}, tag {tag})", fields)
 
 
 def to_send(
@@ -104,7 +109,7 @@ def to_send(
     waits: bool,
     copies: bool,
 ) -> CollectiveSpec:
-    """Return the call that sends an array, or an object as bytes; `waits` for a long one, which waits for its receiver."""
+    """Return the call that sends an array, or an object as bytes; `waits` for its receiver."""
     stream = line.stream
     work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(
         -1
@@ -148,20 +153,22 @@ def to_receive(
         yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
         return finish(record.kind, made)
 
-    what = f"{name}(from rank {stream.members[_SOURCE]}, tag {tag})"
+    peer = stream.members[_SOURCE]
+    fields = CallFields(name, peer=peer, tag=tag)
+    what = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
     message = Receiving(line.end, landing, finish) if isinstance(line.end, RecvEndpoint) else None
     return CollectiveSpec(what, fingerprint("message"), body(), message)
 
 
 def _begun(tag: int, line: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
-    """Return the call of a long array's message that the C runner has begun, with the array that goes, or where it comes to."""
+    """Return the call of a long message that the C extension has begun, with its array."""
     if isinstance(line.end, SendEndpoint):
         return to_send("send", line, array, ARRAY, tag, waits=True, copies=False)
     return to_receive("recv", line, tag, lambda *_: None, lambda _kind, made: made)
 
 
 def _plan(stream: Communicator, *steps: Step) -> Prepared:
-    """Return a plan of one step for each round, for this end of the pair."""
+    """Return a schedule for this end of the pair, with one step in each round."""
     count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
     rounds = tuple((step,) for step in steps)
     return prepare(

@@ -19,6 +19,7 @@ from syncvar.core.array_arguments import checked_output
 from syncvar.core.pytree import arrays_in, fresh, unflatten
 from syncvar.core.reduce_ops import op_name
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-
-__all__ = ["reduce"]
 
 
 @entered(second="op", usual="sum", positions=2)
@@ -49,20 +48,22 @@ def reduce(
     """Combine the values of all ranks on one of them.
 
     Args:
-        x: Array of any shape, number, or a nested dict/list/tuple/dataclass of them; the same shapes and dtypes on every rank.
+        x: Array of any shape, number, or a nested dict/list/tuple/dataclass of them. Shapes and
+            dtypes must be the same on every rank.
         op: As for `all_reduce`.
         root: Rank of the group that gets the result.
-        out: On the root, an array of the result's shape and dtype to write to; not for structures.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        out: On the root, an array of the result's shape and dtype to write to. Not for pytrees.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
-        On the root a new array (or structure of arrays), None on the other ranks.
+        On the root a new array (or pytree of arrays), None on the other ranks.
 
     Raises:
-        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: in shared memory each rank brings its value once, and the root, or of long values each rank for its part, combines. Over links ceil(log2 n) rounds by a binomial tree, and as many empty frames back: no rank returns before all
-        have come, as in shared memory, where it is one round.
+    Cost: in shared memory one round: the root combines short arrays, and of long ones each rank
+        combines a part. Over links ceil(log2 n) rounds by a binomial tree, and as many empty frames
+        back, because no rank returns before all have entered.
     Order: lower ranks are left operands; fixed by the number of ranks.
 
     Example:
@@ -102,14 +103,14 @@ def _request(
     root: int,
     algorithm: str | None,
 ) -> ReduceArgs:
-    """Check the arguments and return the request; what this rank brings is taken now, and `keep` also its containers."""
+    """Check the arguments and return the request; the input is copied now, with `keep` its tree."""
     target = checked_root(root, communicator)
     is_root = communicator.member_rank == target
     structure, arrays = arrays_in(x, out)
     for array in arrays:
         nan_check.look(array, "reduce")
     parts = [
-        described(array, op, "reduce", target, algorithm, shown=f", root {target}")
+        described(array, op, "reduce", target, algorithm, shown=f", root {target}", root=target)
         for array in arrays
     ]
     hows = [how for how, _, _ in parts]
@@ -143,7 +144,9 @@ def _request(
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
-        return ReduceArgs(f"reduce({op}, {len(arrays)} arrays, root {target})", digest, body(), op)
+        text = f"reduce({op}, {len(arrays)} arrays, root {target})"
+        label = CallLabel(text, CallFields("reduce", op, root=target))
+        return ReduceArgs(label, digest, body(), op)
     ((how, digest, what),) = parts
     return ReduceArgs(
         what,

@@ -1,7 +1,7 @@
-"""What the collectives that combine have in common: contributions going in, results coming out, what is compared and prepared.
+"""Arguments of the collectives that combine: input, result, signature and persistent call.
 
-What programs write in every step is prepared: arrays, numbers, short lists of numbers, and structures of a few of these that
-travel as one small vector. Everything else goes the general way, which also refuses what is wrong and tells the others.
+Persistent calls exist for arrays, numbers, short lists of numbers, and pytrees of these that travel
+as one small vector. Everything else takes the slow path, which also reports wrong arguments.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native.constants import LEAVES_MAX
 from syncvar.collectives.dispatch import Cacheable, never, plain_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.persistent.mixed_dtypes import prepare_kinds
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement
@@ -30,47 +32,30 @@ if TYPE_CHECKING:
     from syncvar.collectives.dispatch import Make
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
-__all__ = [
-    "ReduceArgs",
-    "checked_scale",
-    "contribution",
-    "described",
-    "described_reduction",
-    "described_together",
-    "form_of",
-    "kinds_of",
-    "outcome",
-    "prepare_form",
-    "prepared_reduction",
-    "reduction_of",
-    "run_plan",
-    "sizes_of",
-    "tell_that_all_came",
-]
-
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-_LEAVES_MAX = 1024  # as in calls.h
 _DEPTH_MAX = 16
 _KINDS: dict[type[Any], str] = {dict: "dict", list: "list", tuple: "tuple"}
 _LOCATING = ("minloc", "maxloc")
 
 
 def described(
-    array: NDArray[Any], op: str, name: str, *options: Any, shown: str = ""
+    array: NDArray[Any], op: str, name: str, *options: Any, shown: str = "", root: int = -1
 ) -> tuple[Reduction, int, str]:
-    """Return how an array is reduced, the fingerprint of the call, and the call in words.
+    """Return the reduction of an array, and the fingerprint and the text of the call.
 
-    `options` must be the same on all ranks too; `shown` are those that are told.
+    `options` must be the same on all ranks; `shown` is added to the text.
     """
     how = reduction_of(array, op)
     digest = fingerprint(name, how.name, how.source, array.shape, *options, *how.element_shape)
-    return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+    text = f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+    fields = CallFields(name, how.name, how.source, array.shape, array.size, array.nbytes, root)
+    return how, digest, CallLabel(text, fields)
 
 
 def described_reduction(
     array: NDArray[Any], op: str, name: str, reproducible: bool, algorithm: str | None = None
 ) -> tuple[Reduction, int, str]:
-    """Return how an array is reduced, the fingerprint of the all-reduce, and the call in words."""
+    """Return the reduction of an array, and the fingerprint and the text of the all-reduce."""
     return described(
         array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else ""
     )
@@ -85,31 +70,30 @@ def described_together(
     reproducible: bool,
     algorithm: str | None = None,
 ) -> tuple[int, str]:
-    """Return the fingerprint of a call that reduces a structure, and the call in words; see `described`."""
+    """Return the fingerprint and the text of a call that reduces a pytree; see `described`."""
     op, shape = (hows[0].name, hows[0].element_shape) if hows else (op, ())
-    kinds = tuple(
-        [(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)]
-    )  # a dtype takes long to say its name
+    # `how.source` is the name of the dtype: `dtype.name` is slow.
+    kinds = tuple([(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])
     digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *shape)
     nbytes = sum([array.nbytes for array in arrays])
-    return (
-        digest,
-        f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})",
-    )
+    mode = ", reproducible" if reproducible else ""
+    text = f"{name}({op}, {describe(structure)}, {nbytes} bytes{mode})"
+    return digest, CallLabel(text, CallFields(name, op, size=nbytes))
 
 
 def reduction_of(array: NDArray[Any], op: str) -> Reduction:
-    """Return how an op treats an array.
+    """Return the reduction of an array by an op.
 
     Raises:
-        ConfigError: Unknown op, one that has no meaning for the dtype, or one whose elements the array does not consist of.
+        ConfigError: The op is unknown, or does not fit the dtype or the shape.
     """
     how = reduction(op, array.dtype)
     shape = how.element_shape
     if shape and array.shape[-len(shape) :] != shape:
         lengths = ", ".join(map(str, shape))
         raise ConfigError(
-            f"the op {how.name!r} takes arrays of shape (..., {lengths}), as it was registered, not {array.shape}"
+            f"the op {how.name!r} was registered for arrays of shape (..., {lengths}), "
+            f"not {array.shape}"
         )
     return how
 
@@ -118,13 +102,14 @@ def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
     """Return a factor for the elements of an array.
 
     Raises:
-        ConfigError: It is no number, or the elements are integers, which it would have to round.
+        ConfigError: The factor is not a number, or the elements are integers and would be rounded.
     """
     if isinstance(scale, bool) or not isinstance(scale, int | float | complex | np.number):
         raise ConfigError(f"{name} must be a number, not {scale!r}")
     if array.dtype.kind not in "fVc":
         raise ConfigError(
-            f"{name} of {array.dtype.name} would have to be rounded: write x.astype('float64'), or scale the result"
+            f"{name} of {array.dtype.name} would have to be rounded: write x.astype('float64'), "
+            f"or scale the result"
         )
     if isinstance(scale, complex | np.complexfloating) and array.dtype.kind != "c":
         raise ConfigError(f"{name} of {array.dtype.name} must be a real number, not {scale!r}")
@@ -134,7 +119,7 @@ def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
 def contribution(
     array: NDArray[Any], how: Reduction, rank: int, prescale: Any = None
 ) -> NDArray[Any]:
-    """Return a fresh flat array of what a rank brings, in the dtype that accumulates."""
+    """Return the input of a rank as a new flat array in the dtype that accumulates."""
     if how.is_locating:
         made = np.empty(array.size, how.accumulate)
         made["value"] = array.reshape(-1)
@@ -155,15 +140,10 @@ def outcome(
     out: NDArray[Any] | None = None,
     postscale: Any = None,
 ) -> Any:
-    """Return the result of a combination in the shape the caller expects; minloc and maxloc give (values, ranks).
+    """Return the result in the caller's shape; minloc and maxloc give (values, ranks).
 
-    Args:
-        how: The reduction.
-        total: The flat combination.
-        count: How many contributions it has.
-        shape: Of the result.
-        out: Where it goes, or None for a new array.
-        postscale: What it is multiplied by before it is rounded.
+    `count` is the number of inputs in the flat array `total`. `postscale` is applied before
+    rounding.
     """
     if how.is_locating:
         pairs = total.reshape(shape)
@@ -185,7 +165,7 @@ def outcome(
 
 
 def kinds_of(hows: Sequence[Reduction]) -> dict[Reduction, list[int]]:
-    """Return which of several arrays are reduced in each way, in the order in which these come first."""
+    """Group arrays by reduction: return the places of each, in order of first appearance."""
     kinds: dict[Reduction, list[int]] = {}
     if len(set(map(id, hows))) == 1:
         kinds[hows[0]] = list(range(len(hows)))
@@ -196,7 +176,7 @@ def kinds_of(hows: Sequence[Reduction]) -> dict[Reduction, list[int]]:
 
 
 def sizes_of(kinds: Mapping[Reduction, Sequence[int]], arrays: Sequence[NDArray[Any]]) -> list[int]:
-    """Return how many bytes are combined in each way; `kinds` as of `kinds_of`."""
+    """Return how many bytes are combined for each kind of `kinds_of`."""
     return [
         sum([how.count(arrays[place]) for place in places]) * how.accumulate.itemsize
         for how, places in kinds.items()
@@ -206,13 +186,14 @@ def sizes_of(kinds: Mapping[Reduction, Sequence[int]], arrays: Sequence[NDArray[
 def run_plan(
     communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction, **options: Any
 ) -> Generator[Stage, None, Reduction]:
-    """Run the plan of a collective on a flat array; returns what is left to do, for `outcome`.
+    """Run the schedule of a collective on a flat array; return what is left to do for `outcome`.
 
-    In shared memory each rank divides a mean where it combines, as in the persistent call that another rank may be making.
+    In shared memory each rank divides a mean where it combines, exactly as the persistent call
+    does: another rank may be making that one.
     """
     counts = options.pop("counts", work.size)
     if not how.commutes and collective not in ("scan", "exscan"):
-        options["reproducible"] = True  # by the tree, which keeps the ranks in order
+        options["reproducible"] = True  # the tree keeps the ranks in order
     plan = communicator.plan(collective, counts, work.itemsize, **options)
     vector = None
     if how.is_mean and isinstance(plan, Published) and plan.reduces:
@@ -224,21 +205,17 @@ def run_plan(
 
 
 def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[Stage, None, None]:
-    """End a plan in which one rank alone has heard of all others: it tells them that all make this call.
+    """Let `witness`, the one rank that has heard of all others, release them.
 
-    No rank ends a call before that, so that a call on which the ranks disagree fails on every one of them. In shared
-    memory phase 0 has said so.
-
-    Args:
-        communicator: The group.
-        witness: Who has heard of all ranks when the plan ends.
+    No rank ends the call before that, so that a mismatch fails on every rank. In shared memory
+    phase 0 of the call does this.
     """
     if not communicator.is_shared:
         yield Stage(communicator.plan("broadcast", 0, root=witness), _NOTHING)
 
 
 def form_of(x: Any) -> NDArray[Any] | PyTree | None:
-    """Return the plain array of a value, or its leaves; None where the general way has to look at it."""
+    """Return the plain array of a value, or its pytree; None for the slow path."""
     array = plain_array(x)
     if array is not None:
         return array
@@ -248,13 +225,13 @@ def form_of(x: Any) -> NDArray[Any] | PyTree | None:
 
 
 def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> TreeDef | None:
-    """Return how plain containers hold arrays, which are added to `arrays`; None where the general way has to look."""
+    """Append the arrays of plain containers, and return the tree; None for the slow path."""
     kind = type(value)
     array = value if kind is np.ndarray else None if kind is dict else plain_array(value)
     if array is not None:
         arrays.append(array)
         return LEAF
-    if kind not in _KINDS or depth == 0 or len(value) + len(arrays) > _LEAVES_MAX:
+    if kind not in _KINDS or depth == 0 or len(value) + len(arrays) > LEAVES_MAX:
         return None
     names: tuple[str, ...] = ()
     holds = True
@@ -277,12 +254,12 @@ class ReduceArgs(Cacheable):
     """A checked call that combines.
 
     Args:
-        what: The call in words.
+        what: Text of the call.
         digest: Its fingerprint.
         body: Generator of stages.
-        op: The op, as it was given.
-        ends: Which ranks end with what.
-        is_entered: The dtype of the result is that of what is brought: an entrance looks at no other.
+        op: Name of the op, as the caller passed it.
+        ends: Which ranks get which result.
+        is_entered: The result has the dtype of the input; the C dispatch looks at no other dtype.
     """
 
     __slots__ = ("_ends", "_op", "is_entered")
@@ -303,7 +280,7 @@ class ReduceArgs(Cacheable):
     def prepared(
         self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
     ) -> PreparedCall | None:
-        """Return what makes calls that are alike; see `Cacheable`."""
+        """Build the persistent call of such calls; see `Cacheable`."""
         return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
 
 
@@ -316,18 +293,10 @@ def prepare_form(
     ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
-    """Return what makes the reductions of values in a form, or None where there is no such way at present; `never` where there never is.
+    """Build the persistent call of reductions like `form`; None if impossible now, or `never`.
 
-    A registered op may be replaced, and has none.
-
-    Args:
-        communicator: The group.
-        form: Such a value.
-        op: The op.
-        digest: Fingerprint of the calls.
-        what: They in words.
-        ends: Which ranks end with what.
-        apply: `out`, which must then be given, becomes apply(out, result).
+    `ends` says which ranks get which result. With `apply`, `out` must be given and becomes
+    apply(out, result). Registered ops have no persistent calls, because they may be replaced.
     """
     if not communicator.prepares or communicator.channel is None:
         return None
@@ -355,7 +324,7 @@ def prepare_form(
         )
     (how,) = kinds
     if not is_small and ends != EVERYWHERE and form.dtype != how.accumulate:
-        return never  # the general way brings what it combines
+        return never  # the slow path converts the input
     neutral = identity(how) if ends.collective == "exscan" else None
     shape = arrays[0].shape if leaves is None else (sum([array.size for array in arrays]),)
     return prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral, leaves)
@@ -369,7 +338,7 @@ def prepared_reduction(
     reproducible: bool,
     apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
-    """Return what makes the all-reduces that `reduce_request` with these arguments makes, if there is such."""
+    """Build the persistent call of the all-reduces of `reduce_request`."""
     _, digest, what = described_reduction(x, op, name, reproducible)
     made = prepare_form(communicator, x, op, digest, what, apply=apply)
     return None if made is never else made

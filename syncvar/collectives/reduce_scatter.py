@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
-__all__ = ["reduce_scatter"]
-
 
 @entered(second="op", usual="sum", positions=2)
 def reduce_scatter(
@@ -48,17 +46,20 @@ def reduce_scatter(
     Args:
         x: Array of at least one dimension, of the same shape and dtype on every rank.
         op: As for `all_reduce`.
-        lengths: Rows of axis 0 for each rank, the same on every rank; None cuts evenly, first pieces longer.
+        lengths: Rows of axis 0 for each rank, the same list on every rank. None cuts evenly; the
+            first pieces are longer.
         out: Array of the piece's shape and dtype to write to.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
         A new array: this rank's rows of the combination.
 
     Raises:
-        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: n-1 rounds over links; in shared memory pieces in shared memory are read there, others go by cells; (n-1)/n of the array sent by each rank.
+    Cost: n-1 rounds over links, in which each rank sends (n-1)/n of the array. In shared memory
+        each rank reads its pieces directly from arrays of `sv.empty`; other arrays are copied cell
+        by cell.
     Order: lower ranks are left operands; fixed by shape and number of ranks.
 
     Example:
@@ -99,19 +100,21 @@ def _request(
     lengths: Any,
     algorithm: str | None,
 ) -> TransferArgs:
-    """Check the arguments and return the request; `keep` takes a copy of `x` now."""
+    """Check the arguments and return the request; `keep` copies the input."""
     array = as_array(x)
     nan_check.look(array, "reduce_scatter")
     if array.ndim == 0:
         raise ConfigError(
-            "reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce"
+            "reduce_scatter cuts along axis 0, and a scalar has none; "
+            "pass np.reshape(x, (1,)), or use all_reduce"
         )
     rows = _rows(lengths, array.shape[0], communicator)
     how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
     size, rank = communicator.size, communicator.member_rank
     if len(how.element_shape) == array.ndim:
         raise ConfigError(
-            f"reduce_scatter cuts along axis 0, which would cut the elements of the op {how.name!r}: there is only one"
+            f"reduce_scatter cuts along axis 0, and x is one element of the op {how.name!r}: "
+            f"stack several elements along axis 0"
         )
     shape = (rows[rank], *array.shape[1:])
     into = None if out is None else checked_output(out, shape, how.result)
@@ -127,7 +130,7 @@ def _request(
             made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank])
         )
 
-    # Ops that may be replaced or locate are not made of what lies side by side.
+    # Registered ops may be replaced, and locating ops need pairs: both take the slow path.
     is_moved = (
         len(set(rows)) == 1
         and moves(communicator, "reduce_scatter", algorithm)
@@ -186,6 +189,7 @@ def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ..
     gone = [rank for rank in range(size) if rows[rank] and rank not in communicator.present]
     if gone:
         raise UsageError(
-            f"lengths {list(rows)} has rows for rank {gone[0]}, which has left its loop in sv.uneven: give it 0 rows"
+            f"lengths {list(rows)} has rows for rank {gone[0]}, which has left its loop in "
+            f"sv.uneven: give it 0 rows"
         )
     return tuple(int(rows[rank]) for rank in communicator.present)

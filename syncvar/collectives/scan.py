@@ -1,4 +1,4 @@
-"""Scan and exclusive scan: each rank ends with the combination of the values of the ranks up to it, or before it."""
+"""Scan and exclusive scan: rank r combines the values of the ranks up to r, or before r."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
-__all__ = ["exscan", "scan"]
-
 
 @entered(second="op", usual="sum", positions=2)
 def scan(
@@ -50,16 +48,16 @@ def scan(
         x: Array of any shape, or number; the same shape and dtype on every rank.
         op: As for `all_reduce`; the mean on rank r is over r + 1 values.
         out: Array of the result's shape and dtype to write to.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
         A new array of the shape of `x`: x0 op … op xr.
 
     Raises:
-        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: over links ceil(log2 n) rounds with the whole array, and as many empty frames back: no rank returns before all
-        have come; one round in shared memory.
+    Cost: in shared memory one round. Over links ceil(log2 n) rounds with the whole array, and as
+        many empty frames back, because no rank returns before all have entered.
     Order: lower ranks are left operands.
 
     Example:
@@ -85,16 +83,21 @@ def exscan(
 ) -> Any:
     """Combine the values of the ranks 0 to r-1 on rank r; rank 0 gets the identity of the op.
 
-    The arguments are those of `scan`, with an op that has an identity: minloc, maxloc and registered ops have none. The mean on
-    rank 0 is 0.
+    Args:
+        x: Array of any shape, or number; the same shape and dtype on every rank.
+        op: As for `all_reduce`, but not minloc, maxloc or a registered op, which have no identity.
+            The mean on rank 0 is 0.
+        out: Array of the result's shape and dtype to write to.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
         A new array of the shape of `x`: x0 op … op x(r-1).
 
     Raises:
-        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
     Cost: that of `scan`.
+    Order: lower ranks are left operands.
 
     Example:
         >>> import syncvar as sv
@@ -131,7 +134,7 @@ def _request(
     op: str,
     algorithm: str | None,
 ) -> ReduceArgs:
-    """Check the arguments and return the request; what this rank brings is taken now, so there is nothing more to keep."""
+    """Check the arguments and return the request; the input is copied now."""
     array = as_array(x)
     nan_check.look(array, name)
     how, digest, what = described(array, op, name, algorithm)

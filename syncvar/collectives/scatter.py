@@ -25,6 +25,7 @@ from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-
-__all__ = ["cut", "scatter"]
 
 
 @entered(second="root", usual=0, positions=2)
@@ -51,23 +50,26 @@ def scatter(
     algorithm: str | None = None,
     **_foreign: Never,
 ) -> Any:
-    """Give each rank its part of what the root brings.
+    """Give each rank its part of the root's input.
 
     Args:
-        x: On the root a list of one array for each rank, of one dtype and any shapes; or one array, which is cut along
-            axis 0, first parts longer. What other ranks pass is not looked at.
-        root: Rank of the group that brings it.
+        x: On the root, a list of one array for each rank, of one dtype and any shapes. Or one
+            array, which is cut along axis 0; the first parts are longer. Arguments of other ranks
+            are ignored.
+        root: Rank of the group whose input is sent.
         out: Array of the part's shape and dtype to write to.
-        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
         A new array: this rank's part.
 
     Raises:
-        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: where the ranks share memory, all parts have one shape, and the others pass `out` or got a part of that shape the last time,
-        one copy of each part where it lies (small parts: one in, one out). Else a broadcast of the shapes, then each part once.
+    Cost: in shared memory, with parts of one shape, one direct copy of each part. The other ranks
+        must know the shape: from `out`, or from the last call. Else a broadcast of the shapes, then
+            each part
+        once.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -82,9 +84,10 @@ def scatter(
 def _form(
     communicator: Communicator, x: Any, out: Any, how: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    """Return the array of a plain call: what the root brings; elsewhere `out`, or one like the part that came last. None for any other.
+    """Return the array of a call that may be persistent, else None.
 
-    Only the root knows what it brings. The others say what they look for, and where that is something else the shapes are told.
+    Only the root knows its input. The other ranks expect a part like `out`, or like the last one
+    they got. If the part differs, the slow path sends its shape.
     """
     root, algorithm = how
     if type(root) is not int or algorithm is not None:
@@ -93,7 +96,7 @@ def _form(
         return (
             x if type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0 else None
         )
-    if x is not None and type(x) is not np.ndarray:  # the result may have to be of its kind
+    if x is not None and type(x) is not np.ndarray:  # the result may have to be a tensor like it
         return None
     return out if type(out) is np.ndarray else communicator.last_parts.get(root)
 
@@ -101,7 +104,7 @@ def _form(
 def _request(
     communicator: Communicator, x: Any, out: Any, keep: bool, root: int, algorithm: str | None
 ) -> TransferArgs:
-    """Check the arguments and return the request; `keep` takes copies of the root's arrays now."""
+    """Check the arguments and return the request; `keep` copies the root's arrays."""
     size, rank = communicator.size, communicator.member_rank
     source = checked_root(root, communicator)
     parts: list[NDArray[Any]] = []
@@ -125,9 +128,8 @@ def _request(
         mine = (
             yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)
         ).reshape(shape)
-        return (
-            mine.copy() if out is None else deliver(mine, out)
-        )  # what it lies in has room for everything
+        # The part is a view of a buffer for all parts, which must not outlive the call.
+        return mine.copy() if out is None else deliver(mine, out)
 
     like = (
         parts[0]
@@ -160,7 +162,7 @@ def _request(
         )
 
     return TransferArgs(
-        f"scatter(root {source})",
+        CallLabel(f"scatter(root {source})", CallFields("scatter", root=source)),
         fingerprint("scatter", source, algorithm),
         layout if moves(communicator, "scatter", algorithm) else None,
         arrange=lambda: blocks_of(parts, out),
@@ -171,16 +173,17 @@ def _request(
 
 
 def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]:
-    """Return one array for each rank that takes part, of a list (one for each rank) or of an array that is cut along axis 0.
+    """Return the parts of the ranks that take part, from a list of them or from an array to be cut.
 
     Raises:
-        ConfigError: A list of another length, arrays of different dtypes, a scalar.
+        ConfigError: The list has the wrong length, the dtypes differ, or the value is a scalar.
     """
     size = len(communicator.whole)
     if isinstance(value, list | tuple):
         if len(value) != size:
             raise ConfigError(
-                f"{name} needs one array for each of {size} ranks, not {len(value)}; or pass one array to be cut"
+                f"{name} needs one array for each of {size} ranks, not {len(value)}; "
+                f"or pass one array to be cut"
             )
         parts = [as_array(value[rank], f"part {rank}") for rank in communicator.present]
     else:

@@ -1,8 +1,9 @@
 """Send and receive: one array, or one object, from one rank to another.
 
-Messages from one rank to another with the same tag arrive in the order sent; those of different tags do not disturb
-each other. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
-cycle of ranks that all send first gets the launcher's verdict instead of waiting for ever.
+Messages of one sender, receiver and tag arrive in the order sent. Messages of different tags do not
+wait for each other. A message of up to `eager_bytes` is sent at once. A longer one waits until the
+receiver has called `recv`, so that the deadlock detector finds a cycle of ranks that all send
+first.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import CollectiveSpec, Communicator
     from syncvar.runtime.p2p.channel import P2PChannel
 
-__all__ = ["recv", "recv_object", "send", "send_object", "sendrecv"]
-
 _TAG_MAX = (1 << 31) - 1
 _NO_MESSAGES = (
-    "send and recv inside `with sv.uneven():` are refused: nobody would answer for a rank that has left its loop. Send before or "
-    "after the block, or use a collective (scatter, all_to_all, broadcast)"
+    "send and recv do not work inside `with sv.uneven():`, because no rank answers for one "
+    "that has left its loop. Send before or after the block, or use a collective (scatter, "
+    "all_to_all, broadcast)"
 )
 
 
@@ -57,25 +57,28 @@ def send(
     timeout: float | None = None,
     **_foreign: Never,
 ) -> Any:
-    """Send an array to another rank, which takes it with `recv`.
+    """Send an array to another rank, which receives it with `recv`.
 
     Args:
         x: Array of any shape, or number.
         dest: Rank of the group that receives it; may be this one.
-        tag: 0 to 2**31 - 1; the receiver names the same.
-        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `dest` is a rank of the group.
+        tag: Integer from 0 to 2**31 - 1; the receiver passes the same.
+        group, async_op, timeout: See `syncvar.collectives`.
 
     Returns:
-        None, when `x` may be changed: a message of up to `eager_bytes` may not have been received yet.
+        None as soon as you may change `x`. The receiver may not yet have a message of up to
+        `eager_bytes`.
 
     Raises:
-        ConfigError: A wrong argument.
-        MismatchError: A cycle: each of some ranks waits for the next one to receive.
-        PeerLost: The receiver is gone.
-        DeadlineExceeded: A long message was not received in time.
+        ConfigError: An argument is wrong.
+        MismatchError: Deadlock: a cycle of ranks, each of which waits for the next one to receive.
+        PeerLost: The receiver has failed.
+        DeadlineExceeded: The receiver did not take a long message in time.
 
-    Cost: on one host half a microsecond for a small array of a dtype and shape that has gone before (C runner), and a copy into shared memory;
-        up to 8 MiB of a long array flow through it while both sides copy, more is read where it lies. Between hosts, and where shared memory has no room, two frames over a link; a long message waits for one more.
+    Cost: on one host half a microsecond for a small array whose dtype and shape were sent before (C
+        extension), and a copy into shared memory. Of a long array up to 8 MiB go through shared
+        memory while both ranks copy; the receiver reads the rest directly. Between hosts, or if
+        shared memory is full, two frames over a link; a long message waits for one more.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -116,21 +119,25 @@ def send_object(
     timeout: float | None = None,
     **_foreign: Never,
 ) -> Any:
-    """Send plain data to another rank, which takes it with `recv_object`.
+    """Send plain data to another rank, which receives it with `recv_object`.
 
     Args:
         o: Any object that `broadcast_object` takes.
         dest: Rank of the group that receives it; may be this one.
-        tag: 0 to 2**31 - 1; the receiver names the same. Arrays and objects of one tag arrive in the order sent.
-        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `dest` is a rank of the group.
+        tag: Integer from 0 to 2**31 - 1; the receiver passes the same. Arrays and objects of one
+            tag arrive in the order sent.
+        group, async_op, timeout: See `syncvar.collectives`.
+
+    Returns:
+        None as soon as you may change `o`.
 
     Raises:
-        ConfigError: A wrong argument, or the object cannot travel.
-        MismatchError: A cycle: each of some ranks waits for the next one to receive.
-        PeerLost: The receiver is gone.
-        DeadlineExceeded: A long message was not received in time.
+        ConfigError: An argument is wrong, or the object cannot be sent.
+        MismatchError: Deadlock: a cycle of ranks, each of which waits for the next one to receive.
+        PeerLost: The receiver has failed.
+        DeadlineExceeded: The receiver did not take a long message in time.
 
-    Cost: that of `send`, of the packed object.
+    Cost: that of `send`, for the packed object.
 
     Example:
         >>> import syncvar as sv
@@ -164,7 +171,7 @@ def _sent(
     *,
     async_op: bool,
 ) -> Any:
-    """Send what `make` returns: an array, or (`kind` BYTES) an object as bytes; what it raises is the caller's error."""
+    """Send what `make` returns: an array, or with `kind` BYTES an object as bytes."""
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
@@ -185,9 +192,7 @@ def _sent(
         )
 
     if line.end is not None and (timeout is None or is_seconds(timeout)):
-        with contextlib.suppress(
-            ConfigError
-        ):  # it is raised again with the number of the call, which the receiver hears of
+        with contextlib.suppress(ConfigError):  # the slow path raises it, and informs the receiver
             mine = make()
             waits = mine.nbytes > eager_bytes
             if not (waits and async_op) and line.send(
@@ -210,21 +215,22 @@ def recv(
     """Receive the next array that another rank sends to this one with this tag.
 
     Args:
-        source: Rank of the group that sends it; may be this one. It must be given.
-        tag: As the sender names it.
+        source: Rank of the group that sends it; may be this one. Required.
+        tag: Tag of the message, as the sender passes it.
         out: Array of the message's shape and dtype to write to.
-        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `source` is a rank of the group. A receive of a
-            rank from itself may be started before the message is sent, and be waited for only after that.
+        group, async_op, timeout: See `syncvar.collectives`. An `async_op` receive from this rank
+            itself may precede the send; wait for it only after the send.
 
     Returns:
-        A new array in the shape and dtype in which it was sent, or `out`.
+        A new array in the shape and dtype of the message, or `out`.
 
     Raises:
-        ConfigError: A wrong argument, or a message that does not fit `out`; it is used up.
+        ConfigError: An argument is wrong, or the message does not fit `out`; the message is
+            consumed.
         UsageError: This rank waits for itself, and has sent nothing.
-        MismatchError: A cycle of ranks that wait for one another.
-        PeerLost: The sender is gone.
-        DeadlineExceeded: Nothing came in time.
+        MismatchError: Deadlock: a cycle of ranks that wait for one another.
+        PeerLost: The sender has failed.
+        DeadlineExceeded: No message came in time.
 
     Cost: that of `send`.
 
@@ -273,25 +279,27 @@ def sendrecv(
     timeout: float | None = None,
     **_foreign: Never,
 ) -> Any:
-    """Send an array to one rank and receive one from another, without a deadlock where all ranks do so.
+    """Send an array to one rank and receive one from another, without deadlock if all ranks do so.
 
     Args:
         x: Array of any shape, or number.
-        dest: Rank of the group that receives `x`. None: send nothing, as at the edge of a domain.
-        source: Rank of the group that sends the result. None: receive nothing.
-        tag: 0 to 2**31 - 1, of the message sent.
-        recv_tag: Tag of the message received. None: the same as `tag`.
-        out: Array of the received shape and dtype to write to. It may be `x`, or share memory with it.
-        group: Of which `dest` and `source` are ranks; None for the world.
-        timeout: Seconds for the send, and for the receive; None for the job's default.
+        dest: Rank of the group that receives `x`. None sends nothing, as at the edge of a domain.
+        source: Rank of the group that sends the result. None receives nothing.
+        tag: Tag of the message sent, from 0 to 2**31 - 1.
+        recv_tag: Tag of the message received. None means `tag`.
+        out: Array of the received shape and dtype to write to. It may be `x`, or share memory with
+            it.
+        group: Group of `dest` and `source`; None means the world.
+        timeout: Seconds for the send, and for the receive; None means the job's default.
 
     Returns:
-        A new array in the shape and dtype in which it was sent, or `out`. None where `source` is None.
+        A new array in the shape and dtype of the message, or `out`. None if `source` is None.
 
     Raises:
-        ConfigError: A wrong argument, or a message that does not fit `out`; it is used up.
-        PeerLost: The receiver or the sender is gone.
-        DeadlineExceeded: The message was not received, or nothing came, in time.
+        ConfigError: An argument is wrong, or the message does not fit `out`; the message is
+            consumed.
+        PeerLost: The receiver or the sender has failed.
+        DeadlineExceeded: One of the two messages was not received in time.
 
     Cost: that of `send` and `recv`; both messages travel at the same time.
     Source: MPI_Sendrecv, with None for MPI_PROC_NULL.
@@ -327,8 +335,8 @@ def sendrecv(
     try:
         array = _message(x)
     except ConfigError:
-        return send(x, dest, tag=tag, **how)  # raises it again, and tells the receiver
-    for name, rank in (("dest", dest), ("source", source)):  # before anything is sent
+        return send(x, dest, tag=tag, **how)  # raises it again, and informs the receiver
+    for name, rank in (("dest", dest), ("source", source)):  # check both before sending
         _checked(name, rank, communicator_of(group).size)
     _checked_tag(how_received["tag"])
     if array.nbytes <= current().config.eager_bytes:  # does not wait for its receiver
@@ -353,15 +361,18 @@ def recv_object(
     """Receive the next object that another rank sends to this one with this tag, by `send_object`.
 
     Args:
-        source: Rank of the group that sends it. It must be given.
-        tag: As the sender names it.
-        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `source` is a rank of the group.
+        source: Rank of the group that sends it. Required.
+        tag: Tag of the message, as the sender passes it.
+        group, async_op, timeout: See `syncvar.collectives`.
+
+    Returns:
+        The object.
 
     Raises:
-        ConfigError: A wrong argument, or the message is an array; it is used up.
-        MismatchError: A cycle of ranks that wait for one another.
-        PeerLost: The sender is gone.
-        DeadlineExceeded: Nothing came in time.
+        ConfigError: An argument is wrong, or the message is an array; the message is consumed.
+        MismatchError: Deadlock: a cycle of ranks that wait for one another.
+        PeerLost: The sender has failed.
+        DeadlineExceeded: No message came in time.
 
     Cost: that of `recv`.
 
@@ -389,9 +400,9 @@ def _received(
     out: Any = None,
     async_op: bool,
 ) -> Any:
-    """Receive the next message of a tag and return what `finish` makes of its kind and bytes or array.
+    """Receive the next message of a tag and return `finish` of its kind and its array or bytes.
 
-    Where `out` is such an array as the message, it may be written to it at once.
+    If `out` has the message's dtype and shape, the message may be written to it directly.
     """
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
@@ -423,7 +434,8 @@ def _received(
 def _unpacked(kind: int, made: NDArray[Any]) -> Any:
     if kind != BYTES:
         raise ConfigError(
-            f"the message is an array, {made.dtype.name}{list(made.shape)}, and no object: take it with sv.recv(source)"
+            f"the message is an array, {made.dtype.name}{list(made.shape)}, not an object: "
+            f"receive it with sv.recv(source)"
         )
     return unpack_object(made.tobytes())
 
@@ -431,13 +443,13 @@ def _unpacked(kind: int, made: NDArray[Any]) -> Any:
 def _delivered(kind: int, made: NDArray[Any], out: Any) -> NDArray[Any]:
     if kind == BYTES:
         raise ConfigError(
-            "the message is an object and no array: take it with sv.recv_object(source)"
+            "the message is an object, not an array: receive it with sv.recv_object(source)"
         )
     return deliver(made, out)
 
 
 def _is_alike(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
-    """Return whether a message of this dtype and shape can be written to `out` as it is."""
+    """Return whether a message of this dtype and shape can be written directly to `out`."""
     return (
         type(out) is np.ndarray
         and out.shape == shape
@@ -453,14 +465,14 @@ if not TYPE_CHECKING:
 
 
 def _remember(door: Any, line: P2PChannel, communicator: Communicator, peer: int, tag: int) -> None:
-    """Let messages of the world find the C runner at once from now on."""
+    """Let the C dispatch find this channel at once, for messages of the world."""
     if not line.is_remembered and communicator is current().world:
         line.is_remembered = True
         remember(door, line.native, peer, tag)
 
 
 def _own(communicator: Communicator, tag: int) -> Mailbox:
-    """Return what this rank has sent to itself."""
+    """Return the messages that this rank has sent to itself."""
     return Mailbox(communicator.own_messages, communicator.member_rank, tag)
 
 
@@ -485,14 +497,11 @@ def _checked(name: str, rank: Any, size: int) -> int:
 
 
 def _message(x: Any) -> NDArray[Any]:
-    """Return what is sent as an array.
-
-    Raises:
-        ConfigError: It cannot be one.
-    """
+    """Return the array of a message; raise ConfigError if the value cannot be one."""
     if x is None or isinstance(x, str | bytes | set) or is_structure(x):
         raise ConfigError(
-            f"send takes an array or a number, not {reprlib.repr(x)}: write sv.send_object(o, dest), and sv.recv_object(source) there"
+            f"send takes an array or a number, not {reprlib.repr(x)}: write sv.send_object(o, dest)"
+            f", and sv.recv_object(source) on the receiver"
         )
     return as_array(x)
 

@@ -1,11 +1,9 @@
-"""All-reduce of logical shards: the result depends on the shards alone, not on which rank brings which.
+"""All-reduce of logical shards: the bits do not depend on which rank has which shard.
 
-Each rank sums the nodes of one fixed tree over ids that it has whole, and the others travel. The other way, adding integers
-exactly (the largest exponent of each element agreed on, 64-bit integers added, rounded once), was measured beside it on two
-busy cores, 24 shards of 1 000 000 elements on 2 and 3 workers. Neighbours: 38 to 103 ms by nodes, 390 to 1 010 ms exactly
-(9 to 31 ms for a plain all-reduce of one such array). Dealt out in turn: 80 to 180 ms against 220 to 560 ms in float32, 300 to
-410 ms against 240 to 470 ms in float64. Largest errors: 1.6 eps sum|x| by nodes, 0.5 (float32) and 1.1 (float64) exactly. Nodes are
-faster where shards are dealt out well, treat all dtypes, infinities and NaN alike, and give the bits of `tree_sum`.
+A fixed binary tree over shard ids defines the sum. Each rank sums the nodes of the tree whose
+shards it has all, and sends those sums. We chose this over exact integer summation (a common
+exponent for each element, 64-bit sums, one rounding). It is faster unless shards are dealt out in
+turn, treats all dtypes, infinities and NaN alike, and gives the bits of `tree_sum`.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ from syncvar.core.pytree import (
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -52,13 +51,9 @@ if TYPE_CHECKING:
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["all_reduce_shards", "shards_request"]
-
-_SMALL_BYTES = (
-    1 << 16
-)  # of all nodes together: up to here each rank gets all, and no second round is needed
+_SMALL_BYTES = 1 << 16  # of all nodes: up to here each rank gets all of them, in one round
 _OPS = ("sum", "mean")
-_SHOWN_MAX = 8  # ids, or ranges of them, that a message names
+_SHOWN_MAX = 8  # ids, or ranges of ids, that a message lists
 
 
 def all_reduce_shards(
@@ -68,39 +63,43 @@ def all_reduce_shards(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Combine numbered shards, each brought by one rank, and give every rank the result.
+    """Combine numbered shards, each held by one rank, and give every rank the result.
 
-    The bits of the result depend on the shards alone: not on how many ranks there are, which rank brings which shard,
-    hosts or transports. They are those of `sv.tree_sum` of all shards in the order of their ids.
+    The bits of the result depend on the shards alone: not on the number of ranks, the distribution
+        of
+    shards, hosts or transports. They are those of `sv.tree_sum` of all shards in the order of their
+    ids.
 
     Args:
-        shards: Id -> array of any shape, number, or a nested dict/list/tuple/dataclass of them; the same structure, shapes and
-            dtypes for all. Over all ranks the ids are 0 to n-1, each once; a rank may bring none, and pass {},
-            unless the shards hold dataclasses, whose classes do not travel.
+        shards: Mapping of id to an array of any shape, a number, or a nested
+            dict/list/tuple/dataclass of them. Trees, shapes and dtypes must be the same for all
+            shards. Over all ranks the ids are 0 to n-1, each once. A rank without shards passes {};
+            if shards hold dataclasses, every rank needs one, because classes are not sent.
         op: "sum", or "mean": the sum divided by n, the number of shards.
         group: Ranks that take part; None means the world.
         timeout: Seconds; None means the job's default.
 
     Returns:
-        A new array of the shape and dtype of a shard (the mean of integers is float64), or the same structure of arrays. Where
-        shards of this rank hold tensors, such tensors; on a rank that passes {} NumPy arrays, and plain tuples for named ones.
+        A new array of the shape and dtype of a shard (the mean of integers is float64), or the same
+        pytree of arrays. If this rank's shards hold tensors, so does the result. A rank that passes
+        {} gets NumPy arrays, and plain tuples in place of named ones.
 
     Raises:
-        ConfigError: A wrong argument here; the other ranks raise MismatchError and the group stays usable.
-        MismatchError: An id is brought twice or by nobody, or shards do not fit together: on all ranks. The table tells
-            what each rank brings; the group stays usable.
-        PeerLost: A rank is gone.
+        ConfigError: An argument of this rank is wrong; the other ranks raise MismatchError.
+        MismatchError: On all ranks: an id occurs twice or never, or shards do not fit together. A
+            table lists the shards of each rank. The group stays usable.
+        PeerLost: A rank has failed.
         DeadlineExceeded: The call did not finish in time.
 
     Cost: an exchange of ids and shapes, then two rounds. In the first, each rank sums the subtrees
         of which it has all shards, cuts each of these sums into one piece for each rank, and sends
-        the pieces. In the second, it sends its piece of the result. A few small arrays travel whole,
-        in one round. Bring consecutive ids: a rank has at most 2 log2(n) subtrees then, and one if
-        its share is a power of two. With every N-th id each shard is a subtree of its own.
-
-    Order: T(0, n) over ids, T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two below hi - lo. Half
-        types are combined in float32 and rounded once. The bytes are equal on every rank. The error is at most
-        log2(n) roundings of the sum of the absolute values; for 24 shards at most 1.6 eps sum|x| was measured.
+        the pieces. In the second, it sends its piece of the result. A few small arrays travel
+        whole, in one round. Give each rank consecutive ids: it then has at most 2 log2(n) subtrees,
+        and only one if its number of shards is a power of two. With every N-th id each shard is a
+        subtree.
+    Order: T(0, n) over ids, T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of
+        two below hi - lo. Half types are combined in float32 and rounded once. The bytes are equal
+        on every rank. The error is at most log2(n) roundings of the sum of the absolute values.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -114,18 +113,12 @@ def all_reduce_shards(
 
 
 class _Kind(NamedTuple):
-    """What a shard is.
-
-    Args:
-        structure: Of nested arrays.
-        arrays: Number of the dtype, and shape, of each.
-    """
+    """Tree of a shard, and (dtype index, shape) of each of its arrays."""
 
     structure: TreeDef
     arrays: tuple[tuple[int, tuple[int, ...]], ...]
 
     def describe(self) -> str:
-        """Return it in words."""
         shown = ", ".join(f"{DTYPE_NAMES[index]}{list(shape)}" for index, shape in self.arrays[:3])
         more = ", …" if len(self.arrays) > 3 else ""
         return (
@@ -136,18 +129,12 @@ class _Kind(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others.
-
-    Args:
-        runs: Its ids as ranges.
-        kind: Of its shards; None where it brings none.
-    """
+    """Announcement of a rank: its ids as ranges, and the kind of its shards (None: no shards)."""
 
     runs: tuple[tuple[int, int], ...]
     kind: _Kind | None
 
     def describe(self) -> str:
-        """Return it in words."""
         if self.kind is None:
             return "brings nothing"
         return f"brings {_shown(self.runs)}: {self.kind.describe()}"
@@ -161,7 +148,7 @@ def shards_request(
     name: str = "all_reduce_shards",
     digest: int = 0,
 ) -> CollectiveSpec:
-    """Check the arguments of an all-reduce of shards and return the request; `digest` must be the same on all ranks too."""
+    """Check the arguments of an all-reduce of shards and return the request."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
     op = word_of(op, _OPS) or op
@@ -170,11 +157,12 @@ def shards_request(
 
         given, op = op, op_of(str(op).lower())
         if op not in _OPS:
+            wrong = f"{given!r}{op_hint(given, _OPS)}"
             raise ConfigError(
-                f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {given!r}{op_hint(given, _OPS)}"
+                f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {wrong}"
             )
     for index, _ in () if kind is None else kind.arrays:
-        reduction(op, dtype_from_index(index))  # refuses a dtype that has no sum
+        reduction(op, dtype_from_index(index))  # raises for a dtype that has no sum
     told = _Told(tuple(runs_of(ids)), kind)
     if communicator.size == 1:
         wrong = _first_wrong([told])
@@ -212,16 +200,15 @@ def shards_request(
                 results[place] = total[end - _size(shape) : end].reshape(shape)
         return given_back(like, unflatten(agreed.structure, results, like))
 
-    return CollectiveSpec(
-        f"{name}({op}, {_shown(told.runs)})", fingerprint("all_reduce_shards", op, digest), body()
-    )
+    label = CallLabel(f"{name}({op}, {_shown(told.runs)})", CallFields(name, op))
+    return CollectiveSpec(label, fingerprint("all_reduce_shards", op, digest), body())
 
 
 def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Kind | None]:
-    """Return the ids, ascending, the arrays of each shard, and what the shards are.
+    """Return the ids (ascending), the arrays of each shard, and the kind of the shards.
 
     Raises:
-        ConfigError: Wrong ids, or shards that do not fit together.
+        ConfigError: An id is wrong, or shards do not fit together.
     """
     if not isinstance(shards, Mapping):
         raise ConfigError(
@@ -245,8 +232,8 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
     for number in ids:
         if kinds[number] != kinds[ids[0]]:
             raise ConfigError(
-                f"all shards must have the same structure, shapes and dtypes: shard {ids[0]} is {kinds[ids[0]].describe()}, "
-                f"shard {number} is {kinds[number].describe()}"
+                f"all shards must have the same structure, shapes and dtypes: shard {ids[0]} is "
+                f"{kinds[ids[0]].describe()}, shard {number} is {kinds[number].describe()}"
             )
     return ids, leaves, kinds[ids[0]] if ids else None
 
@@ -266,18 +253,21 @@ def _unpacked(data: bytes) -> _Told:
 
 
 def _first_wrong(everyone: Sequence[_Told]) -> str:
-    """Return in words why what the ranks bring cannot be combined, or an empty text."""
+    """Return why the shards of the ranks cannot be combined, or an empty text."""
     found = {
         one.kind: rank for rank, one in reversed(list(enumerate(everyone))) if one.kind is not None
     }
     if not found:
-        return "no rank brings a shard: there is nothing to combine"
+        return "no rank has a shard: there is nothing to combine"
     if len(found) > 1:
         return "all shards must have the same structure, shapes and dtypes"
     if any(one.kind is None for one in everyone) and holds_dataclass(next(iter(found)).structure):
-        return "classes of dataclasses do not travel, so every rank must bring a shard; or pass dicts: dataclasses.asdict(x)"
+        return (
+            "classes of dataclasses are not sent, so every rank must have a shard; "
+            "or pass dicts: dataclasses.asdict(x)"
+        )
     twice, missing = [], []
-    reached, last = 0, 0  # all ids below are accounted for; the rank that brings the one just below
+    reached, last = 0, 0  # all ids below `reached` are known; `last` has the one just below
     for start, stop, rank in sorted(
         (start, stop, rank) for rank, one in enumerate(everyone) for start, stop in one.runs
     ):
@@ -288,18 +278,17 @@ def _first_wrong(everyone: Sequence[_Told]) -> str:
         if stop > reached:
             reached, last = stop, rank
     words = [
-        f"{_shown([run])} {'are' if run[1] - run[0] > 1 else 'is'} brought by ranks {one} and {other}"
-        for run, (one, other) in twice[:3]
+        f"ranks {one} and {other} both have {_shown([run])}" for run, (one, other) in twice[:3]
     ]
     if missing:
-        words.append(f"nobody brings {_shown(missing)}")
+        words.append(f"no rank has {_shown(missing)}")
     return "; ".join(words) + (
         "" if not words else ". The ids of all ranks must be 0 to n-1, each once"
     )
 
 
 def _shown(runs: Sequence[tuple[int, int]]) -> str:
-    """Return ids in words.
+    """Return the text of ids.
 
     Example:
         >>> _shown([(0, 3), (5, 6)])
@@ -311,8 +300,8 @@ def _shown(runs: Sequence[tuple[int, int]]) -> str:
         str(start) if stop == start + 1 else f"{start}-{stop - 1}"
         for start, stop in runs[:_SHOWN_MAX]
     ]
-    is_one = len(runs) == 1 and runs[0][1] == runs[0][0] + 1
-    return f"{'shard' if is_one else 'shards'} {', '.join(shown)}{', …' if len(runs) > _SHOWN_MAX else ''}"
+    noun = "shard" if len(runs) == 1 and runs[0][1] == runs[0][0] + 1 else "shards"
+    return f"{noun} {', '.join(shown)}{', …' if len(runs) > _SHOWN_MAX else ''}"
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -323,7 +312,6 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return one flat array of all elements."""
     return (
         np.ascontiguousarray(arrays[0]).reshape(-1)
         if len(arrays) == 1
@@ -335,7 +323,7 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def _nodes(
     runs: tuple[tuple[tuple[int, int], ...], ...],
 ) -> tuple[list[list[tuple[int, int]]], int]:
-    """Return which nodes of the tree each rank can sum alone, and how many shards there are."""
+    """Return the tree nodes that each rank can sum alone, and the number of shards."""
     count = max(stop for one in runs for _, stop in one)
     return [whole_nodes(one, count) for one in runs], count
 
@@ -347,15 +335,15 @@ def _total(
     how: Reduction,
     count: int,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    """Return the combination of all ranks' flat shards, of `count` elements each."""
+    """Return the combination of all ranks' flat shards of `count` elements."""
     size, rank = communicator.size, communicator.member_rank
     nodes, shard_count = _nodes(runs)
     items = {(number, number + 1): array for number, array in shards.items()}
     is_small = sum(map(len, nodes)) * count * how.accumulate.itemsize <= _SMALL_BYTES
     chunks = [Chunk(0, count)] * size if is_small else even_chunks(count, size)
     own = chunks[rank]
-    # Every rank sends the nodes that it can sum alone, cut by elements; each rank goes on with its own elements, or, where
-    # that is quicker, every rank with all of them.
+    # Every rank sends the nodes that it can sum alone, cut by elements. Each rank then continues
+    # with its elements; if all nodes together are small, every rank continues with all elements.
     sent = [
         0 if peer == rank else len(nodes[rank]) * chunk.count for peer, chunk in enumerate(chunks)
     ]

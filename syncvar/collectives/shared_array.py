@@ -1,7 +1,7 @@
-"""An array that the ranks of a host have in common: all read it and all write it, and nobody waits for anybody.
+"""Arrays that the ranks of a host share: all read and write one memory without synchronization.
 
-It lies in the region of the group's first rank, which keeps it until each of the others has said, by a word of its own in front
-of the array, that its last view is gone.
+The memory lies in the region of the group's first rank. In front of it each rank has a word that it
+sets when its last view is gone. The first rank frees the memory when all words are set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.shm_empty import checked_kind, zeros
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.shm.segment_layout import bytes_in_words
 from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.shm.segment import SharedSegment
 
-__all__ = ["SharedArraySpec", "memory_in_common", "shared_array"]
-
 _WORD = np.dtype(np.uint64)
 _LINE_BYTES = 64
 
@@ -43,17 +42,20 @@ def shared_array(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> NDArray[Any]:
-    """Return an array of zeros that is one and the same memory on all ranks of the group. Collective.
+    """Return an array of zeros that is the same memory on all ranks of the group. Collective.
 
-    Every rank reads and writes it as any array, without a message, a lock or a copy, and sees at once what the others write. What
-    it may see:
+    Every rank reads and writes it like any array, without a message, a lock or a copy, and sees the
+    writes of other ranks at once. These rules apply:
 
-    * An element of at most 8 bytes is never torn: it is what some rank has written, or zero.
-    * Several elements may be of different writes, also within one read of a row or of the whole.
-    * `x[i] += d` reads, adds and writes: what another rank writes to the same element in between is lost.
-    * Nothing says when a write is seen, or in which order two are. After `sv.barrier()` all writes made before it are.
+    * An element of at most 8 bytes is never torn: it is zero, or a value that some rank has
+      written.
+    * Several elements may come from different writes, also within one read of a row or of the
+      whole.
+    * `x[i] += d` reads, adds and writes: a concurrent write to the same element is lost.
+    * Writes of a rank become visible in no fixed order. After `sv.barrier()` all earlier writes are
+      visible.
 
-    For values that are to be the same on all ranks, and for sums that lose nothing, there is `sv.Variable`.
+    Use `sv.Variable` for values that must be the same on all ranks, and for sums that lose nothing.
 
     Args:
         shape: An integer or a tuple of integers, each >= 0; the same on all ranks.
@@ -62,17 +64,18 @@ def shared_array(
         timeout: Seconds; None means the job's default.
 
     Returns:
-        A C-contiguous array that begins at a multiple of 64 bytes. Its memory goes back to the shm when the last view of it is
-        gone on all ranks and the group's first rank makes another such array. It outlives `sv.shutdown()`.
+        A C-contiguous array, aligned to 64 bytes. It outlives `sv.shutdown()`. Its memory is freed
+        when all ranks have dropped their last view and the group's first rank makes another such
+        array.
 
     Raises:
-        ConfigError: A wrong shape or dtype; or the ranks of the group share no memory: they are on several hosts, or there is no
-            shm, and the text says why.
+        ConfigError: The shape or the dtype is wrong, or the ranks of the group share no memory. The
+            text says why: several hosts, or no shared memory.
         MismatchError: The ranks ask for different arrays.
         SharedMemoryFull: There is no room, on any rank.
-        PeerLost, DeadlineExceeded: As for `sv.barrier`.
+        PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: one small broadcast; the memory is taken once for all, by the group's first rank: 0.2 ms for each MiB.
+    Cost: one small broadcast. The group's first rank allocates the memory: 0.2 ms for each MiB.
 
     Example:
         >>> import syncvar as sv
@@ -88,11 +91,12 @@ def shared_array(
         lengths, kind = checked_kind(shape, dtype)
         _require_one_host(context, communicator)
         asked.append((lengths, kind))
-        return SharedArraySpec(
+        label = CallLabel(
             f"shared_array({list(lengths)}, {kind.name})",
-            (lengths, kind.str),
-            int(np.prod(lengths, dtype=object)) * kind.itemsize,
+            CallFields("shared_array", dtype=kind.name, shape=lengths),
         )
+        nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
+        return SharedArraySpec(label, (lengths, kind.str), nbytes)
 
     if communicator.size == 1:
         return zeros(shape, dtype)
@@ -104,13 +108,13 @@ def shared_array(
 
 
 class SharedArraySpec(NamedTuple):
-    """What is to be shared.
+    """Shared memory to allocate.
 
     Args:
-        what: The call in words.
-        parts: What all ranks must say alike.
-        nbytes: Of the memory.
-        content: What it holds at first, as bytes; None for zeros. Of the first rank only.
+        what: Text of the call.
+        parts: Values that all ranks must pass alike.
+        nbytes: Size in bytes.
+        content: Initial bytes, on the first rank; None for zeros.
     """
 
     what: str
@@ -126,14 +130,10 @@ def memory_in_common(
     check: Callable[[], SharedArraySpec],
     timeout: float | None,
 ) -> NDArray[np.uint8] | SharedMemoryFull:
-    """Return memory that all ranks of a group see, or on all ranks why there is none. Collective; the group shares shared memory.
+    """Return memory that all ranks of a group share; SharedMemoryFull, on all ranks, if it is full.
 
-    Args:
-        context: The job.
-        communicator: The group; its first rank gives the memory.
-        name: The call, for messages.
-        check: Looks at the arguments; what it raises is the caller's error.
-        timeout: Seconds; None for the job's default.
+    Collective. `check` checks the arguments; the group must share memory, and its first rank
+    allocates.
     """
     rank, size = communicator.member_rank, communicator.size
     head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
@@ -146,9 +146,7 @@ def memory_in_common(
         wanted.append(one)
         reference = bytes(REFERENCE_NBYTES)  # of no memory
         if rank == 0:
-            kept[:] = [
-                each for each in kept if not each.marks.all()
-            ]  # what all ranks have let go of
+            kept[:] = [each for each in kept if not each.marks.all()]  # free what all have dropped
             try:
                 assert context.shm is not None
                 kept.append(_allocated(context.shm, size, head, one))
@@ -162,7 +160,7 @@ def memory_in_common(
         found = communicator.perform(name, request, timeout).tobytes()
     except MismatchError:
         if rank == 0 and wanted and not refused:
-            kept.pop()  # nobody has been told of it
+            kept.pop()  # no rank has received it
         raise
     ((what, _, nbytes, _),) = wanted
     if not any(found):
@@ -182,14 +180,7 @@ def memory_in_common(
 
 
 class _Hold:
-    """Holds memory in common for this process: as long as it lives, the memory is not given to anybody else.
-
-    Args:
-        shared memory: Where the memory is.
-        offset: Where it begins.
-        nbytes: Of it.
-        mark: This rank's word: 1 says that it has let go.
-    """
+    """Keeps `nbytes` of shared memory at `offset`; sets `mark`, this rank's word, when dropped."""
 
     __slots__ = ("__array_interface__", "_ground", "_mark", "_process")
 
@@ -205,18 +196,12 @@ class _Hold:
         }
 
     def __del__(self) -> None:
-        if os.getpid() == self._process:  # a forked copy has let go of nothing
+        if os.getpid() == self._process:  # the copy in a forked child does not count
             self._mark[0] = 1
 
 
 class _SharedMapping(NamedTuple):
-    """Memory in common that this process has given.
-
-    Args:
-        offset: Where it begins in shared memory.
-        block: It.
-        marks: A word of each rank, in front of it.
-    """
+    """Shared memory that this process has allocated, and the words of the ranks in front of it."""
 
     offset: int
     block: NDArray[Any]
@@ -224,7 +209,7 @@ class _SharedMapping(NamedTuple):
 
 
 def _allocated(shm: SharedSegment, size: int, head: int, wanted: SharedArraySpec) -> _SharedMapping:
-    """Take memory for what is shared and for the words in front of it, and write the content."""
+    """Allocate the memory and the words in front of it, and write the content."""
     block = shm.empty(head + max(1, wanted.nbytes), np.uint8)
     offset = shm.locate(block)
     assert offset is not None
@@ -235,15 +220,13 @@ def _allocated(shm: SharedSegment, size: int, head: int, wanted: SharedArraySpec
 
 
 def _require_one_host(context: ProcessContext, communicator: Communicator) -> None:
-    """Raise ConfigError unless the ranks of a group share memory."""
     if communicator.is_shared:
         return
     hosts = sorted({context.hosts.host_of(rank) for rank in communicator.members})
+    ranks = f"shared_array: the ranks {list(communicator.members)}"
     if len(hosts) > 1:
         raise ConfigError(
-            f"shared_array: the ranks {list(communicator.members)} are on {len(hosts)} hosts, which share no memory: pass a group of the "
-            f"ranks of one host, sv.new_group([…]), or use sv.Variable, whose writes travel"
+            f"{ranks} are on {len(hosts)} hosts, which share no memory: pass a group of the ranks "
+            f"of one host, sv.new_group([…]), or use sv.Variable, which sends its writes"
         )
-    raise ConfigError(
-        f"shared_array: the ranks {list(communicator.members)} share no memory: {context.without_shm}"
-    )
+    raise ConfigError(f"{ranks} share no memory: {context.without_shm}")

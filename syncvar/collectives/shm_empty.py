@@ -1,4 +1,4 @@
-"""Arrays in the memory that the processes of one host share."""
+"""New arrays in the shared memory of a host: `sv.empty` and `sv.zeros`."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ from syncvar.shm.segment_layout import bytes_in_words
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["checked_kind", "empty", "zeros"]
-
 
 def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
-    """Return a new array in the host's shm, with any content.
+    """Return a new uninitialized array in the shared memory of the host. Not collective.
 
-    Collectives read and write such arrays where they lie: `sv.all_reduce(x, out=x)` of arrays of `sv.empty` on every
-    rank copies nothing. Where there is no shm (one rank on a host, SYNCVAR_TRANSPORT=zmq) it is an ordinary array. Not collective.
+    Collectives read and write such arrays in place: `sv.all_reduce(x, out=x)` copies nothing if `x`
+        is
+    an array of `sv.empty` on every rank. Without shared memory (one rank on a host, or
+    SYNCVAR_TRANSPORT=zmq) the array is an ordinary one.
 
-    A process that is forked from a rank shares shared memory's memory with it: what the child writes into such an array, the
-    parent sees, and the other way round; an ordinary array would be the child's own. A child that writes takes `x.copy()` first.
+    A forked child sees the same memory: its writes to such an array appear in the parent, and the
+        other
+    way round. A child that writes should take `x.copy()` first.
 
     Args:
         shape: An integer or a tuple of integers, each >= 0.
         dtype: Any dtype whose elements hold no references.
 
     Returns:
-        A C-contiguous array; its memory goes back to the shm when the last view of it is gone. It outlives `sv.shutdown()`.
+        A C-contiguous array. Its memory is freed when its last view is gone. It outlives
+        `sv.shutdown()`.
 
     Raises:
-        ConfigError: A wrong shape or dtype.
-        SharedMemoryFull: There is no room, in the shm or in private memory; the text names what is in use, and `shm_bytes`.
+        ConfigError: The shape or the dtype is wrong.
+        SharedMemoryFull: There is no room in shared (or private) memory. The text names what is in
+            use, and the setting `shm_bytes`.
 
-    Cost: microseconds where freed memory is used again; else pages are asked of the system, 0.2 ms for each MiB.
+    Cost: microseconds if freed memory is reused; else the system provides pages, 0.2 ms for each
+        MiB.
 
     Example:
         >>> import syncvar as sv
@@ -53,9 +57,8 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         return np.empty(lengths, kind)
     except (ValueError, MemoryError) as error:
         nbytes = prod(lengths) * kind.itemsize
-        raise SharedMemoryFull(
-            f"{bytes_in_words(nbytes)} of private memory asked for (this process shares none): {error}"
-        ) from error
+        text = f"no room for {bytes_in_words(nbytes)} of private memory"
+        raise SharedMemoryFull(f"{text} (this process shares none): {error}") from error
 
 
 def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
@@ -72,7 +75,7 @@ def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
 
 
 def checked_kind(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the lengths and the dtype that are asked for; raise ConfigError unless processes can share such an array."""
+    """Return the lengths and the dtype; raise ConfigError if such an array cannot be shared."""
     try:
         lengths = tuple(
             operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))

@@ -1,8 +1,8 @@
-"""Stages that calls of many kinds are made of; none of them checks an argument.
+"""Stages that several collectives share; none of them checks an argument.
 
-They move flat arrays whose counts all ranks know, and bytes whose length only some know; and by the header round every rank tells
-every other, in one small record, what it brings. Since all ranks see the same records, all come to the same conclusion and raise the
-same error.
+They move flat arrays whose counts all ranks know, and bytes whose length only some ranks know. In a
+header round every rank sends every other one a small record of its input. All ranks see the same
+records, so all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -24,20 +24,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
 
-__all__ = [
-    "AT_ONCE",
-    "HEAD",
-    "broadcast_bytes",
-    "broadcast_flat",
-    "exchange",
-    "exchange_bytes",
-    "gather_bytes",
-    "gather_flat",
-    "require_same",
-    "scatter_flat",
-]
-
-AT_ONCE = 248  # bytes that travel with their length; with it four cache lines
+AT_ONCE = 248  # bytes that travel together with their length: four cache lines in all
 HEAD = struct.Struct(f"<Q{AT_ONCE}s")
 
 
@@ -82,7 +69,7 @@ def gather_flat(
     root: int | None = None,
     algorithm: str | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    """Gather flat blocks whose counts are known on all ranks; returns the concatenation (on the root, if there is one)."""
+    """Gather flat blocks whose counts all ranks know; return them (on the root, if any)."""
     work = np.empty(sum(counts), mine.dtype)
     rank = communicator.member_rank
     start = list(accumulate(counts, initial=0))[rank]
@@ -101,7 +88,7 @@ def scatter_flat(
     root: int,
     algorithm: str | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    """Scatter a flat array whose counts all ranks know; returns a view of this rank's block."""
+    """Scatter a flat array whose counts all ranks know; return a view of this rank's block."""
     work = np.empty(sum(counts), dtype) if whole is None else whole
     start = list(accumulate(counts, initial=0))[communicator.member_rank]
     yield Stage(
@@ -113,9 +100,10 @@ def scatter_flat(
 def gather_bytes(
     communicator: Communicator, mine: bytes, root: int | None = None
 ) -> Generator[Stage, None, list[bytes]]:
-    """Gather bytes, of any length from each rank: on the root, or on every rank (None).
+    """Gather bytes of any length from each rank, on the root or (None) on every rank.
 
-    Cost: one exchange of small frames; where somebody has more than these hold, another round for all.
+    It takes one exchange of small frames, and a second round if any rank has more than a frame
+    holds.
     """
     heads = [
         HEAD.unpack(head)
@@ -135,13 +123,13 @@ def gather_bytes(
 def exchange(
     communicator: Communicator, mine: InputRecord
 ) -> Generator[Stage, None, list[InputRecord]]:
-    """Exchange records; returns those of all ranks of the group, in rank order."""
+    """Exchange records; return those of all ranks of the group, in rank order."""
     told = yield from exchange_bytes(communicator, pack_record(mine))
     return [unpack_record(data) for data in told]
 
 
 def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, None, list[bytes]]:
-    """Exchange bytes, as many from each rank; returns those of all ranks of the group, in rank order."""
+    """Exchange bytes, as many from each rank; return those of all ranks, in rank order."""
     size = len(mine)
     work = np.zeros(communicator.size * size, np.uint8)
     rank = communicator.member_rank
@@ -154,11 +142,7 @@ def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, 
 def require_same(
     communicator: Communicator, what: str, values: list[Any], records: list[InputRecord]
 ) -> None:
-    """Raise MismatchError on every rank unless all `values` are equal.
-
-    Raises:
-        MismatchError: They differ; the table tells what each rank brings.
-    """
+    """Raise MismatchError with a table of all inputs, unless all `values` are equal."""
     if any(value != values[0] for value in values):
         table = {
             communicator.members[rank]: record.describe() for rank, record in enumerate(records)

@@ -1,4 +1,4 @@
-"""Calls by which ranks meet at a point of their programs: with nothing, or with an object of each."""
+"""Synchronization points: calls in which ranks wait for each other, or gather an object of each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from syncvar.runtime.request import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
 
-__all__ = ["gather_objects", "meet", "meeting"]
-
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -26,7 +24,7 @@ def meet(
     timeout: float | None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Meet at a point that all ranks name alike; `parts` is compared."""
+    """Wait for all ranks at a point that they name alike; they compare `parts`."""
 
     def request() -> CollectiveSpec:
         if check is not None:
@@ -37,7 +35,7 @@ def meet(
 
 
 def meeting(communicator: Communicator) -> Generator[Stage, None, None]:
-    """Wait for all ranks: the stages of a call to which they bring nothing."""
+    """Return the stages of a barrier."""
     yield Stage(communicator.plan("barrier", 0), _NOTHING)
 
 
@@ -49,7 +47,7 @@ def gather_objects(
     *,
     async_op: bool = False,
 ) -> Any:
-    """Gather what `make` returns; what it raises is the caller's error, of which the group is told."""
+    """Gather the objects that `make` returns; an error in `make` fails the call on all ranks."""
 
     def check() -> CollectiveSpec:
         mine = pack_object(make())

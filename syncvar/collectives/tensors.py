@@ -1,7 +1,7 @@
-"""Calls with arrays of other libraries: their memory goes in and is written to, and such arrays come out.
+"""Calls with arrays of other libraries: NumPy views of their memory go in, such arrays come out.
 
-A collective that is given one calls itself with NumPy arrays on the same memory, by its prepared way if it has one; so
-nothing below this file knows of any other library, and a call with NumPy arrays pays nothing for it.
+A collective calls itself again with NumPy arrays on the same memory, so its persistent call serves.
+No other module knows another library, and calls with NumPy arrays pay nothing for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from syncvar.runtime.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["given_back", "in_kind", "is_foreign"]
-
 
 def is_foreign(x: Any, out: Any = None) -> bool:
-    """Return whether a value or where its result goes is, or holds, an array of another library.
+    """Return whether the input or output is, or holds, an array of another library.
 
-    Of what cannot be looked through it is not: the call refuses that itself, with its number, and tells the group.
+    False if looking through a container fails: the call then raises the error and informs the
+        group.
     """
     try:
         return _holds(x) or (out is not None and _holds(out))
@@ -39,7 +38,7 @@ def _holds(value: Any) -> bool:
         return False
     if library_of(value) is not None:
         return True
-    if kind in (list, tuple):  # of numbers, as a rule: their types are few
+    if kind in (list, tuple):  # usually of numbers, which have few types
         if all(one in _PLAIN for one in set(map(type, value))):
             return False
     elif not is_structure(value):
@@ -51,12 +50,9 @@ _PLAIN = {bool, int, float, complex, np.ndarray, np.float64, np.float32, np.int6
 
 
 def in_kind(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
-    """Make a call with NumPy arrays in place of those of other libraries, and return its result in their kind.
+    """Make a call with NumPy arrays in place of other libraries' arrays; convert its result back.
 
-    Args:
-        call: The public call: of (x), or of (x, out=out) where there is an out.
-        x: What the caller gave, or a rank.
-        out: What the caller gave; what of it has been written to is the result, and comes back as the caller's own.
+    `call` takes (x), or (x, out=out). The result is the caller's own `out`, if there is one.
     """
     places: dict[int, tuple[Any, Any]] = {}
     mine = _taken(x, places if out is None else {})
@@ -76,16 +72,17 @@ def in_kind(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """Return what a call that has been started keeps of a value: its arrays of libraries, in containers of our own."""
+    """Return the arrays of libraries in a value, in containers of our own."""
     if is_structure(value):
         return rebuilt(value, [_kept(part) for part in parts_of(value)])
     return None if library_of(value) is None else value
 
 
 def _taken(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
-    """Return a value with NumPy arrays in place of others, noted as id -> (NumPy array, what it is of).
+    """Replace arrays by NumPy arrays, noted in `places` as id -> (NumPy array, original).
 
-    What cannot be taken is replaced by what the checks of the call refuse, so that the group is told.
+    A value that cannot be converted becomes one that the call refuses, so that the group is
+    informed.
     """
     try:
         return _exchanged(value, places)
@@ -111,14 +108,14 @@ def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
         )
     try:
         array = library.take(value)
-    except Exception as error:  # whatever the library raises: the group has to be told
+    except Exception as error:  # whatever the library raises: the call informs the group
         return _untaken(value, error)
     places[id(array)] = array, value
     return array
 
 
 def given_back(like: Any, result: Any) -> Any:
-    """Return a result with arrays of the libraries in place of NumPy's where `like`, which went in, had such."""
+    """Replace NumPy arrays in a result by arrays of the libraries in `like`, the input."""
     if result is None or like is None or type(like) is np.ndarray:
         return result
     library = library_of(like)
@@ -137,14 +134,14 @@ def given_back(like: Any, result: Any) -> Any:
 
 
 def _each(give: Callable[[Any, Any], Any], like: Any, result: Any) -> Any:
-    """Return one array, or a list or tuple of them as minloc and all_to_all have it, in the kind of `like`."""
+    """Convert one array, or a list or tuple of them, as minloc and all_to_all return it."""
     if isinstance(result, list | tuple):
         return type(result)(give(part, like) for part in result)
     return give(result, like)
 
 
 def _written(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
-    """Return a result that lies in `out`: the caller's own arrays, where they are whole."""
+    """Return the caller's own `out` arrays after a call wrote to them."""
     for _, value in places.values():
         library = library_of(value)
         if library is not None:
@@ -155,9 +152,8 @@ def _written(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
 def _own(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
     if isinstance(result, np.ndarray):
         found = places.get(id(result))
-        return (
-            given_back(out, result) if found is None else found[1]
-        )  # it is a piece of an array that was cut, or the whole
+        # Not found: the result is a piece of an array that was cut.
+        return given_back(out, result) if found is None else found[1]
     return (
         rebuilt(result, [_own(out, places, one) for one in parts_of(result)])
         if is_structure(result)

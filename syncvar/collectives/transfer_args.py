@@ -1,4 +1,4 @@
-"""Calls that move blocks side by side in shared memory, where all ranks bring the like, and go a general way elsewhere."""
+"""Arguments of the collectives that move blocks: layout, arrays, persistent call and slow path."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.persistent.persistent_transfer import Front
 
-__all__ = ["UNMOVED", "TransferArgs", "detail_of", "fits_out", "moves", "place_of", "result_buffer"]
-
 UNMOVED = TransferLayout(0, NOTHING.dtype)
-"""How a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
+"""Layout of an input that cannot be moved as blocks of one shape: no rank moves any block then."""
 
 
 def moves(communicator: Communicator, collective: str, algorithm: str | None = None) -> bool:
-    """Return whether a collective is moved side by side where the ranks bring the same; the same on all ranks."""
+    """Return whether a collective moves blocks through shared memory; the same on all ranks."""
     return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
 
 
 class TransferArgs(Cacheable):
-    """A checked call that moves.
+    """A checked call that moves blocks.
 
     Args:
-        what: The call in words.
+        what: Text of the call.
         digest: Its fingerprint.
-        layout: How blocks are moved; `UNMOVED` where what this rank brings cannot be, None where the group moves none.
-        arrange: Returns the arrays of this call; None for `UNMOVED`.
-        finish: Of what has been made of these: the result.
-        general: The stages where the ranks do not bring the same; None where nothing may differ.
-        front: Of (x, out): the arrays of any such call, or None where `out` does not serve; None where such calls are not prepared.
+        layout: Layout of the blocks; `UNMOVED` if this rank's input has none, None without shared
+            memory.
+        arrange: Function that returns the arrays of this call; None for `UNMOVED`.
+        finish: Function of the outputs that returns the result.
+        general: Stages for inputs that differ between ranks; None if they may not differ.
+        front: Function of (x, out) that returns the arrays of a persistent call, or None if `out`
+            does not serve. None if there are no persistent calls.
     """
 
     __slots__ = ("_front", "_layout", "general")
@@ -78,7 +78,7 @@ class TransferArgs(Cacheable):
     def prepared(
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
-        """Return what makes calls that are alike; see `Cacheable`."""
+        """Build the persistent call of such calls; see `Cacheable`."""
         if self._layout is None or self._front is None or not like.dtype.isnative:
             return never
 
@@ -100,14 +100,14 @@ class TransferArgs(Cacheable):
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
-    """Return what must be the same on all ranks for arrays to be moved side by side; never 0."""
+    """Return the value that ranks compare before they move blocks; never 0."""
     return fingerprint("detail", dtype.name, shape, *more) or 1
 
 
 def result_buffer(
     out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]
 ) -> NDArray[Any]:
-    """Return where a result goes: `out` if it can be written piece by piece while `sources` are read, else a new array."""
+    """Return `out` if it can be written while `sources` are read, else a new array."""
     is_fit = (
         type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray
     )
@@ -117,12 +117,12 @@ def result_buffer(
 
 
 def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
-    """Return the arrays of a call if the result, where there is one, lies where the caller wants it."""
+    """Return the arrays of a call if its result, where there is one, is in `out`."""
     return blocks if out is None or blocks.made is out or blocks.made is NOTHING else None
 
 
 def place_of(source: int, dest: int) -> int:
-    """Return the place of the block for `dest` among those that `source` puts for the others, in rank order.
+    """Return the index of the block for `dest` among the blocks of `source` for other ranks.
 
     Example:
         >>> [place_of(1, dest) for dest in (0, 2, 3)]

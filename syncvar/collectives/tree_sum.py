@@ -1,4 +1,4 @@
-"""The reproducible tree, summed in the memory at hand: single items, or nodes that somebody has summed already."""
+"""Local sums in the order of the reproducible tree, of single items or of nodes summed before."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ if TYPE_CHECKING:
 
     Node = tuple[int, int]
 
-__all__ = ["summed", "tree_combined", "tree_sum"]
-
-_BLOCK = 1 << 14  # elements that are summed at a time, so that what is between stays in cache
+_BLOCK = 1 << 14  # elements summed at a time, so that intermediate sums stay in the cache
 
 
 def tree_sum(parts: Sequence[Any]) -> Any:
-    """Sum parts by the reproducible tree, locally.
+    """Sum parts in the order of the reproducible tree, on this rank alone.
 
-    It gives the bits of `all_reduce_shards` of the same parts, whichever ranks bring them.
+    The bits are those of `all_reduce_shards` of the same parts, wherever they are.
 
     Args:
-        parts: At least one array or structure of arrays; all of one shape and dtype.
+        parts: At least one array or pytree of arrays; all of one shape and dtype.
 
     Returns:
-        T(0, len(parts)), a new array or structure.
+        T(0, len(parts)), a new array or pytree.
 
     Raises:
-        ConfigError: No parts, or parts that do not fit together.
+        ConfigError: There are no parts, or they do not fit together.
 
     Order: T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two below hi - lo.
 
@@ -80,14 +78,10 @@ def tree_combined(arrays: Sequence[NDArray[Any]], op: str) -> NDArray[Any]:
 def summed(
     held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any], start: int
 ) -> None:
-    """Sum the tree T(lo, hi) into an array.
+    """Sum the tree T(lo, hi) into `out`, in the dtype of `out`.
 
-    Args:
-        held: Nodes (lo, hi) whose values are known, flat arrays; each item of the tree belongs to one of them.
-        lo: First item.
-        hi: One past the last item.
-        out: Flat, of the dtype in which they are summed.
-        start: The element of the nodes that belongs to the first one of `out`.
+    `held` has the flat arrays of known nodes (lo, hi), which cover the tree. `start` is the element
+    of the nodes that belongs to the first one of `out`.
     """
     rooms: list[NDArray[Any]] = []
     with quiet():

@@ -1,8 +1,8 @@
-"""Arrays of other libraries: taken as NumPy arrays on the same memory, and given back as what they were.
+"""Arrays of other libraries: converted to NumPy arrays on the same memory, and results back.
 
-PyTorch's tensors go by its own two functions (about 1 us each), others by DLPack and the array API's namespaces (about
-5 us). No such library is imported here to take an array: the array is the proof that it has been. One is imported where
-an array of it comes from another process.
+PyTorch tensors use PyTorch's own two functions (about 1 us each), others DLPack and the array API
+namespace (about 5 us). Input never imports a library here, because its array proves that it is
+imported. Only an array from another process may cause an import.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 
 class Library(NamedTuple):
-    """How arrays of a library become NumPy arrays and back.
+    """Conversions between a library's arrays and NumPy arrays.
 
     Args:
-        name: Of the library; "" where it is not known by name, and its arrays cannot be made in another process.
-        take: Returns a NumPy array on the memory of an array; raises TypeError, ValueError, BufferError or RuntimeError.
-        give: Returns an array of the library on the memory of a NumPy array where that can be, like the one that comes
-            second, which may be None where the library has a name; None where the library says no way.
-        wrote: Is told that an array has been written to through its memory.
+        name: Name of the library; "" if unknown, and then other processes cannot make its arrays.
+        take: Returns a NumPy array on the memory of an array; raises TypeError, ValueError,
+            BufferError or RuntimeError.
+        give: Returns an array of the library, on the memory of a NumPy array if possible. Its
+            second argument is an array of the kind wanted; None is fine if the library has a name.
+            None if the library offers no way.
+        wrote: Called after syncvar has written to the memory of an array.
     """
 
     name: str
@@ -39,10 +41,10 @@ class Library(NamedTuple):
 
 
 class UnsupportedLibrary:
-    """Stands for an array that could not be taken, where it will be looked at.
+    """Placeholder for an array that could not be converted; the caller that uses it raises.
 
     Args:
-        reason: How a sentence about it goes on.
+        reason: Rest of the error sentence, after the name of the argument.
     """
 
     __slots__ = ("reason",)
@@ -52,13 +54,7 @@ class UnsupportedLibrary:
 
 
 def library_of(value: Any) -> Library | None:
-    """Return the library whose array a value is; None for NumPy's, this package's, and everything that is no array.
-
-    Example:
-        >>> import numpy as np
-        >>> library_of(np.ones(2)), library_of(2.0)
-        (None, None)
-    """
+    """Return the library of an array; None for NumPy, for syncvar, and for anything else."""
     kind: Any = type(value)
     return _library_of(kind)
 
@@ -95,18 +91,18 @@ def _take_from_torch(tensor: Any) -> NDArray[Any]:
 def _give_to_torch(array: NDArray[Any], like: Any) -> Any:
     del like
     torch = _imported("torch")
-    if not array.flags.writeable:  # of which PyTorch has none
+    if not array.flags.writeable:  # PyTorch has no read-only tensors
         array = array.copy()
     if array.dtype.kind == "V":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
-    except ValueError:  # one element of a record, whose stride it refuses
+    except ValueError:  # PyTorch refuses the stride of a single element of a record
         return torch.from_numpy(array.copy())
 
 
 def _wrote_to_torch(tensor: Any) -> None:
-    """Have backward refuse what it computed from the values before."""
+    # Makes backward raise if it has saved the values from before.
     if not tensor.is_inference():
         sys.modules["torch"].autograd.graph.increment_version(tensor)
 
@@ -116,23 +112,17 @@ def _take_by_dlpack(value: Any) -> NDArray[Any]:
 
     try:
         array = np.from_dlpack(value)
-    except (
-        RuntimeError,
-        BufferError,
-        ValueError,
-    ):  # NumPy's DLPack knows no bfloat16, and memory of the CPU alone
+    # NumPy's DLPack knows neither bfloat16 nor memory of devices.
+    except (RuntimeError, BufferError, ValueError):
         _refuse_device(value, None)
         if not hasattr(value, "__array__"):
             raise
         return np.asarray(value)
-    if not array.flags.writeable and hasattr(
-        value, "__array__"
-    ):  # DLPack before 1.0 does not say whether it may be written
+    # DLPack before 1.0 does not say whether an array is writable.
+    if not array.flags.writeable and hasattr(value, "__array__"):
         other = np.asarray(value)
-        if (
-            other.flags.writeable
-            and other.__array_interface__["data"][0] == array.__array_interface__["data"][0]
-        ):
+        address = array.__array_interface__["data"][0]
+        if other.flags.writeable and other.__array_interface__["data"][0] == address:
             return other
     return array
 
@@ -143,11 +133,7 @@ def _give_to_jax(array: NDArray[Any], like: Any) -> Any:
 
 
 def _imported(name: str) -> Any:
-    """Return a library's module.
-
-    Raises:
-        ConfigError: It cannot be imported here.
-    """
+    """Return a library's module, or raise ConfigError if it cannot be imported."""
     found = sys.modules.get(name)
     if found is None:
         try:
@@ -155,7 +141,7 @@ def _imported(name: str) -> Any:
         except ImportError as error:
             library = name.partition(".")[0]
             raise ConfigError(
-                f"there are tensors of {library} in it, which cannot be imported here: {error}"
+                f"the value has tensors of {library}, which cannot be imported here: {error}"
             ) from None
     return found
 
@@ -165,11 +151,7 @@ def _give_by_namespace(array: NDArray[Any], like: Any) -> Any:
 
 
 def _refuse_device(value: Any, kind: str | None) -> None:
-    """Refuse an array that lies elsewhere than in the memory of the CPU.
-
-    Raises:
-        TypeError: It does.
-    """
+    """Raise TypeError for an array that is not in the memory of the CPU."""
     if kind is None:
         try:
             kind = "cpu" if int(value.__dlpack_device__()[0]) in _HOST_MEMORY else "other"
@@ -177,21 +159,15 @@ def _refuse_device(value: Any, kind: str | None) -> None:
             return
     if kind != "cpu":
         device = getattr(value, "device", value.__dlpack_device__() if kind == "other" else kind)
-        remedy = (
-            "it has no data at all"
-            if kind == "meta"
-            else "pass x.cpu(), or a copy of it in the memory of the CPU"
-        )
+        remedy = "it has no data at all" if kind == "meta" else "pass x.cpu(), or a copy on the CPU"
         raise TypeError(
-            f"it is on the device {str(device)!r}, and syncvar works in the memory of the CPU: {remedy}"
+            f"it is on the device {str(device)!r}, and syncvar needs memory of the CPU: {remedy}"
         )
 
 
 _HOST_MEMORY = (1, 3, 11, 13)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged
 _TORCH = Library("torch", _take_from_torch, _give_to_torch, _wrote_to_torch)
 _JAX = Library("jax", _take_by_dlpack, _give_to_jax, lambda _: None)
-NAMED = (
-    _TORCH,
-    _JAX,
-)  # on the wire such a library is an index into this table, never a name to import
+# In messages a library is an index into this table, never a name to import.
+NAMED = (_TORCH, _JAX)
 _ANY = Library("", _take_by_dlpack, _give_by_namespace, lambda _: None)

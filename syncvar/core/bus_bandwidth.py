@@ -1,4 +1,4 @@
-"""By which factor the rate of a collective becomes one that can be compared with that of a link, as nccl-tests has it."""
+"""Factors from algorithm bandwidth (bytes / time) to bus bandwidth, as nccl-tests defines them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+# Factor by its formula; n is the number of ranks.
 BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
     "2(n-1)/n": lambda size: 2 * (size - 1) / size,
     "(n-1)/n": lambda size: (size - 1) / size,
     "1": lambda _: 1.0,
 }
-"""What turns size / time into the rate at the bottleneck, by its formula; n is the number of ranks."""
 
 _FORMULAS = {
     **dict.fromkeys(("all_reduce", "all_reduce_shards"), "2(n-1)/n"),
@@ -22,11 +22,6 @@ _FORMULAS = {
 
 
 def bus_factor(collective: str, size: int) -> float:
-    """Return by what the algorithm bandwidth of a call is multiplied; 0 where nobody knows, or no bytes are moved.
-
-    Example:
-        >>> bus_factor("all_reduce", 4), bus_factor("barrier", 4)
-        (1.5, 0.0)
-    """
+    """Return a collective's factor; 0 if it is unknown or moves no bytes."""
     formula = _FORMULAS.get(collective)
     return BUS_FACTORS[formula](size) if formula is not None and size > 0 else 0.0

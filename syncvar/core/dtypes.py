@@ -1,4 +1,4 @@
-"""The allow-list of dtypes: on the wire a dtype is an index into this table, never a text that NumPy would interpret."""
+"""Dtypes that can be communicated. In messages a dtype is an index into this table, never text."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ _INDEX = {name: index for index, name in enumerate(DTYPE_NAMES)}
 
 @lru_cache(maxsize=64)
 def dtype_index(dtype: np.dtype[Any]) -> int:
-    """Return the index of a dtype, which must be in native byte order.
-
-    Raises:
-        ConfigError: The dtype cannot travel; the message lists those that can.
-    """
+    """Return the index of a dtype in native byte order, or raise ConfigError."""
     index = _INDEX.get(dtype.name)
     if index is None:
         raise ConfigError(
@@ -47,11 +43,7 @@ def dtype_index(dtype: np.dtype[Any]) -> int:
 
 @lru_cache(maxsize=64)
 def dtype_from_index(index: int) -> np.dtype[Any]:
-    """Return the dtype at an index.
-
-    Raises:
-        WireError: There is none.
-    """
+    """Return the dtype at an index, or raise WireError."""
     import numpy as np
 
     if not 0 <= index < len(DTYPE_NAMES):

@@ -1,4 +1,4 @@
-"""Arguments that are one of some words: as text, or as a member of an enumeration."""
+"""Arguments that are one of several words, as text or as a member of an enum."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ if TYPE_CHECKING:
 
 
 def word_of(given: Any, known: Iterable[str]) -> str | None:
-    """Return which of some words is given: as text in any case, or as a member of any enumeration.
+    """Return the word in `known` that an argument means, or None.
 
-    The members of enumerations of other libraries count by their names, or by their values where
-    these are texts.
-
-    Args:
-        given: Anything.
-        known: The words.
-
-    Returns:
-        The word as `known` spells it; None where it is none of them.
+    The argument is text in any case or a member of any enum, also of another library. Of a member
+    the name counts, and the value if it is text.
 
     Example:
         >>> from enum import Enum

@@ -1,7 +1,7 @@
-"""The variables that the launcher hands to a worker: a contract, in one place.
+"""The environment variables by which the launcher tells a worker or server what it is.
 
-`RankEnvironment.from_mapping` is the only reader and `RankEnvironment.to_mapping` the only writer, so that both
-sides of the contract cannot drift apart. Knobs are not here: they are in `syncvar.core.settings`.
+`RankEnvironment.from_mapping` is the only reader and `to_mapping` the only writer, so both sides
+agree. Runtime settings are in `syncvar.core.settings`.
 """
 
 from __future__ import annotations
@@ -49,28 +49,30 @@ _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class RankEnvironment(NamedTuple):
-    """Who a worker is, and where it meets the others; or who a server is, that serves them.
+    """Identity of a worker or server, and where it joins the job.
 
     Args:
-        rank: 0-based identity in the world; of a server, among the servers.
-        world_size: Ranks in the world.
-        local_rank: 0-based identity among the ranks of this host.
-        local_world_size: Ranks on this host.
+        rank: 0-based index in the world; for a server: among the servers.
+        world_size: Number of ranks.
+        local_rank: 0-based index among the ranks of this host.
+        local_world_size: Number of ranks on this host.
         host_index: 0-based index of this host.
-        host_count: Hosts of the job.
-        generation: Version of the membership, 0 at first; it grows when the ranks meet anew and when they are started again.
-        rendezvous: ZeroMQ endpoint of the store in the launcher.
-        job_id: The job's random identity; frames of another job are refused.
+        host_count: Number of hosts.
+        generation: Version of the membership, from 0. It grows when ranks join again and when the
+            launcher restarts them.
+        rendezvous: ZeroMQ endpoint of the launcher.
+        job_id: Random identity of the job. Frames of other jobs are refused.
         role: "worker" or "server".
         host: Name of this host, for messages.
         flight_dir: Folder for the flight record of a worker that fails; empty for none.
-        host_directory: Private folder of this host's sockets; empty for that of the rendezvous.
-        host_address: Where this host listens for the others, for instance "10.0.0.7"; empty for a job of one host.
-        stats_dir: Folder for the totals of a worker's calls, or of what a server has done (`--stats`); empty for none.
-        restarts: How often the job's ranks have been started again before (`--max-restarts`), 0 at first.
-        servers: How many servers the job has.
-        server_replicas: On how many other servers each one's variables have copies.
-        incarnation: How often this process alone has been started again in place of one that failed, 0 at first.
+        host_directory: Private folder for this host's sockets; empty for that of the rendezvous.
+        host_address: Address where this host listens for others, for instance "10.0.0.7"; empty
+            for a job on one host.
+        restarts: Number of earlier attempts (`--max-restarts`).
+        stats_dir: Folder for statistics of calls (`--stats`); empty for none.
+        servers: Number of servers.
+        server_replicas: Number of other servers that hold a replica of each server's variables.
+        incarnation: Number of earlier processes that this one replaces, for a server.
     """
 
     rank: int
@@ -95,34 +97,26 @@ class RankEnvironment(NamedTuple):
 
     @property
     def socket_directory(self) -> str:
-        """The folder of this host's sockets."""
+        """Folder of this host's sockets."""
         return self.host_directory or self.rendezvous.removeprefix("ipc://").rpartition("/")[0]
 
     @classmethod
     def from_mapping(cls, environ: Mapping[str, str]) -> RankEnvironment | None:
-        """Read the contract from an environment.
-
-        Returns:
-            None when no launcher started this process (`SYNCVAR_RANK` is absent).
+        """Return the identity in an environment; None if no launcher started this process.
 
         Raises:
-            ConfigError: The contract is incomplete or a value is not what it should be.
-
-        Example:
-            >>> RankEnvironment.from_mapping({"PATH": "/bin"}) is None
-            True
+            ConfigError: A variable is missing or has a wrong value.
         """
         if PREFIX + "RANK" not in environ:
             return None
         values: dict[str, int | str] = {}
         for field, name in _INTEGERS.items():
-            text = environ.get(PREFIX + name)
-            if text is None:
-                text = _MAY_BE_ABSENT.get(field)
+            text = environ.get(PREFIX + name, _MAY_BE_ABSENT.get(field))
             if text is None:
                 raise ConfigError(
-                    f"{PREFIX}RANK is set but {PREFIX}{name} is not: start the script with syncvar-launch, "
-                    f"or unset {PREFIX}RANK and set {PREFIX}WORLD_SIZE=1 to run it as a world of one"
+                    f"{PREFIX}RANK is set but {PREFIX}{name} is not: start the script with "
+                    f"syncvar-launch, or unset {PREFIX}RANK and set {PREFIX}WORLD_SIZE=1 to run it "
+                    f"as a world of one"
                 )
             if not (text.isascii() and text.isdigit()):
                 raise ConfigError(f"{PREFIX}{name} must be a non-negative integer, not {text!r}")
@@ -140,28 +134,22 @@ class RankEnvironment(NamedTuple):
             if result.rank >= result.servers:
                 raise ConfigError(f"{PREFIX}RANK={result.rank} is outside {result.servers} servers")
             return result
-        if result.rank >= result.world_size:
+        size, local = result.world_size, result.local_world_size
+        if result.rank >= size:
+            raise ConfigError(f"{PREFIX}RANK={result.rank} is outside a world of {size}")
+        if result.local_rank >= local:
             raise ConfigError(
-                f"{PREFIX}RANK={result.rank} is outside a world of {result.world_size}"
-            )
-        if result.local_rank >= result.local_world_size:
-            raise ConfigError(
-                f"{PREFIX}LOCAL_RANK={result.local_rank} is outside a host of {result.local_world_size} ranks"
+                f"{PREFIX}LOCAL_RANK={result.local_rank} is outside a host of {local} ranks"
             )
         if PREFIX + "HOST_COUNT" in environ and result.host_index >= result.host_count:
             raise ConfigError(
-                f"{PREFIX}HOST_INDEX={result.host_index} is outside a job of {result.host_count} hosts"
+                f"{PREFIX}HOST_INDEX={result.host_index} is outside a job of {result.host_count} "
+                f"hosts"
             )
         return result
 
     def to_mapping(self) -> dict[str, str]:
-        """Return the variables that state this contract, the plain names of torchrun included.
-
-        Example:
-            >>> me = RankEnvironment(1, 2, 1, 2, 0, 1, 0, "ipc:///x", "j")
-            >>> RankEnvironment.from_mapping(me.to_mapping()) == me
-            True
-        """
+        """Return the environment variables of this identity, including those of torchrun."""
         result = {
             PREFIX + name: str(getattr(self, field)) for field, name in (_INTEGERS | _TEXTS).items()
         }

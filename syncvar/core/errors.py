@@ -1,13 +1,11 @@
-"""Every error that syncvar raises, as one tree.
+"""All exceptions of syncvar, as one tree ordered by what the caller can do.
 
-Children are chosen by what the caller can do about them:
+* `ConfigError`, `UsageError`, `MismatchError`: nothing changed, the group stays usable.
+* `TransportError` and its children: a link or a peer failed. The group is broken.
+* `RendezvousError`, `LaunchError`: the job did not start, or a worker failed.
+* `InternalError`: a bug in syncvar.
 
-* `ConfigError`, `UsageError`, `MismatchError`: nothing was changed and the group stays usable; fix the call.
-* `TransportError` and its children: a link or a peer is gone; the group is broken and refuses later calls.
-* `RendezvousError`, `LaunchError`: the job did not come together, or a worker of it failed.
-* `InternalError`: our bug.
-
-Every field is an attribute; the message is built from the fields.
+Every field is an attribute. The message contains the fields.
 """
 
 from __future__ import annotations
@@ -21,58 +19,58 @@ if TYPE_CHECKING:
 
 
 class SyncvarError(Exception):
-    """Base of every error of this package."""
+    """Base of all exceptions of this package."""
 
 
 class ConfigError(SyncvarError, ValueError):
-    """A wrong argument or setting. Nothing was sent and nothing changed: correct it and call again."""
+    """A wrong argument or setting. Nothing was sent and nothing changed: fix it and call again."""
 
 
 class SharedMemoryFull(ConfigError, MemoryError):
-    """The memory that the processes of this host share has no room for an array. Nothing was taken."""
+    """The shared memory of this host has no room for an array. Nothing was allocated."""
 
 
 class RowOutOfRange(ConfigError, IndexError):
-    """A row index of a scatter or lookup lies outside the variable."""
+    """A row index of a scatter or lookup is outside the variable."""
 
 
 class UsageError(SyncvarError, RuntimeError):
-    """A right argument at the wrong time or place. Nothing changed."""
+    """A valid call at the wrong time or in the wrong context. Nothing changed."""
 
 
 class NoAggregation(UsageError, ValueError):
-    """The copies of a variable would have to be combined, but it has aggregation NONE."""
+    """A write needs to combine the replicas of a variable that has aggregation NONE."""
 
 
 class MismatchError(SyncvarError):
     """The ranks do not make the same call. Nothing changed and the group stays usable.
 
-    Every rank of the group raises it for that call, on every path: no collective ends on any rank before all ranks have
-    come to it with the same call. Only messages (`send`) may end before the other rank has come.
+    Every rank of the group raises it for that call. This is sure because no collective ends on any
+    rank before all ranks have entered it with the same call. Only `send` may end earlier.
 
     Args:
-        message: What disagrees, in one sentence.
-        table: For each rank that is known to take part, what it does.
+        message: Disagreement, in one sentence.
+        table: Call of each rank that is known to take part.
     """
 
     def __init__(self, message: str, table: Mapping[int, str] | None = None) -> None:
         self.table: dict[int, str] = dict(table or {})
-        rows = "".join(f"\n  rank {rank}: {what}" for rank, what in sorted(self.table.items()))
+        rows = "".join(f"\n  rank {rank}: {call}" for rank, call in sorted(self.table.items()))
         super().__init__(message + rows)
 
 
 class TransportError(SyncvarError):
-    """A link failed; every group of this generation is broken."""
+    """A link failed. Every group of this version of the membership is broken."""
 
 
 class PeerLost(TransportError):
-    """Another rank, or a server, is gone, or cannot take part any more.
+    """Another rank, or a server, has failed or cannot be reached.
 
     Args:
-        rank: The rank that was lost, in the world; of a server, the number of its process (`syncvar.core.process_ids`).
-        host: Its host, or an empty text where it is not known.
-        reason: Why, for instance "signal 9".
-        detail: Where the loss was noticed; may be empty.
+        rank: World rank of the process; for a server, its process number.
+        host: Host of the process; empty if unknown.
+        reason: Reason, for instance "signal 9".
+        detail: Where this process noticed it; may be empty.
     """
 
     def __init__(self, rank: int, host: str = "", reason: str = "", detail: str = "") -> None:
@@ -80,20 +78,18 @@ class PeerLost(TransportError):
         self.host = host
         self.reason = reason
         self.detail = detail
-        where = f" on {host}" if host else ""
-        what = f": {reason}" if reason else ""
-        super().__init__(
-            f"{process_name(rank)}{where} was lost{what}" + (f" ({detail})" if detail else "")
-        )
+        text = f"{process_name(rank)}{f' on {host}' if host else ''} was lost"
+        text += f": {reason}" if reason else ""
+        super().__init__(text + (f" ({detail})" if detail else ""))
 
 
 class DeadlineExceeded(TransportError, TimeoutError):
     """A call did not finish in time. The group is broken.
 
     Args:
-        message: Which call waited how long.
-        missing: The ranks that were waited for, in the world.
-        timeout_s: The time allowed, in seconds.
+        message: Call, and how long it waited.
+        missing: World ranks for which the call waited.
+        timeout_s: Time limit, in seconds.
     """
 
     def __init__(self, message: str, missing: Sequence[int] = (), timeout_s: float = 0.0) -> None:
@@ -103,19 +99,19 @@ class DeadlineExceeded(TransportError, TimeoutError):
 
 
 class SharedMemoryUnavailable(TransportError):
-    """The processes of this host cannot share memory; their data goes through sockets instead."""
+    """The processes of this host cannot share memory. Their data goes through sockets instead."""
 
 
 class HandshakeError(TransportError):
-    """Two processes of a job cannot talk: versions, byte order or job differ."""
+    """Two processes cannot communicate: they differ in version, byte order or job."""
 
 
 class GroupBroken(TransportError):
     """A call on a group that broke earlier.
 
     Args:
-        message: What broke it.
-        cause: The first failure, also set as `__cause__`.
+        message: Reason why the group is broken.
+        cause: First failure of the group, also in `__cause__`.
     """
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
@@ -125,7 +121,7 @@ class GroupBroken(TransportError):
 
 
 class CheckpointError(SyncvarError):
-    """A checkpoint cannot be written, or does not fit what it is restored into."""
+    """A checkpoint cannot be written, or does not match the objects to restore."""
 
 
 class NotFound(CheckpointError, FileNotFoundError):
@@ -136,9 +132,9 @@ class Corrupt(CheckpointError):
     """A stored value is damaged.
 
     Args:
-        key: What is damaged.
-        expected: What should be there, a digest for instance.
-        actual: What is there.
+        key: Name of the damaged value.
+        expected: Expected content, for instance a digest.
+        actual: Actual content.
         detail: Where it was noticed; may be empty.
     """
 
@@ -147,18 +143,19 @@ class Corrupt(CheckpointError):
         self.expected = expected
         self.actual = actual
         self.detail = detail
-        where = f" ({detail})" if detail else ""
+        place = f" ({detail})" if detail else ""
         super().__init__(
-            f"{key} is damaged: expected {expected}, found {actual}{where}; restore another checkpoint"
+            f"{key} is damaged: expected {expected}, found {actual}{place}; "
+            f"restore another checkpoint"
         )
 
 
 class RendezvousError(SyncvarError):
-    """The ranks did not all meet.
+    """Not all ranks joined the job.
 
     Args:
-        message: What happened.
-        missing: The ranks that did not come.
+        message: Reason.
+        missing: Ranks that did not join.
     """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
@@ -177,15 +174,15 @@ class HostUnreachable(LaunchError):
 class RankFailed(LaunchError):
     """A worker failed.
 
-    `__cause__` is the exception that it raised; None if its process was killed or ended by itself.
-    It has the class of the worker's exception if this program can import that class, else a class
-    of the same name.
+    `__cause__` is the exception that it raised, or None if its process was killed or ended by
+    itself. It has the class of the worker's exception if this program can import that class,
+    otherwise a class of the same name.
 
     Args:
-        rank: Its rank, or -1 where the job failed as a whole.
+        rank: Its rank, or -1 if the job failed as a whole.
         host: Its host.
-        exit_code: The exit code of the job (128 + n for signal n).
-        last_lines: Its traceback, or the last lines that it wrote.
+        exit_code: Exit code of the job (128 + n for signal n).
+        last_lines: Its traceback, or the last lines of its output.
     """
 
     def __init__(self, rank: int, host: str, exit_code: int, last_lines: str) -> None:
@@ -193,8 +190,8 @@ class RankFailed(LaunchError):
         self.host = host
         self.exit_code = exit_code
         self.last_lines = last_lines
-        who = f"rank {rank} on {host}" if rank >= 0 else "the job"
-        super().__init__(f"{who} failed with exit code {exit_code}\n{last_lines}")
+        failed = f"rank {rank} on {host}" if rank >= 0 else "the job"
+        super().__init__(f"{failed} failed with exit code {exit_code}\n{last_lines}")
 
 
 class InternalError(SyncvarError):
@@ -202,8 +199,8 @@ class InternalError(SyncvarError):
 
 
 class PlanError(InternalError):
-    """A plan breaks its contract."""
+    """A schedule breaks its contract."""
 
 
 class WireError(TransportError):
-    """Bytes that are no valid frame or message."""
+    """Received bytes are not a valid frame or message."""

@@ -1,12 +1,13 @@
-"""What syncvar sets in a process, and undoes in each child that the process forks.
+"""Signal handlers, exit handlers and hooks of syncvar, which it undoes in forked children.
 
-A child that the program forks (`os.fork`, `multiprocessing` with "fork") belongs to the program. There, signals have the
-handlers that they have under plain `python`, no exit handler of syncvar runs, and the fault handler is off again.
-So syncvar sets such things through this module only.
+A child that the program forks (`os.fork`, `multiprocessing` with "fork") behaves as under plain
+`python`: syncvar's signal and exit handlers and its fault handler are off. So syncvar sets all of
+these through this module only.
 
-A signal may reach a child before the child has undone anything. The interpreter would drop it, or call the handler of the
-parent. So the forking thread blocks these signals from before the fork until the child has undone its copies. The hooks
-that do so are C functions: the interpreter runs no signal handler between them, so the parent loses no signal either.
+A signal may reach a child before the child has undone anything. The interpreter would drop it, or
+call the parent's handler. So the forking thread blocks these signals from before the fork until
+the child has undone its copies. The hooks that do so are C functions: the interpreter runs no
+signal handler between them, so the parent loses no signal either.
 """
 
 from __future__ import annotations
@@ -33,36 +34,30 @@ if TYPE_CHECKING:
 _SIGSET_BYTES = 128  # sizeof(sigset_t) on Linux
 _STDERR = 2
 
-_handlers: list[
-    tuple[int, Any, Any]
-] = []  # signal, our handler, what the signal had before; oldest first
+# (signal, our handler, handler before), oldest first
+_handlers: list[tuple[int, Any, Any]] = []
 _exit_handlers: list[Callable[..., None]] = []
 _exception_hooks: list[tuple[ExceptionHook, ExceptionHook]] = []  # ours, and the one before
 _fault_dumps: list[int] = []  # signals to which the fault handler writes stacks
 
 
 class _Stderr:
-    """The file that syncvar gives to the fault handler: as long as it lives, nobody else has set the fault handler."""
+    """File for the fault handler; as long as it lives, nobody else has set the fault handler."""
 
     def fileno(self) -> int:
         return _STDERR
 
     def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
+        pass
 
 
 _fault_file: weakref.ref[_Stderr] | None = None
 
 
 def handle_signal(number: int, handler: Any) -> Any:
-    """Set the handler of a signal in this process, but in no child that it forks; in the main thread.
+    """Set a signal handler as `signal.signal` does, but undo it in forked children.
 
-    Args:
-        number: The signal.
-        handler: As `signal.signal` takes it.
-
-    Returns:
-        What the signal had before.
+    Call it in the main thread. Returns the handler before.
     """
     before = signal.signal(number, handler)
     if number not in (one[0] for one in _handlers):
@@ -72,7 +67,7 @@ def handle_signal(number: int, handler: Any) -> Any:
 
 
 def release_signal(number: int, handler: Any) -> None:
-    """Give a signal back what it had before `handler`, unless somebody else has set it since; in the main thread."""
+    """Restore the handler before `handler`, unless other code has set the signal since."""
     entry = next((one for one in reversed(_handlers) if one[:2] == (number, handler)), None)
     if entry is not None:
         _handlers.remove(entry)
@@ -81,7 +76,7 @@ def release_signal(number: int, handler: Any) -> None:
 
 
 def register_exit(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function at the exit of this process, but of no child that it forks; as `atexit.register`."""
+    """Call a function at exit as `atexit.register` does, but not in forked children."""
     atexit.register(function, *arguments)
     _exit_handlers.append(function)
 
@@ -94,7 +89,7 @@ def unregister_exit(function: Callable[..., None]) -> None:
 
 
 def hook_exceptions(hook: ExceptionHook) -> ExceptionHook:
-    """Set `sys.excepthook` in this process, but in no child that it forks; return the one before."""
+    """Set `sys.excepthook` except in forked children; return the hook before."""
     before = sys.excepthook
     sys.excepthook = hook
     _exception_hooks.append((hook, before))
@@ -102,22 +97,22 @@ def hook_exceptions(hook: ExceptionHook) -> ExceptionHook:
 
 
 def enable_fault_handler() -> None:
-    """Let the interpreter write a stack when this process crashes, unless somebody has asked for that already."""
-    global _fault_file  # noqa: PLW0603  (of the process, as the fault handler is)
+    """Have the interpreter write a stack if this process crashes, unless that is on already."""
+    global _fault_file  # noqa: PLW0603  (one per process, as the fault handler)
     if not faulthandler.is_enabled():
         file = _Stderr()
-        faulthandler.enable(file)  # which asks for fileno and flush only
+        faulthandler.enable(file)  # it uses fileno and flush only
         _fault_file = weakref.ref(file)
 
 
 def register_fault_dump(number: int, descriptor: int) -> None:
-    """Let the fault handler write the main thread's stack to a descriptor when a signal comes; not in forked children."""
+    """Have the fault handler write the main thread's stack at a signal; not in forked children."""
     faulthandler.register(number, descriptor, all_threads=False)
     _fault_dumps.append(number)
 
 
 def _undo() -> None:
-    """Undo in a forked child what this module has set in the parent."""
+    """Undo in a forked child the settings that it has inherited."""
     for number in {one[0] for one in _handlers}:
         current = now = signal.getsignal(number)
         for _, handler, before in (one for one in reversed(_handlers) if one[0] == number):
@@ -134,19 +129,17 @@ def _undo() -> None:
         faulthandler.disable()
     for function in _exit_handlers:
         atexit.unregister(function)
-    for kept in (_handlers, _fault_dumps, _exit_handlers, _exception_hooks):
-        kept.clear()
+    for entries in (_handlers, _fault_dumps, _exit_handlers, _exception_hooks):
+        entries.clear()
 
 
-_ours, _saved = (
-    ctypes.create_string_buffer(_SIGSET_BYTES),
-    ctypes.create_string_buffer(_SIGSET_BYTES),
-)
+_ours = ctypes.create_string_buffer(_SIGSET_BYTES)
+_saved = ctypes.create_string_buffer(_SIGSET_BYTES)
 _forking = threading.RLock()  # one thread forks at a time: `_saved` is its mask
 _restore = functools.partial(libc.pthread_sigmask, int(signal.SIG_SETMASK), _saved, None)
 
 libc.sigemptyset(_ours)
-# Those before a fork run last registered first, those after it in the order of their registration.
+# "before" hooks run in reverse order of registration, the others in order.
 os.register_at_fork(
     before=functools.partial(libc.pthread_sigmask, int(signal.SIG_BLOCK), _ours, _saved)
 )

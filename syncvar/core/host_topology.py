@@ -1,4 +1,4 @@
-"""Which ranks are on which host: consecutive ranks, host after host."""
+"""Placement of ranks on hosts: consecutive ranks, host after host."""
 
 from __future__ import annotations
 
@@ -12,22 +12,14 @@ if TYPE_CHECKING:
 
 
 def divided(workers: int, hosts: int) -> tuple[int, ...]:
-    """Divide ranks over hosts as evenly as possible; the first hosts get one more.
-
-    Args:
-        workers: Ranks, at least one for each host.
-        hosts: How many hosts, at least 1.
+    """Return the ranks per host when `workers` are spread evenly; the first hosts get one more.
 
     Raises:
-        ConfigError: There are fewer ranks than hosts.
-
-    Example:
-        >>> divided(5, 2)
-        (3, 2)
+        ConfigError: There are fewer workers than hosts.
     """
     if not 1 <= hosts <= workers:
         raise ConfigError(
-            f"{workers} workers cannot be divided over {hosts} hosts: each host needs a worker at least"
+            f"{workers} workers cannot be divided over {hosts} hosts: each host needs at least one"
         )
     each, more = divmod(workers, hosts)
     return tuple(each + (host < more) for host in range(hosts))
@@ -37,29 +29,17 @@ class HostMap(NamedTuple):
     """The hosts of a world.
 
     Args:
-        sizes: How many ranks each host has, in the order of the hosts; rank 0 is the first of host 0.
-
-    Example:
-        >>> hosts = HostMap((3, 2))
-        >>> hosts.host_of(3), hosts.ranks(1), hosts.local_rank(4)
-        (1, (3, 4), 1)
+        sizes: Number of ranks on each host, in host order; rank 0 is the first of host 0.
     """
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of_places(cls, places: Mapping[int, int]) -> HostMap:
-        """Make the map of a world from the host of each rank.
-
-        Args:
-            places: rank -> index of its host, for all ranks.
+        """Return the map for `places`, the host index of each rank.
 
         Raises:
-            ConfigError: The ranks of a host do not follow each other, or the hosts are not in the order of their ranks.
-
-        Example:
-            >>> HostMap.of_places({0: 0, 1: 0, 2: 1})
-            HostMap(sizes=(2, 1))
+            ConfigError: The ranks of a host are not consecutive, or hosts are out of order.
         """
         sizes: list[int] = []
         for rank in range(len(places)):
@@ -67,16 +47,17 @@ class HostMap(NamedTuple):
             if host == len(sizes):
                 sizes.append(0)
             elif host < 0 or host != len(sizes) - 1:
+                expected = f"{max(0, len(sizes) - 1)} or {len(sizes)}"
                 raise ConfigError(
-                    f"rank {rank} says that it is on host {host}: ranks are numbered host by host, so host "
-                    f"{max(0, len(sizes) - 1)} or {len(sizes)} was expected (SYNCVAR_HOST_INDEX)"
+                    f"rank {rank} is on host {host}, but ranks are numbered host by host, so host "
+                    f"{expected} was expected (SYNCVAR_HOST_INDEX)"
                 )
             sizes[host] += 1
         return cls(tuple(sizes))
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first rank of each host."""
+        """First rank of each host."""
         return (0, *accumulate(self.sizes[:-1]))
 
     def host_of(self, rank: int) -> int:
@@ -89,17 +70,13 @@ class HostMap(NamedTuple):
         return tuple(range(start, start + self.sizes[host]))
 
     def local_rank(self, rank: int) -> int:
-        """Return the place of a rank among those of its host."""
+        """Return the index of a rank among the ranks of its host."""
         return rank - self.starts[self.host_of(rank)]
 
     def blocks(self, members: Sequence[int]) -> tuple[int, ...] | None:
-        """Return how many ranks of a group are on each host in turn, in the group's order.
+        """Return the sizes of runs of consecutive members on one host, in group order.
 
-        Args:
-            members: Ranks of the world, in the group's order.
-
-        Returns:
-            The sizes of the blocks; None where the ranks of one host do not follow each other in the group.
+        None if the members of a host are not consecutive in the group.
 
         Example:
             >>> HostMap((2, 2)).blocks((2, 3, 1)), HostMap((2, 2)).blocks((0, 2, 1))

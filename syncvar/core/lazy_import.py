@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first asked for."""
+"""Attributes of packages that are imported at first use, and errors with migration hints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def explained_attribute(kind: type[Any], name: str) -> str:
-    """Return what to write instead of an attribute that a class does not have, or an empty text."""
+    """Return the migration hint for an attribute that a class lacks, or an empty text."""
     from syncvar.core.migration_hints import explained
 
     return next((text for one in kind.__mro__ if (text := explained(one.__name__, name))), "")
 
 
 class ClassWithHints(type):
-    """Classes that say what to write where other libraries have a method of the class."""
+    """Metaclass: errors about missing class attributes contain the migration hint."""
 
     if not TYPE_CHECKING:
 
@@ -30,32 +30,21 @@ class ClassWithHints(type):
 
 
 class MigrationHintsMixin:
-    """Objects that say what to write where other libraries have an attribute that they have not."""
+    """Errors about missing attributes contain the migration hint."""
 
     __slots__ = ()
 
-    if not TYPE_CHECKING:  # a type checker is to know the attributes that there are
+    if not TYPE_CHECKING:  # type checkers need the real attributes
 
         def __getattr__(self, name: str) -> Any:
             if not name.startswith("_") and (text := explained_attribute(type(self), name)):
                 message = f"{type(self).__name__!r} object has no attribute {name!r}: {text}"
                 raise AttributeError(message, name=name, obj=None)
-            return object.__getattribute__(
-                self, name
-            )  # raises what it raised, also what a property raised
+            return object.__getattribute__(self, name)  # raises again, also errors of a property
 
 
 def object_named(module: str, name: str) -> Any:
-    """Return an object of a module, which is imported where it is not loaded.
-
-    Args:
-        module: The name of the module.
-        name: The qualified name of the object, such as "Outer.Inner".
-
-    Example:
-        >>> object_named("collections", "OrderedDict.fromkeys").__name__
-        'fromkeys'
-    """
+    """Return the object with a qualified name, such as "Outer.Inner", from a module."""
     found: Any = sys.modules.get(module) or importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -63,27 +52,18 @@ def object_named(module: str, name: str) -> Any:
 
 
 def unexpected(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:
-    """Return the error for keywords that a function does not have; see `foreign_names.unexpected`."""
+    """Return the error for unknown keywords; see `migration_hints.unexpected`."""
     from syncvar.core.migration_hints import unexpected as explained
 
     return explained(function, foreign)
 
 
 def attributes_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return what serves as a package's `__getattr__`; each name is looked for once.
+    """Return a package's `__getattr__` that imports names at first use.
 
     Args:
-        package: The package.
-        homes: For each name the module that has it.
-
-    Raises:
-        AttributeError: When called with another name.
-
-    Example:
-        >>> attributes_of("syncvar", {"pi": "math"})("e")
-        Traceback (most recent call last):
-        ...
-        AttributeError: module 'syncvar' has no attribute 'e'
+        package: Name of the package.
+        homes: Module that defines each name.
     """
 
     def found(name: str) -> Any:

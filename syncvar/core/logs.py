@@ -1,4 +1,4 @@
-"""The library's log, `logging.getLogger("syncvar")`, as ranks and servers show it."""
+"""Output of the library's log, `logging.getLogger("syncvar")`, in ranks and servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def log_at(level: str) -> None:
-    """Show the library's log on standard error, unless the program has its own way or asks for no more than usual."""
+    """Write the log to standard error, unless the program configures it or `level` is "warning"."""
     log = logging.getLogger("syncvar")
     if level != "warning":
         log.setLevel(level.upper())

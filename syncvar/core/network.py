@@ -1,4 +1,4 @@
-"""Addresses by which hosts reach each other: how they are written, and found without sending anything."""
+"""Addresses of hosts: their text forms, and how to find them without sending anything."""
 
 from __future__ import annotations
 
@@ -11,41 +11,27 @@ from syncvar.core.errors import RendezvousError
 _PAUSE_S = 0.02
 _ANY_PORT = 9
 _NOT_YET = (socket.EAI_NONAME, socket.EAI_AGAIN)
-_ANYWHERE = "192.0.2.1"  # nobody's: the way there is that to anywhere
+_ANYWHERE = "192.0.2.1"  # an address of no host (RFC 5737); its route is the default route
 
 
 def bracketed(address: str) -> str:
-    """Return an address as it stands before a port.
-
-    Example:
-        >>> bracketed("10.0.0.7"), bracketed("fd00::7")
-        ('10.0.0.7', '[fd00::7]')
-    """
+    """Return an address as it is written before a port."""
     return f"[{address}]" if ":" in address else address
 
 
 def tcp_endpoint(address: str, port: int | str | None = None) -> str:
-    """Return an address as ZeroMQ takes it.
-
-    Example:
-        >>> tcp_endpoint("10.0.0.7"), tcp_endpoint("fd00::7", "*")
-        ('tcp://10.0.0.7', 'tcp://[fd00::7]:*')
-    """
-    place = f"tcp://{bracketed(address)}"
-    return place if port is None else f"{place}:{port}"
+    """Return an address in ZeroMQ's form."""
+    host = f"tcp://{bracketed(address)}"
+    return host if port is None else f"{host}:{port}"
 
 
 def resolved(address: str, timeout_s: float) -> str:
-    """Return the address that a name stands for, the same on all hosts: of IPv4 where there is one.
+    """Return the address of a host name, IPv4 if there is one, so that all hosts get the same.
 
-    The name of a pod is known only when the pod has begun.
-
-    Args:
-        address: A name, or an address.
-        timeout_s: Longest wait for the name to be known, in seconds.
+    It waits up to `timeout_s` seconds: the name of a Kubernetes pod resolves once the pod runs.
 
     Raises:
-        RendezvousError: It cannot be found.
+        RendezvousError: The name does not resolve.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -61,30 +47,24 @@ def resolved(address: str, timeout_s: float) -> str:
 
 
 def address_towards(address: str, port: int = 0) -> str:
-    """Return the address of this host by which it reaches another one.
+    """Return the address of this host from which it reaches another; raise OSError without a route.
 
-    Args:
-        address: Of the other, or its name.
-        port: There; 0 for any.
-
-    Raises:
-        OSError: There is no way.
+    `address` is a host name or address, and `port` 0 stands for any port.
     """
     found = socket.getaddrinfo(address, port or _ANY_PORT, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, target = min(found, key=lambda one: one[0] != socket.AF_INET)
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)
+        probe.connect(target)
         return str(probe.getsockname()[0])
 
 
 def address_towards_any(names: list[str]) -> str:
-    """Return the address by which this host reaches the first other one that can be found, or anything at all.
+    """Return the address from which this host reaches the first of `names` that can be found.
 
-    Args:
-        names: Of the other hosts.
+    If none can, it returns the address of the default route.
 
     Raises:
-        RendezvousError: This host has no way out.
+        RendezvousError: This host has no route.
     """
     for name in (*names, socket.gethostname(), _ANYWHERE):
         with contextlib.suppress(OSError):
@@ -92,5 +72,6 @@ def address_towards_any(names: list[str]) -> str:
             if name in names or not address.startswith("127."):
                 return address
     raise RendezvousError(
-        f"rank 0 has no address by which {', '.join(names)} could reach it; set MASTER_ADDR and MASTER_PORT, and SYNCVAR_KEY_FILE"
+        f"rank 0 has no address by which {', '.join(names)} could reach it; set MASTER_ADDR and "
+        f"MASTER_PORT, and SYNCVAR_KEY_FILE"
     )

@@ -1,8 +1,8 @@
-"""Files that a user asks for: logs, traces, events, totals. They are tried before the job, and never lost in silence.
+"""Files that a user requests: logs, traces, events and statistics.
 
-One rule holds for all of them. At the start, `check_folder` and `check_file` raise an error for what cannot be written.
-Later, code that fails to write a file makes a `LostFile`. A rank passes it to `report_lost_file`, and the launcher names
-every lost file at the end of the job.
+At the start, `check_folder` and `check_file` raise an error if a file cannot be written. Code that
+later fails to write one passes a `LostFile` to `report_lost_file`, and the launcher lists them all
+at the end of the job.
 """
 
 from __future__ import annotations
@@ -18,27 +18,22 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.private_files import PRIVATE, create_file
 from syncvar.core.status_pipe import tell
 
-LOST_FILE_EVENT = "lost_file"
-"""The name of the record by which a rank reports a lost file to its launcher."""
-
-AUTO_LOG = "SYNCVAR_AUTO_LOG"
-"""The origin of the file of AUTO's decisions."""
-
-EVIDENCE = "flight records"
-"""The origin of flight records. Their loss does not change the exit code: the user has not asked for them."""
+LOST_FILE_EVENT = "lost_file"  # status record of a rank about a lost file
+AUTO_LOG = "SYNCVAR_AUTO_LOG"  # origin of the file with AUTO's decisions
+EVIDENCE = "flight records"  # origin; no user requests them, so a loss keeps the exit code
 
 _PROBE_NBYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LostFile(NamedTuple):
-    """A file that is missing, or is not complete.
+    """A file that is missing or incomplete.
 
     Args:
         path: Its name.
-        origin: What asked for it: an option, such as "--log-dir", or a variable.
+        origin: Option or variable that requests it, such as "--log-dir".
         reason: Why it could not be written.
-        missing_nbytes: How many bytes are missing, as far as they are known; -1 where the number is not known.
+        missing_nbytes: Number of missing bytes; -1 if unknown.
     """
 
     path: str
@@ -49,44 +44,32 @@ class LostFile(NamedTuple):
     def __str__(self) -> str:
         count = self.missing_nbytes
         missing = (
-            f"; its last {count} bytes are missing"
-            if count > 0
-            else "; it is missing or not complete"
+            f"its last {count} bytes are missing" if count > 0 else "it is missing or incomplete"
         )
-        return f"cannot write {self.path} of {self.origin}: {self.reason}{missing}"
+        return f"cannot write {self.path} of {self.origin}: {self.reason}; {missing}"
 
 
 def check_folder(path: str, origin: str) -> None:
-    """Make a folder where it is missing, and write and remove a file of 4 KiB there.
+    """Create a folder if it is missing, then write and remove a file of 4 KiB in it.
 
-    Args:
-        path: The folder.
-        origin: The option or the variable that names it.
-
-    Raises:
-        ConfigError: Files cannot be written there.
+    `origin` is the option or variable that names it. Raises ConfigError on failure.
     """
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        why = f"{why_unwritten(error)}; {_remedy(error)}"
-        raise ConfigError(f"cannot make the folder {path} of {origin}: {why}") from None
+        reason = f"{why_unwritten(error)}; {_remedy(error)}"
+        raise ConfigError(f"cannot make the folder {path} of {origin}: {reason}") from None
     try:
         _probe(path)
     except OSError as error:
-        why = f"{why_unwritten(error)}; {_remedy(error)}"
-        raise ConfigError(f"cannot write to the folder {path} of {origin}: {why}") from None
+        reason = f"{why_unwritten(error)}; {_remedy(error)}"
+        raise ConfigError(f"cannot write to the folder {path} of {origin}: {reason}") from None
 
 
 def check_file(path: str, origin: str) -> None:
-    """Open a file for writing without changing it; where it is missing, write and remove a file of 4 KiB beside it.
+    """Check that a file can be written, without changing it; a pipe or device gets no data.
 
-    Args:
-        path: The file, or a pipe or device, which is not written to.
-        origin: The option or the variable that names it.
-
-    Raises:
-        ConfigError: The file cannot be written.
+    A missing file is tested with a file of 4 KiB beside it. Raises ConfigError on failure.
     """
     try:
         try:
@@ -102,31 +85,21 @@ def check_file(path: str, origin: str) -> None:
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     except OSError as error:
-        why = f"{why_unwritten(error)}; {_remedy(error)}"
-        raise ConfigError(f"cannot write {path} of {origin}: {why}") from None
+        reason = f"{why_unwritten(error)}; {_remedy(error)}"
+        raise ConfigError(f"cannot write {path} of {origin}: {reason}") from None
 
 
 def report_lost_file(lost: LostFile) -> None:
-    """Report a lost file from a rank or a server.
-
-    The launcher shows it at the end of the job. Without a launcher it goes to the standard error at once.
-    """
+    """Report a lost file to the launcher, or on standard error if there is no launcher."""
     if tell(LOST_FILE_EVENT, **lost._asdict()):
         return
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError
-    ):  # the standard error may be closed
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         sys.stderr.write(f"syncvar: {lost}\n")
         sys.stderr.flush()
 
 
 def why_unwritten(error: Exception) -> str:
-    """Return the reason of a failed write in words.
-
-    Example:
-        >>> why_unwritten(OSError(errno.ENOSPC, "No space left on device"))
-        'No space left on device'
-    """
+    """Return the reason of a failed write as text."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -139,7 +112,7 @@ def _remedy(error: OSError) -> str:
 
 
 def _probe(folder: str) -> None:
-    """Write and remove a file: an empty file would fit on a full disk."""
+    # The file is not empty, because an empty one would fit on a full disk.
     path = os.path.join(folder, f".syncvar-probe-{os.urandom(6).hex()}")
     descriptor = create_file(path, PRIVATE)
     try:

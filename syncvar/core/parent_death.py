@@ -1,4 +1,4 @@
-"""What a process owes to the one that started it."""
+"""End a process when its parent ends, by Linux's PR_SET_PDEATHSIG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends; it ends at once where that has happened already."""
+    """Have the system kill this process when its parent ends, or exit now if that has happened."""
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call above took effect
+    if os.getppid() != parent:  # the parent ended before the call above took effect
         os._exit(1)

@@ -1,4 +1,4 @@
-"""New files and folders, mostly of this user alone: made where nobody else leads, and seen whole or not at all."""
+"""New files and folders, mostly private to this user: no foreign links, and atomic replacement."""
 
 from __future__ import annotations
 
@@ -13,51 +13,31 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-PRIVATE = 0o600
-"""The mode of keys and of files that syncvar makes for itself."""
-
-REQUESTED = 0o666
-"""The mode of files that a user asks for: the umask of the process decides who may read them."""
+PRIVATE = 0o600  # mode of keys and internal files
+REQUESTED = 0o666  # mode of files that a user requests: the umask decides who may read them
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def create_file(path: str | Path, mode: int, folder: int | None = None) -> int:
-    """Create a file and return a descriptor to write to it.
+    """Create a file and return a descriptor for writing; raise FileExistsError if the name exists.
 
-    Args:
-        path: Its name.
-        mode: `PRIVATE` or `REQUESTED`.
-        folder: The descriptor of the folder it is in, where the name is relative to that.
-
-    Raises:
-        FileExistsError: There is something of this name.
+    `mode` is `PRIVATE` or `REQUESTED`. With `folder`, a descriptor, the path is relative to it.
     """
     return os.open(path, _NEW, mode, dir_fd=folder)
 
 
 def write_file(folder: str | Path, name: str, text: str, mode: int) -> None:
-    """Write a file; whoever looks sees all of it or what was there before.
-
-    Args:
-        folder: The folder it is in.
-        name: Its name there.
-        text: Its content.
-        mode: `PRIVATE` or `REQUESTED`.
-    """
+    """Write a file atomically: readers see the old content or all of the new one."""
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         draft = f"{name}.{os.getpid()}.tmp"
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft, dir_fd=directory)  # of a process that was killed while it wrote
+            os.unlink(draft, dir_fd=directory)  # left by a process that was killed while writing
         try:
-            with open(
-                create_file(draft, mode, directory),
-                "w",
-                encoding="utf-8",
-                errors="backslashreplace",
-            ) as file:
-                file.write(text)
+            file = create_file(draft, mode, directory)
+            with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(text)
             os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -68,15 +48,15 @@ def write_file(folder: str | Path, name: str, text: str, mode: int) -> None:
 
 
 def make_private_folder(path: Path, what: str, remedy: str) -> None:
-    """Make a folder that nobody else may enter, or check that it is one.
+    """Create a folder that only this user may enter, or check that it is one.
 
     Args:
-        path: Its name; it is in a folder that is there.
-        what: What it is, for messages.
-        remedy: What to write where it does not serve.
+        path: The folder; its parent exists.
+        what: Description for errors.
+        remedy: What to do instead, for errors.
 
     Raises:
-        ConfigError: It belongs to somebody else, others can enter it, or it cannot be made.
+        ConfigError: It belongs to another user, others can enter it, or it cannot be created.
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -94,12 +74,9 @@ def make_private_folder(path: Path, what: str, remedy: str) -> None:
 
 
 def refuse_foreign_links(path: str) -> None:
-    """Refuse a path of which some part is a symbolic link of a user other than this one and root.
+    """Raise PermissionError if a part of the path is a symbolic link of another user but root.
 
-    In a folder where everybody may write, such as /tmp, anybody can lay a link where a file of ours is going to be made.
-
-    Raises:
-        PermissionError: There is one; `filename` tells which.
+    In a world-writable folder such as /tmp, anybody can place a link at the path of a new file.
     """
     at = os.path.abspath(path)
     while True:

@@ -1,4 +1,4 @@
-"""Nested values: the structure of dicts, lists, tuples and dataclasses apart from the arrays in them."""
+"""Pytrees: nested dicts, lists, tuples and dataclasses, split into their structure and arrays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class TreeDef(NamedTuple):
-    """The shape of a nested value without its leaves; it can be compared with that of another rank.
+    """Structure of a pytree without its leaves; ranks can compare it.
 
     Args:
         kind: "dict", "list", "tuple" (named or not), "dataclass" or "leaf".
-        keys: Keys of a dict, sorted; name of a dataclass, and of its fields.
-        children: One structure for each item.
+        keys: Sorted keys of a dict; for a dataclass: its name and the names of its fields.
+        children: Structure of each item.
     """
 
     kind: str
@@ -33,17 +33,16 @@ class TreeDef(NamedTuple):
 
 
 LEAF = TreeDef("leaf")
-"""The structure of an array alone."""
 
 
 class PyTree(NamedTuple):
-    """Plain dicts, lists and tuples of arrays, in the place of an array.
+    """A flattened pytree of arrays, used as the input of a call in place of an array.
 
     Args:
-        structure: How they hold the arrays.
+        structure: The structure.
         arrays: The leaves, in the order of `flatten`.
-        shape: The structure, and dtype and shape of each leaf: what makes two of them alike.
-        dtype: None: there is one of each leaf.
+        shape: Structure, and dtype and shape of each leaf; equal for pytrees of the same form.
+        dtype: None, because each leaf has its own.
     """
 
     structure: TreeDef
@@ -53,35 +52,25 @@ class PyTree(NamedTuple):
 
     @classmethod
     def of(cls, structure: TreeDef, arrays: list[NDArray[Any]]) -> PyTree:
-        """Return the leaves of such a structure."""
-        return cls(
-            structure, arrays, (structure, tuple([(array.dtype, array.shape) for array in arrays]))
-        )
+        """Return the pytree of a structure and its arrays."""
+        forms = tuple([(array.dtype, array.shape) for array in arrays])
+        return cls(structure, arrays, (structure, forms))
 
     def without_memory(self) -> PyTree:
-        """Return the leaves of a structure that is alike, whose arrays take no memory: what is kept of a call that may be made again.
+        """Return a pytree of the same form whose arrays take no memory, for caches of calls."""
+        empty = [np.broadcast_to(np.empty((), one.dtype), one.shape) for one in self.arrays]
+        return self._replace(arrays=empty)
 
-        Example:
-            >>> leaves = PyTree.of(flatten([np.ones((2, 3))])[0], [np.ones((2, 3))]).without_memory()
-            >>> leaves.arrays[0].shape, leaves.arrays[0].strides
-            ((2, 3), (0, 0))
-        """
-        return self._replace(
-            arrays=[
-                np.broadcast_to(np.empty((), array.dtype), array.shape) for array in self.arrays
-            ]
-        )
-
-    def with_arrays(self, made: Iterable[Any]) -> Any:
-        """Return the same structure of other arrays."""
-        return unflatten(self.structure, made)
+    def with_arrays(self, arrays: Iterable[Any]) -> Any:
+        """Return the nested value with the same structure and other arrays."""
+        return unflatten(self.structure, arrays)
 
 
 def is_structure(value: Any) -> bool:
-    """Return whether `value` is a dict, a named tuple, a dataclass, or a list or tuple that is more than nested numbers.
+    """Return whether a value is a pytree, not an array: a dict, named tuple, dataclass or list.
 
-    Raises:
-        ConfigError: It holds itself.
+    Nested lists and tuples of plain numbers count as arrays. Raises ConfigError for a value that
+    contains itself.
     """
     if isinstance(value, dict):
         return True
@@ -93,11 +82,11 @@ def is_structure(value: Any) -> bool:
     return is_dataclass(value)
 
 
-_ENDLESS = "the value holds itself, or is nested too deep: pass lists and dicts that have an end"
+_ENDLESS = "the value contains itself or is nested too deeply: pass finite lists and dicts"
 
 
 def is_dataclass(value: Any) -> bool:
-    """Return whether a value is an object of a dataclass, and no array by itself."""
+    """Return whether a value is a dataclass instance that is no array type."""
     kind = type(value)
     return (
         hasattr(kind, "__dataclass_fields__")
@@ -107,8 +96,7 @@ def is_dataclass(value: Any) -> bool:
 
 
 def _are_numbers(items: Iterable[Any]) -> bool:
-    """Return whether the parts of a list are numbers, or lists of numbers."""
-    kinds = set(map(type, items))  # few, where the parts are many
+    kinds = set(map(type, items))  # a long list has only a few types
     if not any(issubclass(kind, list | tuple) for kind in kinds):
         return all(issubclass(kind, NUMBERS) for kind in kinds)
     return all(
@@ -120,14 +108,10 @@ def _are_numbers(items: Iterable[Any]) -> bool:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return the parts of a structure, in its own order.
+    """Return the direct children of a pytree, in its own order.
 
     Raises:
-        ConfigError: A field of a dataclass has not been set.
-
-    Example:
-        >>> parts_of({"b": 1.0, "a": [2.0]})
-        [1.0, [2.0]]
+        ConfigError: A field of a dataclass is not set.
     """
     if isinstance(value, dict):
         return list(value.values())
@@ -136,32 +120,27 @@ def parts_of(value: Any) -> list[Any]:
     try:
         return [getattr(value, name) for name in _field_names(value)]
     except AttributeError as error:
-        raise ConfigError(
-            f"a field of the dataclass {type(value).__name__} is not set: {error}"
-        ) from None
+        name = type(value).__name__
+        raise ConfigError(f"a field of the dataclass {name} is not set: {error}") from None
 
 
 def rebuilt(value: Any, parts: list[Any]) -> Any:
-    """Return a structure of the kind of `value` with other parts, in the order of `parts_of`.
+    """Return a pytree of the type of `value` with other children, in the order of `parts_of`.
 
-    A dataclass is copied and given its parts; neither `__init__` nor `__post_init__` runs, for what they made is there.
-
-    Example:
-        >>> rebuilt({"b": 1.0, "a": [2.0]}, [3.0, 4.0])
-        {'b': 3.0, 'a': 4.0}
+    A dataclass is copied and its fields are set. Neither `__init__` nor `__post_init__` runs,
+    because the copy already has what they computed.
     """
     if isinstance(value, dict):
-        return (OrderedDict if isinstance(value, OrderedDict) else dict)(
-            zip(value, parts, strict=True)
-        )
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind(zip(value, parts, strict=True))
     if isinstance(value, list):
         return parts
     if isinstance(value, tuple):
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    made = copy(value)
+    result = copy(value)
     for name, part in zip(_field_names(value), parts, strict=True):
-        object.__setattr__(made, name, part)  # also where it is frozen
-    return made
+        object.__setattr__(result, name, part)  # works on frozen dataclasses too
+    return result
 
 
 def _field_names(value: Any) -> list[str]:
@@ -169,10 +148,11 @@ def _field_names(value: Any) -> list[str]:
 
 
 def flatten(value: Any) -> tuple[TreeDef, list[Any]]:
-    """Split a nested value into its structure and its leaves; dicts in the order of their sorted keys.
+    """Return the structure and the leaves of a nested value; dicts in the order of sorted keys.
 
     Raises:
-        ConfigError: The keys of a dict have no order, a field of a dataclass is not set, or the value holds itself.
+        ConfigError: The keys of a dict have no order, a field of a dataclass is not set, or the
+            value contains itself.
 
     Example:
         >>> structure, leaves = flatten({"b": 1.0, "a": {"c": 2.0}})
@@ -193,7 +173,7 @@ def _flatten(value: Any, leaves: list[Any]) -> TreeDef:
         try:
             keys = tuple(sorted(value))
         except TypeError as error:
-            raise ConfigError(f"the keys of a structure must have an order: {error}") from None
+            raise ConfigError(f"the keys of a dict must have an order: {error}") from None
         return TreeDef("dict", keys, tuple(_flatten(value[key], leaves) for key in keys))
     if is_structure(value):
         kind, keys = "list" if isinstance(value, list) else "tuple", ()
@@ -205,66 +185,44 @@ def _flatten(value: Any, leaves: list[Any]) -> TreeDef:
 
 
 def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[Any]]:
-    """Return the leaves that `flatten` found in a value as arrays.
-
-    Raises:
-        ConfigError: One cannot be an array; its place is named.
-
-    Example:
-        >>> value = {"a": [1.0, {1}]}
-        >>> arrays_of(value, flatten(value)[1])
-        Traceback (most recent call last):
-        ...
-        syncvar.core.errors.ConfigError: x['a'][1] must be an array or a number, not {1}
-    """
+    """Return leaves from `flatten` as arrays; a ConfigError names the path of a wrong leaf."""
     try:
         return [as_array(leaf) for leaf in leaves]
     except ConfigError:
-        return [
-            as_array(leaf, place) for leaf, place in zip(leaves, _places(value, what), strict=True)
-        ]
+        paths = _paths(value, what)
+        return [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
 
 
 def arrays_in(value: Any, out: Any = None) -> tuple[TreeDef | None, list[NDArray[Any]]]:
-    """Return the structure of a value, None of a single array, and its arrays.
+    """Return the structure of a value (None for a single array) and its arrays.
 
     Raises:
-        ConfigError: One cannot be an array, or there is an `out` beside a structure.
+        ConfigError: A leaf cannot be an array, or `out` is passed with a nested value.
     """
     if not is_structure(value):
         return None, [as_array(value)]
     if out is not None:
-        raise ConfigError("out cannot be given with a structure")
+        raise ConfigError("out cannot be passed with a list, dict or dataclass of arrays")
     structure, leaves = flatten(value)
     return structure, arrays_of(value, leaves)
 
 
-def _places(value: Any, place: str) -> Iterator[str]:
-    """Yield how each leaf of a value is written."""
+def _paths(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, dict):
         for key in sorted(value):
-            yield from _places(value[key], f"{place}[{key!r}]")
+            yield from _paths(value[key], f"{path}[{key!r}]")
     elif not is_structure(value):
-        yield place
+        yield path
     else:
-        names = getattr(value, "_fields", None) or (
-            _field_names(value) if is_dataclass(value) else None
-        )
-        for number, part in enumerate(parts_of(value)):
-            yield from _places(
-                part, f"{place}[{number}]" if names is None else f"{place}.{names[number]}"
-            )
+        names = getattr(value, "_fields", None)
+        if names is None and is_dataclass(value):
+            names = _field_names(value)
+        for i, part in enumerate(parts_of(value)):
+            yield from _paths(part, f"{path}[{i}]" if names is None else f"{path}.{names[i]}")
 
 
 def describe(structure: TreeDef, length_max: int = 120) -> str:
-    """Return a structure in words.
-
-    Example:
-        >>> describe(flatten({"b": 1.0, "a": [{"c": 2.0}]})[0])
-        '{a: [{c: array}], b: array}'
-        >>> describe(flatten({"layers": [np.ones(2)] * 8})[0])
-        '{layers: [8 arrays]}'
-    """
+    """Return a structure as text, such as "{a: [{c: array}], b: array}" or "[8 arrays]"."""
     text = _describe(structure)
     return text if len(text) <= length_max else text[: length_max - 2] + " …"
 
@@ -275,37 +233,29 @@ def _describe(structure: TreeDef) -> str:
     if kind == "leaf":
         return "array"
     if kind == "dict":
-        return (
-            "{" + ", ".join(f"{key}: {item}" for key, item in zip(keys, items, strict=True)) + "}"
-        )
+        pairs = [f"{key}: {item}" for key, item in zip(keys, items, strict=True)]
+        return "{" + ", ".join(pairs) + "}"
     if kind == "dataclass":
-        return f"{keys[0]}({', '.join(f'{key}={item}' for key, item in zip(keys[1:], items, strict=True))})"
+        pairs = [f"{key}={item}" for key, item in zip(keys[1:], items, strict=True)]
+        return f"{keys[0]}({', '.join(pairs)})"
     are_arrays = len(items) > 2 and set(items) == {"array"}
     inside = f"{len(items)} arrays" if are_arrays else ", ".join(items)
     return f"[{inside}]" if kind == "list" else f"({inside})"
 
 
 def holds_dataclass(structure: TreeDef) -> bool:
-    """Return whether there is a dataclass in a structure: a rank that brings none of it cannot make one.
-
-    Example:
-        >>> holds_dataclass(flatten({"a": [1.0]})[0])
-        False
-    """
+    """Return whether a structure contains a dataclass, which a rank without input cannot create."""
     return structure.kind == "dataclass" or any(map(holds_dataclass, structure.children))
 
 
 def unflatten(structure: TreeDef, leaves: Iterable[Any], like: Any = None) -> Any:
-    """Put leaves back into a structure; the keys of dicts are sorted, and so in one order on all ranks.
+    """Return the nested value of a structure and its leaves; dicts have sorted keys on all ranks.
 
     Args:
-        structure: As `flatten` made it.
-        leaves: In its order.
-        like: A value of this structure, whose classes are taken; without one, which a structure that holds a dataclass must
-            have, a named tuple becomes a tuple.
-
-    Raises:
-        ConfigError: There is a dataclass in the structure, and no value to tell which.
+        structure: Structure from `flatten`.
+        leaves: Leaves in its order.
+        like: Value of this structure that provides the classes. Without it named tuples become
+            tuples, and a dataclass raises ConfigError.
     """
     return _unflatten(structure, iter(leaves), like)
 
@@ -320,36 +270,29 @@ def _unflatten(structure: TreeDef, leaves: Iterator[Any], like: Any) -> Any:
             for key, child in zip(keys, children, strict=True)
         }
     if like is not None:
-        return rebuilt(
-            like,
-            [
-                _unflatten(child, leaves, part)
-                for child, part in zip(children, parts_of(like), strict=True)
-            ],
-        )
+        parts = zip(children, parts_of(like), strict=True)
+        return rebuilt(like, [_unflatten(child, leaves, part) for child, part in parts])
     if kind == "dataclass":
         raise ConfigError(
-            f"there is a {keys[0]} in the value, and its class does not travel: pass one with arrays of the same shapes here too"
+            f"the value contains a {keys[0]}, and classes are not sent: pass one with arrays of "
+            f"the same shapes here too"
         )
     items = [_unflatten(child, leaves, None) for child in children]
     return items if kind == "list" else tuple(items)
 
 
 def fresh(structure: TreeDef | None, value: Any) -> Any:
-    """Return what a call that has been started keeps of a structure: nothing of it is changed by the caller meanwhile."""
+    """Return a copy of a nested value, so that the caller may change it while the call runs."""
     return value if structure is None else unflatten(structure, flatten(value)[1], value)
 
 
 def plain_structure(structure: TreeDef) -> list[Any]:
-    """Return a structure as lists and texts, which can travel."""
-    return [
-        structure.kind,
-        list(structure.keys),
-        [plain_structure(child) for child in structure.children],
-    ]
+    """Return a structure as lists and texts that can be sent."""
+    children = [plain_structure(child) for child in structure.children]
+    return [structure.kind, list(structure.keys), children]
 
 
 def restored_structure(plain: list[Any]) -> TreeDef:
-    """Return the structure that `plain` came from."""
+    """Return the structure from `plain_structure`."""
     kind, keys, children = plain
     return TreeDef(kind, tuple(keys), tuple(restored_structure(child) for child in children))

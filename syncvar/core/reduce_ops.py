@@ -1,4 +1,4 @@
-"""Reductions: which op takes which dtype, in which dtype it accumulates, how two operands become one, how it ends."""
+"""Reduction ops: allowed dtypes, accumulation dtype, combination of two operands, final step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function of ours
+    Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function here
 
 OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
 _UFUNCS: dict[str, np.ufunc] = {
@@ -36,21 +36,17 @@ _LOCATING = ("minloc", "maxloc")
 
 
 def quiet() -> np.errstate:
-    """Return the context in which values are combined, cast and divided: what overflows is infinite, on all ranks.
+    """Return the context in which syncvar combines, casts and divides: overflow gives infinity.
 
-    What the caller has told NumPy (`np.seterr`, warnings as errors) is a matter of one rank, and the result is not.
+    `np.seterr` and warnings as errors are settings of one rank, and results must not differ.
     """
     return np.errstate(all="ignore")
 
 
 def quiet_caller() -> Callable[..., Any]:
-    """Return a function that calls another one inside `quiet()`, which is entered in 0.1 us instead of 0.8; for one thread at a time.
+    """Return `call(function, *arguments)` that calls a function inside `quiet()`.
 
-    Since NumPy 2 what `np.seterr` sets belongs to a context of Python's, and this makes one, once.
-
-    Example:
-        >>> quiet_caller()(np.geterr)["over"]
-        'ignore'
+    It costs 0.1 us instead of 0.8 us, and only one thread at a time may use it.
     """
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
 
@@ -59,26 +55,26 @@ def quiet_caller() -> Callable[..., Any]:
                 return function(*arguments)
 
         return call
-    context = (
-        contextvars.Context()
-    )  # an empty one: a copy would keep alive what the program has set
+    # NumPy 2 keeps these settings in a context of contextvars. This one starts empty, because a
+    # copy of the caller's would keep the caller's objects alive.
+    context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context.run
 
 
 class Reduction(NamedTuple):
-    """How an op treats a dtype.
+    """An op for one dtype.
 
     Args:
-        name: The op.
-        source: Name of the dtype of the contributions.
-        ufunc: Combines two operands.
-        accumulate: dtype in which contributions are combined.
+        name: Name of the op.
+        source: Name of the input dtype.
+        ufunc: Function that combines two operands.
+        accumulate: dtype in which inputs are combined.
         result: dtype of the result.
-        is_mean: The sum is divided by the number of ranks at the end.
-        is_locating: Elements are pairs of a value and the rank that brings it.
-        commutes: The order of the contributions does not matter; else only trees over the ranks in order are right.
-        element_shape: Of the elements of a registered op that are arrays; `accumulate` is a record of one.
+        is_mean: Whether the last step divides by the number of ranks.
+        is_locating: Whether elements are pairs of a value and its rank (`minloc`, `maxloc`).
+        commutes: Whether operands may change places; if not, only trees over ranks in order work.
+        element_shape: Shape of one element of a registered op; `accumulate` is a record of one.
     """
 
     name: str
@@ -93,11 +89,11 @@ class Reduction(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether contributions travel as records: pairs of value and rank, or elements that are arrays."""
+        """Whether inputs travel as records: value and rank, or elements that are arrays."""
         return self.is_locating or self.element_shape != ()
 
     def count(self, array: NDArray[Any]) -> int:
-        """Return how many elements of this op an array has."""
+        """Return the number of elements of this op in an array."""
         return array.size // prod(self.element_shape) if self.element_shape else array.size
 
 
@@ -119,30 +115,32 @@ def register_op(
     element_shape: tuple[int, ...] = (),
     replace: bool = False,
 ) -> None:
-    """Make a function of two arrays an op, under the same name on every rank.
+    """Register a function of two arrays as an op, under the same name on every rank.
 
-    It must be associative; it need not be commutative: the left operand is what some ranks have together, the right one
-    what the ranks after them have.
+    The function must be associative. It need not be commutative: its left operand combines lower
+    ranks than its right operand.
 
-    **The function is given pieces.** Algorithms cut arrays into pieces, of any length and at any place, so it must work
-    element by element: what it makes of a piece is that piece of what it makes of the whole. Where an element of the op is
-    itself an array (a matrix to be multiplied, a row to be looked up in), say its shape: `element_shape=(2, 2)` is for
-    arrays of shape (..., 2, 2), and the function is given some whole elements, as an array (count, 2, 2).
+    Algorithms cut arrays into pieces of any length, so the function must work on each element by
+    itself: `f(a, b)[i:j]` must equal `f(a[i:j], b[i:j])`. If one element of the op is an array,
+    such as a matrix for matrix multiplication, pass its shape: with `element_shape=(2, 2)` inputs
+    have the shape (..., 2, 2), and the function gets arrays of shape (count, 2, 2).
 
     Args:
-        name: Letters, digits and underscores; none of the built-in ops, nor a word that is accepted for one ("average").
-        function: Takes two one-dimensional arrays of equal length and dtype (of elements: of equal shape) and returns one of
-            the same shape and a dtype that goes into theirs by NumPy's same_kind; a NumPy ufunc is called with `out=`. Its
-            operands are read-only. It must return the same on every rank, and not rely on where a piece lies in the array.
-        commutative: The operands may change places, which allows more algorithms; the same on every rank.
-        element_shape: Lengths of the last dimensions that belong together; at most 64 KiB, the same on every rank.
-        replace: An op of this name may exist already.
+        name: Letters, digits and underscores. Neither the name of a built-in op nor an alias of
+            one ("average").
+        function: Function of two arrays of equal shape and dtype, which are read-only. It returns
+            an array of the same shape, with a dtype that casts to theirs ("same_kind"). It must
+            return the same on every rank. A NumPy ufunc is called with `out=`.
+        commutative: Whether the operands may change places, which allows more algorithms. Must be
+            the same on every rank.
+        element_shape: Shape of one element, at most 64 KiB. Must be the same on every rank.
+        replace: Whether an op of this name may exist already.
 
     Raises:
-        ConfigError: A wrong name, function or element shape. A call raises it, before anything is sent, where the function
-            fails for a few elements of the dtype, or makes something else of them together than one by one.
+        ConfigError: The name, function or element shape is wrong. A later call raises it too,
+            before it sends anything, if the function fails for the dtype or is not elementwise.
 
-    Cost: the first call with a dtype tries the function out on three elements, on every rank.
+    Cost: the first call with a dtype tests the function with three elements, on every rank.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -162,9 +160,10 @@ def register_op(
         raise ConfigError(f"{name!r} is a built-in op: register yours under another name")
     from syncvar.core.migration_hints import op_of
 
-    if op_of(name) != name:  # calls with it may have been prepared
+    alias = op_of(name)
+    if alias != name:  # earlier calls with it may be cached
         raise ConfigError(
-            f"{name!r} is accepted for the built-in op {op_of(name)!r}: register yours under another name"
+            f"{name!r} is an alias of the built-in op {alias!r}: register yours under another name"
         )
     if not callable(function):
         raise ConfigError(f"an op must be a function of two arrays, not {type(function).__name__}")
@@ -177,37 +176,30 @@ def register_op(
     if any(length < 1 for length in shape):
         raise ConfigError(f"element_shape must have lengths of at least 1, not {element_shape!r}")
     if name in _registered and not replace:
-        raise ConfigError(
-            f"the op {name!r} is registered already; pass replace=True to put another in its place"
-        )
+        raise ConfigError(f"the op {name!r} is registered already; pass replace=True to replace it")
     _registered[name] = _RegisteredOp(function, bool(commutative), shape)
     _reduction.cache_clear()
 
 
 def _registered_reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
-    """Return how a registered op treats a dtype.
-
-    Raises:
-        ConfigError: The function cannot be one, as a few elements show.
-    """
+    """Return a registered op for a dtype, after a test of its function; may raise ConfigError."""
     function, commutes, shape = _registered[name]
     if not shape:
         combine = function if isinstance(function, np.ufunc) else _wrapped(name, function)
-        _try_out(
-            name,
-            combine,
-            np.dtype(dtype),
-            "one by one; an op is given any piece of an array: where its elements are arrays, "
-            "register it with element_shape=, for instance (2, 2)",
+        hint = (
+            "for one alone. If an element of the op is an array, register it with element_shape=, "
+            "for instance (2, 2)"
         )
+        _test_function(name, combine, np.dtype(dtype), hint)
         return Reduction(name, dtype.name, combine, dtype, dtype, is_mean=False, commutes=commutes)
     element = np.dtype([(_ELEMENT, dtype, shape)])
     if element.itemsize > _ELEMENT_BYTES_MAX:
         raise ConfigError(
-            f"an element of the op {name!r} has {element.itemsize} bytes, which is more than {_ELEMENT_BYTES_MAX}"
+            f"an element of the op {name!r} has {element.itemsize} bytes; the limit is "
+            f"{_ELEMENT_BYTES_MAX}"
         )
     combine = _wrapped(name, function)
-    _try_out(name, combine, element, "one by one")
+    _test_function(name, combine, element, "for one alone")
     return Reduction(
         name,
         dtype.name,
@@ -231,19 +223,21 @@ def _wrapped(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]) -
         operands = []
         for operand in (left, right):
             seen = operand.view() if operand.dtype.names is None else operand[_ELEMENT]
-            seen.flags.writeable = False  # it may be an array of another rank
+            seen.flags.writeable = False  # it may be the input of another rank
             operands.append(seen)
+        operand_text = f"two arrays of {target.dtype.name}{list(target.shape)}"
         try:
-            made = np.asarray(function(*operands))
+            result = np.asarray(function(*operands))
         except Exception as error:
             raise ConfigError(
-                f"the op {name!r} raised {type(error).__name__} for two arrays of {target.dtype.name}{list(target.shape)}: {error}"
+                f"the op {name!r} raised {type(error).__name__} for {operand_text}: {error}"
             ) from error
-        if made.shape != target.shape or not _goes_into(made.dtype, target.dtype):
+        if result.shape != target.shape or not _goes_into(result.dtype, target.dtype):
             raise ConfigError(
-                f"the op {name!r} made {made.dtype.name}{list(made.shape)} of two arrays of {target.dtype.name}{list(target.shape)}"
+                f"the op {name!r} returned {result.dtype.name}{list(result.shape)} for "
+                f"{operand_text}"
             )
-        target[...] = made
+        target[...] = result
         return out
 
     return combine
@@ -257,8 +251,8 @@ def _goes_into(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
     )
 
 
-def _try_out(name: str, combine: Combiner, dtype: np.dtype[Any], alone: str) -> None:
-    """Refuse an op that makes something else of three elements than of each of them."""
+def _test_function(name: str, combine: Combiner, dtype: np.dtype[Any], hint: str) -> None:
+    """Raise ConfigError if op(a, b) of three elements differs from op on each of them."""
     plain = dtype
     if dtype.subdtype is not None or dtype.names is not None:
         plain = dtype.fields[_ELEMENT][0].base  # type: ignore[index]
@@ -270,28 +264,26 @@ def _try_out(name: str, combine: Combiner, dtype: np.dtype[Any], alone: str) -> 
         for _ in (0, 1)
     ]
     left, right = (value.astype(plain).view(dtype) for value in values)
-    together, apart = np.empty(3, dtype), np.empty(3, dtype)
+    whole, single = np.empty(3, dtype), np.empty(3, dtype)
+    must = f"It must give the same for several elements as {hint}"
     try:
         with quiet():
-            combine(left, right, out=together)
-            for place in range(3):
-                combine(
-                    left[place : place + 1], right[place : place + 1], out=apart[place : place + 1]
-                )
+            combine(left, right, out=whole)
+            for i in range(3):
+                combine(left[i : i + 1], right[i : i + 1], out=single[i : i + 1])
     except ConfigError as error:
-        raise ConfigError(
-            f"{error}. It must work for elements together and {alone}"
-        ) from error.__cause__
+        raise ConfigError(f"{error}. {must}") from error.__cause__
     except Exception as error:
         raise ConfigError(
-            f"the op {name!r} raised {type(error).__name__} for arrays of {plain.name}: {error}. It must work for elements together and {alone}"
+            f"the op {name!r} raised {type(error).__name__} for arrays of {plain.name}: {error}. "
+            f"{must}"
         ) from error
     wide = np.complex128 if plain.kind in "fVc" else plain
-    if not np.allclose(
-        together.view(plain).astype(wide), apart.view(plain).astype(wide), rtol=1e-2, equal_nan=True
-    ):
+    one, other = (array.view(plain).astype(wide) for array in (whole, single))
+    if not np.allclose(one, other, rtol=1e-2, equal_nan=True):
         raise ConfigError(
-            f"the op {name!r} makes something else of three elements of {plain.name} together than of each of them: it must work {alone}"
+            f"the op {name!r} is not elementwise: op(a, b) of 3-element {plain.name} arrays "
+            f"differs from op on each element. {must}"
         )
 
 
@@ -306,35 +298,31 @@ def _take_larger(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> 
 def _take(
     left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], is_better: np.ufunc
 ) -> NDArray[Any]:
-    """Take the better pair, or the one that is no number; of equal ones that of the lower rank."""
+    """Write the better pair. NaN wins over numbers; of equal values the lower rank wins."""
     ours, theirs = left["value"], right["value"]
     is_lower = right["rank"] < left["rank"]
     better = is_better(theirs, ours) | ((theirs == ours) & is_lower)
     if ours.dtype.kind in "fV":
         odd, other = np.isnan(ours), np.isnan(theirs)
         better = np.where(odd | other, other & (~odd | is_lower), better)
-    made = np.where(better, right, left)
-    out[...] = made
+    out[...] = np.where(better, right, left)
     return out
 
 
 def op_name(op: Any) -> Any:
-    """Return the name of an op that is given as a member of an enumeration, else what is given."""
+    """Return the name of an op that is an enum member; any other value is returned as it is."""
     return op if type(op) is str else word_of(op, (*OPS, *_registered)) or op
 
 
 def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
-    """Return how `op` treats `dtype`.
+    """Return `op` for `dtype`.
 
-    Half types accumulate in float32 and are rounded once; the mean of integers is float64; `and`, `or` and `xor` are
-    logical on bools and bitwise on integers; `minloc` and `maxloc` make pairs of a value and its rank.
+    Half types accumulate in float32 and are rounded once. The mean of integers is float64. `and`,
+    `or` and `xor` are logical on bools and bitwise on integers. `minloc` and `maxloc` produce
+    pairs of a value and its rank.
 
     Raises:
-        ConfigError: Unknown op, or an op that has no meaning for the dtype.
-
-    Example:
-        >>> reduction("mean", np.dtype("int32")).result
-        dtype('float64')
+        ConfigError: Unknown op, or an op that is not defined for the dtype.
     """
     if not isinstance(op, str):
         raise ConfigError(_no_op(op))
@@ -342,12 +330,15 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
 
 
 def _no_op(op: Any) -> str:
-    """Return why something is no op."""
+    """Return the error text for an unknown op."""
     from syncvar.core.migration_hints import op_hint
 
     known = (*OPS, *_registered)
     if isinstance(op, np.ndarray):
-        return f"op must be a name such as 'sum', not {op!r:.100}: the array to write to is named, out=buffer"
+        return (
+            f"op must be a name such as 'sum', not {op!r:.100}: pass the array for the result "
+            f"by name, out=buffer"
+        )
     return f"op must be one of {', '.join(known)}, not {op!r:.100}{op_hint(op, known)}"
 
 
@@ -388,15 +379,7 @@ def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
 
 
 def identity(how: Reduction) -> Any:
-    """Return the value that changes nothing when it is combined with another.
-
-    Raises:
-        ConfigError: The op has none that is known.
-
-    Example:
-        >>> identity(reduction("min", np.dtype("int8"))), identity(reduction("prod", np.dtype("float32")))
-        (127, 1)
-    """
+    """Return the neutral element of an op, or raise ConfigError if none is known."""
     dtype = how.result
     simple = {"sum": 0, "mean": 0, "prod": 1, "or": 0, "xor": 0}
     if how.name in simple:
@@ -413,16 +396,16 @@ def identity(how: Reduction) -> Any:
 
 
 def divided(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
-    """Return the combined contributions, divided by their number where the op is a mean: then it is a new array.
+    """Return `total`, or for a mean a new array divided by `count`.
 
-    Not in place: over links the array may still be on its way to others.
+    It never divides in place: over links the array may still be on its way to other ranks.
     """
-    return (
-        np.asarray(np.divide(total, np.asarray(count, dtype=total.dtype))) if how.is_mean else total
-    )
+    if not how.is_mean:
+        return total
+    return np.asarray(np.divide(total, np.asarray(count, dtype=total.dtype)))
 
 
 def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
-    """Turn the combined contributions into the result."""
+    """Return the result of a reduction from its combined inputs."""
     total = divided(how, total, count)
     return total if total.dtype == how.result else total.astype(how.result)

@@ -1,15 +1,15 @@
-"""Whether all ranks are started again after an end, how long to wait before, and what to say: data in, data out.
+"""Decide whether the launcher restarts all ranks after they ended, and when; pure.
 
-The rules, in their order:
+The rules, in order:
 
-1. Who was told to end (a signal to the launcher, a reader that is gone, the time limit) has ended.
-2. A failure that would only come again is not tried again: `HOPELESS_CODES`, `HOPELESS_ERRORS`, and ranks of which not
-   all have ever met.
-3. Ranks that all stopped as asked (exit code 75: saved, run me again) are started again. That does not count, unless they
-   stop within `SHORT_S`: a program that does nothing else must not go round for ever.
-4. Everything else counts, and K may count.
+1. After a request to end (a signal to the launcher, a closed output pipe, the time limit): no.
+2. After a failure that would repeat: no. See `HOPELESS_CODES` and `HOPELESS_ERRORS`; also if the
+   ranks have never all joined.
+3. If all ranks stopped as asked (exit code 75): yes, and it does not count, unless they
+   stop within `SHORT_S`. Otherwise a program that does only that would loop forever.
+4. Otherwise yes, while fewer than `--max-restarts` have counted.
 
-Without `--max-restarts` nothing is ever started again.
+Without `--max-restarts` the answer is always no.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ HOPELESS_ERRORS = frozenset(
 
 
 class Ending(NamedTuple):
-    """How the ranks ended that were started together.
+    """End of one attempt.
 
     Args:
-        exit_code: What the launcher would exit with.
-        why: The failure in one sentence; empty where there was none.
+        exit_code: Exit code that the launcher would return.
+        why: Failure in one sentence; empty if there was none.
         error: Name of the exception that was the cause, or an empty text.
-        was_told: The launcher was told to end them.
-        had_met: All ranks of this job have met once, now or in an earlier start.
-        lasted_s: Seconds from their start to their end.
+        was_told: Whether the launcher got a request to end.
+        had_met: Whether all ranks of this job have joined once, in this or an earlier attempt.
+        lasted_s: Duration of the attempt, in seconds.
     """
 
     exit_code: int
@@ -74,12 +74,12 @@ class Ending(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What follows from an ending.
+    """Decision after an attempt.
 
     Args:
-        restarts: Start all ranks again.
-        reason: Why, in words; empty where there is nothing to decide.
-        pause_s: Seconds to wait before.
+        restarts: Whether to restart all ranks.
+        reason: Reason, as text; empty if there was nothing to decide.
+        pause_s: Pause before the restart, in seconds.
     """
 
     restarts: bool
@@ -88,33 +88,20 @@ class Decision(NamedTuple):
 
 
 def pause_s(number: int, first_s: float) -> float:
-    """Return how long to wait before a restart: twice as long each time, at most 30 s (or the first, if that is longer).
+    """Return the pause before restart `number` (from 1), in seconds.
 
-    Args:
-        number: Which restart, from 1.
-        first_s: Seconds before the first.
-
-    Example:
-        >>> [pause_s(number, 1.0) for number in range(1, 8)]
-        [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    It starts with `first_s` and doubles each time, up to 30 s or `first_s`.
     """
     return min(first_s * 2.0 ** min(number - 1, 60), max(_PAUSE_S_MAX, first_s))
 
 
 @dataclass(slots=True)
 class Restarting:
-    """The restarts of one job.
+    """Restarts of one job.
 
     Args:
-        most: How many may count (`--max-restarts`).
-        first_pause_s: Seconds before the first.
-
-    Example:
-        >>> job = Restarting(1, 1.0)
-        >>> job.after(Ending(exit_code=137, why="rank 1 was killed by signal 9 (SIGKILL)", lasted_s=3.0))
-        Decision(restarts=True, reason='restart 1 of 1', pause_s=1.0)
-        >>> job.after(Ending(exit_code=1, why="rank 0 exited with status 1", lasted_s=5.0)).reason
-        'there have been 1 of 1 restarts'
+        most: Number of restarts that may count (`--max-restarts`).
+        first_pause_s: Pause before the first, in seconds.
     """
 
     most: int
@@ -124,52 +111,44 @@ class Restarting:
 
     @property
     def number(self) -> int:
-        """How often the ranks have been started again."""
+        """Number of restarts so far."""
         return len(self.endings)
 
     def after(self, ending: Ending) -> Decision:
-        """Decide what follows, and remember it."""
+        """Return the decision after an attempt, and record it."""
         if ending.exit_code == 0 or not self.most:
             return Decision(restarts=False)
         if ending.was_told:
             return Decision(restarts=False, reason="the launcher was told to end")
-        if ending.exit_code in HOPELESS_CODES:
-            return Decision(
-                restarts=False,
-                reason=f"exit code {ending.exit_code} ({HOPELESS_CODES[ending.exit_code]}) would come again",
-            )
+        code = ending.exit_code
+        if code in HOPELESS_CODES:
+            reason = f"exit code {code} ({HOPELESS_CODES[code]}) would come again"
+            return Decision(restarts=False, reason=reason)
         if ending.error in HOPELESS_ERRORS:
             return Decision(restarts=False, reason=f"{ending.error} would come again")
-        if ending.exit_code == RENDEZVOUS and not ending.had_met:
-            return Decision(restarts=False, reason="the ranks have never met")
-        is_free = ending.exit_code == PREEMPTED and not ending.why and ending.lasted_s >= SHORT_S
+        if code == RENDEZVOUS and not ending.had_met:
+            return Decision(restarts=False, reason="the ranks have never all joined")
+        is_free = code == PREEMPTED and not ending.why and ending.lasted_s >= SHORT_S
         if not is_free and self.counted >= self.most:
-            return Decision(
-                restarts=False, reason=f"there have been {self.counted} of {self.most} restarts"
-            )
+            reason = f"there have been {self.counted} of {self.most} restarts"
+            return Decision(restarts=False, reason=reason)
         self.endings.append(ending)
         if is_free:
-            return Decision(
-                restarts=True,
-                reason=f"restart {self.number}, which does not count",
-                pause_s=self.first_pause_s,
-            )
-        self.counted += 1
-        return Decision(
-            restarts=True,
-            reason=f"restart {self.counted} of {self.most}",
-            pause_s=pause_s(self.counted, self.first_pause_s),
-        )
+            reason, pause = f"restart {self.number}, which does not count", self.first_pause_s
+        else:
+            self.counted += 1
+            reason = f"restart {self.counted} of {self.most}"
+            pause = pause_s(self.counted, self.first_pause_s)
+        return Decision(restarts=True, reason=reason, pause_s=pause)
 
     def summary(self) -> list[str]:
-        """Return the lines that tell of all restarts: how many, and why each."""
+        """Return lines about all restarts: how many, and the reason of each."""
         if not self.endings:
             return []
         lines = [f"started again {self.number} time{'s' * (self.number > 1)}:"]
         first = max(0, self.number - _LINES_MAX)
         lines += ["  (earlier ones left out)"] * (first > 0)
         for number, ending in enumerate(self.endings[first:], first + 1):
-            lines.append(
-                f"  {number}. after {ending.lasted_s:.1f} s: {ending.why or 'all ranks stopped as asked'}"
-            )
+            reason = ending.why or "all ranks stopped as asked"
+            lines.append(f"  {number}. after {ending.lasted_s:.1f} s: {reason}")
         return lines

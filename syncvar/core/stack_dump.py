@@ -1,15 +1,15 @@
-"""Where a program stands: Python stacks, asked for from outside, read, and told in one line.
+"""Python stacks of a worker, on request from outside: write, parse, show in one line.
 
-A worker that syncvar-launch has started answers three real-time signals, in a file in the job's private folder. To the first
-two it writes the stack of its main thread, or those of all threads, at the next place between two steps of the program, as
-every handler of Python's runs. A rank that stands in a call which does not return to the interpreter never comes there; it
-is sent the third, to which the interpreter's own `faulthandler` writes the main thread's stack within the signal's handler,
-without running any Python. That may only be done then: while a thread begins or ends calls, the fault handler may follow a
-pointer that is not set yet, and end the process.
+A worker answers three real-time signals in a file in the job's private folder:
 
-Real-time signals, because SIGUSR1 and SIGUSR2 belong to the program, SIGTERM and SIGINT mean something, and those which
-come twice are delivered twice. Numbers in the middle, because libraries take theirs from either end. A script must not
-take these three for itself; where it ignores them, or has closed the file, nothing is asked any more.
+* `MAIN_THREAD`, `ALL_THREADS`: Python signal handlers write stacks, at the next bytecode boundary.
+* `WITHOUT_PYTHON`: `faulthandler` writes the main thread's stack inside the signal handler, for a
+  rank in a call that does not return to the interpreter. The launcher sends it only then: while
+  threads start or end calls, the fault handler may follow an unset pointer and crash.
+
+SIGUSR1 and SIGUSR2 belong to the program. Real-time signals are queued, so none is dropped. The
+numbers are in the middle, because libraries use both ends of the range. If a script ignores these
+signals or closes the file, it gets no more requests.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 MAIN_THREAD = signal.SIGRTMIN + 15
 ALL_THREADS = signal.SIGRTMIN + 16
 WITHOUT_PYTHON = signal.SIGRTMIN + 17
-END = "End of stacks"  # the last line of an answer that Python has written
+END = "End of stacks"  # last line of an answer that Python has written
 
 STOPPED = "its process is stopped (state T)"
 
-_COMPUTES = "not waiting in any call"  # the coordinator's words
+_COMPUTES = "not waiting in any call"  # text of `Coordinator.position`
 _CALLERS = 3
-_FRAMES_MAX = 100  # of a thread, as the fault handler tells them
+_FRAMES_MAX = 100  # per thread, as in the fault handler
 _HEADER = re.compile(
-    r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+))|Thread (?P<other>0x[0-9a-f]+))[^\n]* \(most recent call first\):"
+    r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+))|Thread (?P<other>0x[0-9a-f]+))"
+    r"[^\n]* \(most recent call first\):"
 )
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
@@ -59,13 +60,7 @@ _AROUND = (
 
 
 class StackFrame(NamedTuple):
-    """One call of a stack.
-
-    Args:
-        file: Of the code.
-        line: 0 where the interpreter does not know.
-        name: Of the function.
-    """
+    """One call of a stack; `line` is 0 if unknown."""
 
     file: str
     line: int
@@ -76,8 +71,8 @@ class Thread(NamedTuple):
     """One thread of a dump.
 
     Args:
-        ident: Its number, as the dump has it; empty where the dump is of the main thread alone.
-        is_main: It is the main thread.
+        ident: Identifier; empty if the dump contains only the main thread.
+        is_main: Whether it is the main thread.
         frames: Its calls, innermost first.
     """
 
@@ -90,80 +85,77 @@ class Thread(NamedTuple):
 
 
 def stack_path(directory: str, rank: int) -> str:
-    """Return the file in which a rank answers."""
+    """Return the file into which a rank writes its stacks."""
     return os.path.join(directory, f"stack-{rank}")
 
 
 def listen(path: str) -> None:
-    """Answer the signals from now on, in a file whose first line is the number of its descriptor here; in the main thread."""
+    """Answer the signals in a new file; call it in the main thread.
+
+    The first line of the file is the number of its descriptor in this process.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)  # stays open: the handlers write to it
 
     def answer(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # it runs anywhere in the program, which must not see it
+        with contextlib.suppress(Exception):  # it interrupts the program, which must not notice
             os.write(descriptor, _dump(_of_program(frame), all_threads=number == ALL_THREADS))
 
     for number in (MAIN_THREAD, ALL_THREADS):
         handle_signal(number, answer)
-        signal.siginterrupt(number, False)  # noqa: FBT003  (system calls of libraries go on)
+        signal.siginterrupt(number, False)  # noqa: FBT003  (restart system calls of libraries)
     register_fault_dump(WITHOUT_PYTHON, descriptor)
-    register_exit(
-        _be_deaf
-    )  # the interpreter's end would give the signals back their default, which is to end the process
+    # At exit the interpreter restores the default action, which would end the process.
+    register_exit(_ignore_signals)
     os.write(descriptor, b"%d\n" % descriptor)
 
 
 def _of_program(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that runs the program; a signal may come while the answer to the one before is being written."""
+    """Return the program's frame; a signal may interrupt the answer to an earlier one."""
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return frame
 
 
 def _of_no_answer(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
-    """Return the calls without those that answer a signal, in which the fault handler may have found the thread."""
-    last = max((at for at, frame in enumerate(frames) if frame.file == __file__), default=-1)
+    """Return a stack without frames of this module, in which the fault handler may find it."""
+    last = max((i for i, frame in enumerate(frames) if frame.file == __file__), default=-1)
     return frames[last + 1 :]
 
 
-def _be_deaf() -> None:
+def _ignore_signals() -> None:
     for number in (MAIN_THREAD, ALL_THREADS):
         handle_signal(number, signal.SIG_IGN)
 
 
 def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:
-    """Return stacks as the fault handler writes them."""
+    """Return stacks in the format of the fault handler."""
     if not all_threads:
         lines = ["Stack (most recent call first):", *_lines(frame)]
     else:
         lines, main = [], threading.get_ident()
         found = current_frames()
         for ident in sorted(found, key=main.__eq__):
-            who = "Current thread" if ident == main else "Thread"
-            lines += [
-                f"{who} 0x{ident:016x} (most recent call first):",
-                *_lines(frame if ident == main else found[ident]),
-            ]
+            name = "Current thread" if ident == main else "Thread"
+            lines.append(f"{name} 0x{ident:016x} (most recent call first):")
+            lines += _lines(frame if ident == main else found[ident])
     return "\n".join([*lines, END, ""]).encode("ascii", "backslashreplace")
 
 
 def _lines(frame: FrameType | None) -> list[str]:
-    told = [
-        f'  File "{one.file}", line {one.line or "???"} in {one.name}'
+    return [
+        f'  File "{one.file}", line {one.line or "???"} in {one.name}'.replace("\n", "?")
         for one in frames_of(frame)[:_FRAMES_MAX]
     ]
-    return [line.replace("\n", "?") for line in told]
 
 
 def current_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread that runs.
+    """Return the innermost frame of each running thread, without a deadlock in old Pythons.
 
-    sys._current_frames holds the interpreter's lock of thread states while it makes objects. In Python 3.11 before 3.11.9 a
-    garbage collection may begin there: it lets other threads run, and one of those that starts or ends waits for that
-    lock while it holds the GIL. Then the process stands still for ever (cpython issue 106883), so that the collector
-    is off meanwhile.
+    `sys._current_frames` holds the interpreter's lock of thread states while it allocates. Before
+    Python 3.11.9 a garbage collection may start there and let other threads run. A thread that
+    starts or ends then waits for that lock with the GIL held: a deadlock (cpython issue 106883).
+    So the collector is off meanwhile.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -175,18 +167,17 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def frames_of(frame: FrameType | None) -> list[StackFrame]:
-    """Return the calls of a frame and of those around it, innermost first."""
+    """Return the calls of a frame and its callers, innermost first."""
     found = []
     while frame is not None:
-        found.append(
-            StackFrame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
-        )
+        code = frame.f_code
+        found.append(StackFrame(code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
     return found
 
 
 def frames_before(trace: TracebackType | None) -> list[StackFrame]:
-    """Return the calls that an exception has left, innermost first."""
+    """Return the calls of an exception's traceback, innermost first."""
     found = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -195,24 +186,18 @@ def frames_before(trace: TracebackType | None) -> list[StackFrame]:
     return found[::-1]
 
 
-# -- what a worker has written ---------------------------------------------------------------------
+# -- parse -----------------------------------------------------------------------------------------
 
 
 def dumps_of(text: str) -> list[Thread]:
-    r"""Read what the interpreter's fault handler has written; lines that are not its own are left out.
-
-    Example:
-        >>> dumps_of('Stack (most recent call first):\n  File "a.py", line 3 in f\n')
-        [Thread(ident='', is_main=True, frames=(StackFrame(file='a.py', line=3, name='f'),))]
-    """
+    """Return the threads in an answer; lines of other text are skipped."""
     threads: list[Thread] = []
     frames: list[StackFrame] = []
     for line in text.split("\n"):
         if header := _HEADER.fullmatch(line):
             frames = []
-            threads.append(
-                Thread(header["current"] or header["other"] or "", header["main"] is not None, ())
-            )
+            ident = header["current"] or header["other"] or ""
+            threads.append(Thread(ident, header["main"] is not None, ()))
         elif threads and (found := _FRAME.fullmatch(line)):
             number = int(found["line"]) if found["line"].isdigit() else 0
             frames.append(StackFrame(_unescaped(found["file"]), number, _unescaped(found["name"])))
@@ -224,93 +209,79 @@ def _unescaped(text: str) -> str:
     return _ESCAPED.sub(lambda found: chr(int(found[0].lstrip("\\xuU"), 16)), text)
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def where(frames: Sequence[StackFrame], folder: str) -> str:
-    """Say in one line where a stack stands: the innermost place of the program, and from where that was called.
+    """Return in one line where a stack is: its innermost place in the program, and the callers.
 
-    Frames of syncvar, of other libraries and of the interpreter's own start are left out, but for the innermost. Empty where
-    the program has not begun, or is over. Of a server, which runs no program, it is what it does.
+    It skips frames of syncvar, libraries and the interpreter's start, except for the innermost.
+    Empty before the program starts and after it ends. For a server it is the server's activity.
 
     Args:
-        frames: Innermost first.
-        folder: Paths below it are told relative to it.
+        frames: Calls, innermost first.
+        folder: Paths below it are shown relative to it.
 
     Example:
-        >>> where([StackFrame("/a/load.py", 9, "read"), StackFrame("/a/train.py", 49, "<module>")], "/a")
+        >>> frames = [StackFrame("/a/load.py", 9, "read"), StackFrame("/a/train.py", 49, "main")]
+        >>> where(frames, "/a")
         'in user code, load.py:9 < train.py:49'
-        >>> where([StackFrame("/lib/site-packages/numpy/linalg.py", 7, "svd"), StackFrame("/a/train.py", 49, "<module>")], "/a")
-        'in numpy/linalg.py:7, called at train.py:49'
     """
-    kept = shown(frames)
-    if not kept:
+    visible = shown(frames)
+    if not visible:
         return ""
-    at = _loop_of_server(frames)
-    if at is not None:
-        return (
-            "waiting for requests"
-            if at == 0 or frames[at - 1].name == "wait"
-            else f"at a request, in {_place(frames[0], folder)}"
-        )
-    users = [frame for frame in kept if not _is_library(frame.file)] or [
-        frame for frame in kept if not _is_ours(frame.file)
-    ]
+    innermost = visible[0]
+    loop = _loop_of_server(frames)
+    if loop is not None:
+        if loop == 0 or frames[loop - 1].name == "wait":
+            return "waiting for requests"
+        return f"at a request, in {_place(frames[0], folder)}"
+    users = [frame for frame in visible if not _is_library(frame.file)]
+    users = users or [frame for frame in visible if not _is_ours(frame.file)]
     places: list[str] = []
     for frame in users:
         place = _place(frame, folder)
-        if not places or places[-1] != place:  # a function that calls itself stands in one place
+        if not places or places[-1] != place:  # shows recursion once
             places.append(place)
     chain = " < ".join([*places[:_CALLERS], *["…"][: len(places) > _CALLERS]])
-    if not users or kept[0] is users[0]:
-        return f"in user code, {chain}" if users else f"in {_place(kept[0], folder)}"
-    return f"in {_place(kept[0], folder)}, called at {chain}"
+    if users and innermost is users[0]:
+        return f"in user code, {chain}"
+    return f"in {_place(innermost, folder)}" + (f", called at {chain}" if users else "")
 
 
 def doing(position: str, place: str) -> str:
-    """Say what a rank did, by what the coordinator knows of it and by where its main thread stood.
-
-    Example:
-        >>> doing("not waiting in any call; no Python thread answers since 3 s", "in user code, train.py:49")
-        'in user code, train.py:49; no Python thread answers since 3 s'
-        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/runtime/progress.py:9, called at train.py:12")
-        'waiting in barrier (call 3) at train.py:12 in main'
-    """
+    """Return a rank's activity from the coordinator's text and the place of its main thread."""
     if place == STOPPED:
-        return f"{position.partition('; ')[0]}; {STOPPED}"  # which is why no thread answers
+        return f"{position.partition('; ')[0]}; {STOPPED}"  # this explains why no thread answers
     if position == SERVING:
         return place or position
     if not place or position.startswith(("waiting in ", "finished")):
         return position
-    return (
-        place + position.removeprefix(_COMPUTES)
-        if position.startswith(_COMPUTES)
-        else f"{position}; {place}"
-    )
+    if position.startswith(_COMPUTES):
+        return place + position.removeprefix(_COMPUTES)
+    return f"{position}; {place}"
 
 
 def shown(frames: Sequence[StackFrame]) -> list[StackFrame]:
-    """Return a stack without what started the program, and with one frame for each call into syncvar or an import.
+    """Return a stack without frames that start the program; a call into syncvar has one frame.
 
-    That of a server is all of syncvar's, and is shown as it is.
+    The stack of a server consists of syncvar's frames; it is complete.
     """
     if _loop_of_server(frames) is not None:
         return [frame for frame in frames if not frame.file.startswith(_AROUND)]
-    kept: list[StackFrame] = []
+    visible: list[StackFrame] = []
     for frame in _of_no_answer(frames):
-        is_repeated = bool(kept) and _is_ours(frame.file) and _is_ours(kept[-1].file)
+        is_repeated = bool(visible) and _is_ours(frame.file) and _is_ours(visible[-1].file)
         if not is_repeated and not frame.file.startswith(_AROUND):
-            kept.append(frame)
-    while kept and _is_ours(kept[-1].file):
-        del kept[-1]
-    return kept
+            visible.append(frame)
+    while visible and _is_ours(visible[-1].file):
+        del visible[-1]
+    return visible
 
 
 def _loop_of_server(frames: Sequence[StackFrame]) -> int | None:
-    return next(
-        (at for at, frame in enumerate(frames) if frame.file == _SERVER and frame.name == "run"),
-        None,
-    )
+    matches = (i for i, one in enumerate(frames) if one.file == _SERVER and one.name == "run")
+    return next(matches, None)
 
 
 def _is_ours(file: str) -> bool:

@@ -1,24 +1,20 @@
-"""A worker's own words to its agent, over an inherited pipe: how its script ended, and that it takes SIGTERM as a notice.
+"""Status records from a worker to its launcher or agent, over an inherited pipe.
 
-Whoever in this process has something to say calls `tell`; where no launcher listens, it does nothing.
+They report how the script ended, and that it handles SIGTERM as a notice. `tell` does nothing if
+there is no launcher.
 """
 
 from __future__ import annotations
 
 import os
 
-BEGUN = "begun"
-"""The name of the first record: the process runs Python, and comes to its script next."""
+BEGUN = "begun"  # first record: the process runs Python and starts its script next
 
 _TEXT_MAX = 200_000
 
 
 class StatusPipe:
-    """The pipe.
-
-    Args:
-        descriptor: Its write end, or -1 where there is none.
-    """
+    """Write end of the pipe, a descriptor or -1."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -29,15 +25,15 @@ class StatusPipe:
 
     @property
     def is_open(self) -> bool:
-        """Whether an agent listens, as far as this process knows."""
+        """Whether an agent reads the pipe, as far as this process knows."""
         return self._descriptor >= 0
 
     def announce_start(self) -> None:
-        """Say that this process runs Python, and comes to its script next."""
+        """Report that this process runs Python and starts its script next."""
         self.tell({"event": BEGUN})
 
     def goodbye(self) -> None:
-        """Say that the script ended in order; nothing after a failure."""
+        """Report that the script ended normally; does nothing after a failure."""
         if not self._has_failed:
             self.tell({"event": "goodbye"})
 
@@ -51,15 +47,15 @@ class StatusPipe:
         brief: str = "",
         written: str = "",
     ) -> None:
-        """Say how the script failed, before that is written to the standard error.
+        """Report how the script failed, before the error is written to standard error.
 
         Args:
             error: Name of the exception.
             message: Its text.
             text: Its traceback.
-            exit_code: That of the process to come.
-            brief: The traceback without what is of no use to the script's author; the whole one by default.
-            written: What comes next on the standard error, and need not be shown there by who is told here.
+            exit_code: Exit code that the process will have.
+            brief: Traceback without frames of no use to the script's author; by default all.
+            written: Text that follows on standard error, which the launcher need not show twice.
         """
         self._has_failed = True
         record: dict[str, str | int] = {
@@ -74,7 +70,7 @@ class StatusPipe:
         self.tell(record)
 
     def tell(self, record: dict[str, str | int]) -> bool:
-        """Say anything; nothing in a forked copy of the worker. Return whether the agent gets it."""
+        """Send a record, except in a forked child; return whether the agent gets it."""
         if self._descriptor < 0 or os.getpid() != self._process:
             return False
         import msgpack
@@ -89,28 +85,18 @@ class StatusPipe:
 
 
 def _sendable(text: str) -> str:
-    """Return a text as the standard error would have it: lone surrogates cannot be encoded."""
+    """Return a text without lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-_words: list[
-    StatusPipe
-] = []  # at most one: the descriptor belongs to the process, as its standard output does
+_pipes: list[StatusPipe] = []  # at most one, because the descriptor belongs to the process
 
 
-def adopt(word: StatusPipe) -> None:
-    """Make this the process's word; called by bootstrap, once."""
-    _words[:] = [word]
+def adopt(pipe: StatusPipe) -> None:
+    """Make this the pipe of the process; bootstrap calls it once."""
+    _pipes[:] = [pipe]
 
 
 def tell(event: str, **fields: str | int) -> bool:
-    """Say something to the agent, if there is one.
-
-    Args:
-        event: What it is, for instance "takes_notice".
-        fields: More about it.
-
-    Returns:
-        Whether an agent gets it.
-    """
-    return any(word.tell({"event": event, **fields}) for word in _words)
+    """Send an event, for instance "takes_notice"; return whether an agent gets it."""
+    return any(pipe.tell({"event": event, **fields}) for pipe in _pipes)

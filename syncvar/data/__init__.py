@@ -1,16 +1,11 @@
-"""Input: datasets that give every number of replicas the same global batches, and can be continued at a place.
+"""Input data: datasets with the same global batches for every number of replicas.
 
-    dataset = sv.data.from_arrays({"x": images, "y": labels}, batch_size=128, shuffle=True, seed=7).prefetch(2)
-    for batch in strategy.experimental_distribute_dataset(dataset):      # this replica's part of each global batch
-        strategy.run(step, args=(batch,))
+    dataset = sv.data.from_arrays({"x": images, "y": labels}, batch_size=128, shuffle=True)
+    for batch in strategy.experimental_distribute_dataset(dataset.prefetch(2)):
+        strategy.run(step, args=(batch,))    # each replica gets its part of the global batch
 
-* `from_arrays`, `from_generator`: where elements come from. `Dataset`: shuffle, shard, batch, map, repeat, prefetch.
-* `order`: the order of an epoch, a pure function of (count, seed, epoch). `batches`: what a batch is, cutting and stacking.
-* `indexed`: sources that can be read in any order. `streams`: those that cannot. Both are pure.
-* `prefetching`: the one thread of this room.
-
-A dataset knows nothing of replicas: `strategy.experimental_distribute_dataset` cuts its batches, `strategy.
-distribute_datasets_from_function` gives each replica a dataset of its own (`shard` is for those).
+A dataset knows nothing of replicas. `strategy.experimental_distribute_dataset` splits its batches;
+`strategy.distribute_datasets_from_function` gives each replica a dataset of its own, see `shard`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Datasets as programs see them: composed of steps, read any number of times, continued at a place."""
+"""The public classes and functions of `sv.data`: datasets, their steps, and iterators."""
 
 from __future__ import annotations
 
@@ -45,19 +45,25 @@ def from_arrays(
 ) -> Dataset:
     """Return a dataset of batches of arrays, cut along their first axis.
 
-    Under a strategy these are *global* batches: `strategy.experimental_distribute_dataset` gives each replica its part.
+    Under a strategy these are *global* batches: `strategy.experimental_distribute_dataset` gives
+    each replica its part.
 
     Args:
-        arrays: Array or structure of arrays with first axes of one length. They are not copied; batches are copies.
-        batch_size: Rows of a batch, at least 1; the last batch may be short. None: the elements are single rows, for
-            `shuffle`, `shard`, `map` and `batch`. (`shuffle` and `shard` are refused where batches have been made: they
-            would reorder and deal out whole batches.)
-        shuffle: Read the rows in the order of (seed, epoch): the same on every replica, for any number of them.
-        seed: Of the order, at least 0.
-        drop_remainder: Leave a short last batch out.
+        arrays: Array or pytree of arrays with first axes of one length. They are not copied;
+            batches are copies.
+        batch_size: Rows of a batch, at least 1; the last batch may be short. None: elements are
+            single rows, for `shuffle`, `shard`, `map` and `batch`. (`shuffle` and `shard` raise
+            after batches, because they would reorder whole batches.)
+        shuffle: Whether to read the rows in the order of (seed, epoch), which is the same on every
+            replica and for any number of replicas.
+        seed: Seed of the order, at least 0.
+        drop_remainder: Whether to leave out a short last batch.
+
+    Returns:
+        The dataset.
 
     Raises:
-        ConfigError: A wrong argument.
+        ConfigError: An argument is wrong.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -80,11 +86,15 @@ def from_arrays(
 
 
 def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
-    """Return a dataset of what a function yields.
+    """Return a dataset of the elements that a function yields.
 
     Args:
-        fn: Called without arguments at the beginning of each epoch; returns an iterable of elements. To continue at a
-            place, the elements before it are made again and dropped.
+        fn: Function without arguments that returns an iterable of elements. It is called at the
+            start of each epoch. An iterator that continues at a position produces the elements
+            before it again and drops them.
+
+    Returns:
+        The dataset.
 
     Raises:
         ConfigError: `fn` cannot be called.
@@ -99,13 +109,14 @@ def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
 
 
 class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
-    """Elements (batches, or what batches are made of) that can be read any number of times.
+    """A sequence of elements (batches, or rows to batch) that can be read any number of times.
 
-    Made by `sv.data.from_arrays` and `sv.data.from_generator`. Each step returns another dataset. Reading it from the
-    beginning is an epoch, and epochs are counted: shuffles have another order in each, a pure function of (seed, epoch).
+    `sv.data.from_arrays` and `sv.data.from_generator` create it, and each step returns a new
+    dataset. Each reading from the start is an epoch. Epochs are counted from 0, and shuffles have
+    another order in each, a pure function of (seed, epoch).
 
-    Every step of an endless dataset (`repeat()`) is read as it comes, but for `shuffle`, which needs all elements and is
-    refused, and `len`, which raises TypeError.
+    An endless dataset (`repeat()`) reads elements as they come. `shuffle` needs all elements and
+    raises ConfigError for it; `len` raises TypeError.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -119,84 +130,86 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
 
     def __init__(self, source: Source, *, rows: int | None = None) -> None:
         self._source = source
-        self._rows = rows  # of the batches that `from_arrays` has made; None elsewhere
+        self._rows = rows  # batch size of `from_arrays`; None if it did not make batches
         self._next_epoch = 0
 
     def shuffle(self, buffer_size: None = None, *, seed: int = 0, **_foreign: Never) -> Dataset:
-        """Return the elements in the order of (seed, epoch), the same on every replica, for any number of them.
+        """Return the elements in the order of (seed, epoch), the same for any number of replicas.
 
-        All elements of an epoch are shuffled, not those of a buffer: those of `from_arrays` by their indices, others are
-        all kept in memory for an epoch. Elements are what the steps before make: rows, or whole batches after `batch`.
+        It shuffles all elements of an epoch: those of `from_arrays` by index; others are all kept
+        in memory for an epoch. Elements are the results of earlier steps: rows, or whole batches
+        after `batch`.
 
         Args:
-            buffer_size: Not to be given: there is no buffer.
-            seed: At least 0.
+            buffer_size: Not supported, because there is no buffer.
+            seed: Seed of the order, at least 0.
+
+        Returns:
+            The shuffled dataset.
 
         Raises:
-            ConfigError: A wrong argument; the dataset is repeated without end (shuffle before `repeat`); `from_arrays` has
-                made batches; while reading: a generator has yielded a million elements and not come to its end.
+            ConfigError: An argument is wrong, the dataset repeats without end (shuffle before
+                `repeat`), or `from_arrays` has made batches. While reading: a generator has
+                yielded a million elements without an end.
         """
         if _foreign:
             raise unexpected(Dataset.shuffle, _foreign)
         if buffer_size is not None:
             raise ConfigError(
-                f"shuffle has no buffer whose size could be {buffer_size!r:.100}: all elements of an epoch are shuffled; write "
-                f"dataset.shuffle(), or dataset.shuffle(seed=1) for another order"
+                f"shuffle has no buffer, so buffer_size={buffer_size!r:.100} has no meaning: it "
+                f"shuffles all elements of an epoch; write dataset.shuffle(), or "
+                f"dataset.shuffle(seed=1) for another order"
                 + ", and before repeat, which has no end"
                 * self._source.is_endless
             )
         seed = integer_of("seed", seed, 0)
-        self._refuse_batches(
-            "shuffle",
-            "reorder",
-            f"sv.data.from_arrays(x, batch_size={self._rows}, shuffle=True, seed={seed})",
-        )
+        rows = f"sv.data.from_arrays(x, batch_size={self._rows}, shuffle=True, seed={seed})"
+        self._refuse_batches("shuffle", "reorder", rows)
         inner = self._source
-        return Dataset(
-            IndexedShuffle(inner, seed)
-            if isinstance(inner, Indexed)
-            else StreamShuffle(inner, seed)
-        )
+        if isinstance(inner, Indexed):
+            return Dataset(IndexedShuffle(inner, seed))
+        return Dataset(StreamShuffle(inner, seed))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Return every `num_shards`-th element, from element `index` on.
+        """Return every `num_shards`-th element, starting with element `index`.
 
-        Elements are what the steps before make: rows, or whole batches after `batch`.
+        Elements are the results of earlier steps: rows, or whole batches after `batch`.
 
         Args:
-            num_shards: Shards that the elements are dealt out to, at least 1; `InputContext.num_input_pipelines`, say.
-            index: Which of them, 0 to `num_shards` - 1; `InputContext.input_pipeline_id`.
+            num_shards: Number of shards, at least 1; `InputContext.num_input_pipelines`, say.
+            index: Shard to return, 0 to `num_shards` - 1; `InputContext.input_pipeline_id`, say.
+
+        Returns:
+            The shard.
 
         Raises:
-            ConfigError: A wrong argument, or `from_arrays` has made batches.
+            ConfigError: An argument is wrong, or `from_arrays` has made batches.
         """
         shards = integer_of("num_shards", num_shards, 1)
         index = integer_of("index", index, 0)
         if index >= shards:
-            raise ConfigError(
-                f"index {index} is none of {shards} shards: they are 0 to {shards - 1}"
-            )
+            raise ConfigError(f"index {index} is outside {shards} shards: 0 to {shards - 1}")
         rows = (
             f"sv.data.from_arrays(x, batch_size=None).shard({shards}, {index}).batch({self._rows})"
         )
-        self._refuse_batches("shard", "deal out", rows)
+        self._refuse_batches("shard", "distribute", rows)
         inner = self._source
-        kind = (
-            IndexedShard(inner, shards, index)
-            if isinstance(inner, Indexed)
-            else StreamShard(inner, shards, index)
-        )
-        return Dataset(kind)
+        if isinstance(inner, Indexed):
+            return Dataset(IndexedShard(inner, shards, index))
+        return Dataset(StreamShard(inner, shards, index))
 
     def batch(self, size: int, *, drop_remainder: bool = False, **_foreign: Never) -> Dataset:
-        """Return batches of consecutive elements: their arrays get a new first axis.
+        """Return batches of consecutive elements; their arrays get a new first axis.
 
         Args:
             size: Elements of a batch, at least 1; the last batch may be short.
-            drop_remainder: Leave a short last batch out.
+            drop_remainder: Whether to leave out a short last batch.
+
+        Returns:
+            The batches.
 
         Raises:
-            ConfigError: A wrong argument; while reading: elements of different structures or shapes.
+            ConfigError: An argument is wrong. While reading: elements differ in structure or shape.
         """
         if _foreign:
             raise unexpected(Dataset.batch, _foreign)
@@ -208,10 +221,14 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         return Dataset(StreamBatches(inner, size, drop_remainder=drop))
 
     def map(self, fn: Callable[[Any], Any], **_foreign: Never) -> Dataset:
-        """Return what a function makes of each element.
+        """Return the results of a function of each element.
 
         Args:
-            fn: Called with an element, in order; after `prefetch` in its thread, where it must not call collectives.
+            fn: Function of one element, called in order. After `prefetch` it runs in a thread,
+                where it must not call collectives.
+
+        Returns:
+            The dataset of results.
 
         Raises:
             ConfigError: `fn` cannot be called.
@@ -220,16 +237,19 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
             raise unexpected(Dataset.map, _foreign)
         _function("fn", fn, "write dataset.map(lambda batch: …)")
         inner = self._source
-        return self._next(
-            IndexedMap(inner, fn) if isinstance(inner, Indexed) else StreamMap(inner, fn)
-        )
+        if isinstance(inner, Indexed):
+            return self._next(IndexedMap(inner, fn))
+        return self._next(StreamMap(inner, fn))
 
     def repeat(self, times: int | None = None) -> Dataset:
-        """Return the elements several times in a row, in one epoch; each pass is shuffled anew.
+        """Return the elements several times in a row, as one epoch; each pass is shuffled anew.
 
         Args:
-            times: Passes, at least 1; None repeats without end, so that nothing after it may need all elements: `shuffle`
-                comes before.
+            times: Number of passes, at least 1. None repeats without end; then no later step may
+                need all elements, so `shuffle` comes before.
+
+        Returns:
+            The repeated dataset.
 
         Raises:
             ConfigError: `times` is no such integer.
@@ -238,20 +258,21 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         if times is None:
             return self._next(StreamRepeat(inner, None))
         times = integer_of("times", times, 1)
-        return self._next(
-            IndexedRepeat(inner, times)
-            if isinstance(inner, Indexed)
-            else StreamRepeat(inner, times)
-        )
+        if isinstance(inner, Indexed):
+            return self._next(IndexedRepeat(inner, times))
+        return self._next(StreamRepeat(inner, times))
 
     def prefetch(self, size: int = 2) -> Dataset:
         """Return the same elements, read ahead in a thread while the program computes.
 
-        The thread ends with the iterator: at the end of the elements, at an exception, which the program sees at that
-        place, and when the iterator is closed or dropped.
+        The thread ends with the iterator: at the end of the elements, when the iterator is closed
+        or dropped, and at an exception, which the program gets at that element.
 
         Args:
-            size: Elements that wait at most, at least 1; one more may be in the making.
+            size: Number of elements to hold, at least 1; one more may be in progress.
+
+        Returns:
+            The dataset.
 
         Raises:
             ConfigError: The size is no such integer.
@@ -259,40 +280,43 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         return self._next(Prefetched(self._source, integer_of("the size", size, 1)))
 
     def _next(self, source: Source) -> Dataset:
-        """Return what a step makes that leaves the batches of `from_arrays` batches."""
+        """Return a dataset whose elements are batches of `from_arrays` if they were before."""
         return Dataset(source, rows=self._rows)
 
     def _refuse_batches(self, step: str, does: str, by_rows: str) -> None:
         if self._rows is not None:
+            size = self._rows
             raise ConfigError(
-                f"{step} would {does} whole batches, because sv.data.from_arrays has made batches of {self._rows} rows: for the "
-                f"rows write {by_rows}; if whole batches are meant, "
-                f"sv.data.from_arrays(x, batch_size=None).batch({self._rows}).{step}(…)"
+                f"{step} would {does} whole batches, because sv.data.from_arrays has made batches "
+                f"of {size} rows: for rows write {by_rows}; for whole batches write "
+                f"sv.data.from_arrays(x, batch_size=None).batch({size}).{step}(…)"
             )
 
     @property
     def seed(self) -> str:
-        """Seeds of the shuffles, joined by commas; empty without any. Saved positions are compared by it."""
+        """Seeds of the shuffles, joined by commas; saved positions contain it."""
         return ",".join(map(str, self._source.seeds))
 
     def at(self, epoch: int, position: int = 0) -> DatasetIterator:
-        """Return an iterator over an epoch from a position on, without counting an epoch.
+        """Return an iterator that starts at a position of an epoch, without counting an epoch.
 
         Args:
-            epoch: At least 0.
-            position: Elements of the epoch to leave out, at least 0.
+            epoch: Epoch, at least 0.
+            position: Number of elements to skip, at least 0.
+
+        Returns:
+            The iterator.
 
         Raises:
-            ConfigError: A wrong argument.
+            ConfigError: An argument is wrong.
 
         Example:
             >>> import numpy as np, syncvar as sv
             >>> list(sv.data.from_arrays(np.arange(4), batch_size=2).at(epoch=0, position=1))
             [array([2, 3])]
         """
-        return DatasetIterator(
-            self, integer_of("epoch", epoch, 0), integer_of("position", position, 0)
-        )
+        position = integer_of("position", position, 0)
+        return DatasetIterator(self, integer_of("epoch", epoch, 0), position)
 
     def __iter__(self) -> DatasetIterator:
         epoch = self._next_epoch
@@ -302,31 +326,23 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
     def __len__(self) -> int:
         count = self._source.count
         if count is None:
-            why = (
-                "it is repeated without end"
-                if self._source.is_endless
-                else "its elements are generated"
-            )
-            raise TypeError(f"this dataset does not know its length: {why}")
+            is_endless = self._source.is_endless
+            reason = "it repeats without end" if is_endless else "its elements are generated"
+            raise TypeError(f"this dataset does not know its length: {reason}")
         return count
 
     def __bool__(self) -> bool:
         return True
 
     def __repr__(self) -> str:
-        count = self._source.count
-        length = (
-            f"{count} elements"
-            if count is not None
-            else "endless length"
-            if self._source.is_endless
-            else "unknown length"
-        )
+        length = f"{self._source.count} elements"
+        if self._source.count is None:
+            length = "endless length" if self._source.is_endless else "unknown length"
         return f"<sv.data.Dataset of {length}>"
 
 
 class DatasetIterator:
-    """An epoch of a dataset being read.
+    """Iterator over an epoch of a dataset; it can save its position and continue there.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -359,23 +375,23 @@ class DatasetIterator:
         return element
 
     def close(self) -> None:
-        """Stop reading: the thread of a prefetch ends. The next element is read from where it stopped."""
+        """Stop reading; a prefetch thread ends. The next element is read from where it stopped."""
         if self._elements is not None:
             self._elements.close()
             self._elements = None
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return where it is: epoch, position (elements read of it) and seed."""
+        """Return the position: epoch, position (elements read in it) and seed."""
         return {"epoch": self._epoch, "position": self._position, "seed": self._dataset.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a place that `state_dict` told; the dataset's next epoch is the one after it.
+        """Continue at a saved position; the next epoch of the dataset is the one after it.
 
         Args:
-            state: What `state_dict` returned, of a dataset with the same steps.
+            state: Result of `state_dict` from a dataset with the same steps.
 
         Raises:
-            ConfigError: It is none, or its seed is another one. Nothing changed.
+            ConfigError: It is no such state, or its seed differs. Nothing changed.
         """
         epoch, position = read_state(state, {"seed": self._dataset.seed})
         self.close()

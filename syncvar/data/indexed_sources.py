@@ -1,4 +1,4 @@
-"""Sources whose elements can be read in any order: batches, shards and shuffles of them are arithmetic on indices."""
+"""Sources with random access: batches, shards and shuffles of them are arithmetic on indices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Indexed(ABC):
-    """Elements 0 to `count` - 1 of each epoch, in any order.
+    """Elements 0 to `count` - 1 of each epoch, readable in any order.
 
     Args:
-        count: Elements of an epoch.
-        seeds: Seeds of the shuffles, from the innermost.
+        count: Number of elements of an epoch.
+        seeds: Seeds of the shuffles, innermost first.
     """
 
     is_endless = False
@@ -39,13 +39,13 @@ class Indexed(ABC):
         return stacked([self.element(epoch, int(index)) for index in indices])
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
-        """Yield the elements of an epoch from position `start` on."""
+        """Yield the elements of an epoch from position `start`."""
         for index in range(start, self.count):
             yield self.element(epoch, index)
 
 
 class ArrayRows(Indexed):
-    """The rows of arrays. What is read is a copy, so that writing to it does not change the data."""
+    """Rows of arrays, as copies, so that a program may write to them."""
 
     def __init__(self, arrays: Any) -> None:
         self._arrays = as_batch(arrays)
@@ -67,10 +67,8 @@ class IndexedShuffle(Indexed):
         super().__init__(inner.count, (*inner.seeds, seed))
         self._inner = inner
         self._seed = seed
-        self._last: tuple[int, NDArray[np.intp]] = (
-            -1,
-            np.empty(0, np.intp),
-        )  # replaced as a whole: threads may read it
+        # (epoch, its order); threads may read it, so it is replaced as a whole.
+        self._last: tuple[int, NDArray[np.intp]] = (-1, np.empty(0, np.intp))
 
     def _order(self, epoch: int) -> NDArray[np.intp]:
         known, order = self._last
@@ -80,16 +78,16 @@ class IndexedShuffle(Indexed):
         return order
 
     def element(self, epoch: int, index: int) -> Any:
-        """Return the element at a place of the order."""
+        """Return the element at an index of the order."""
         return self._inner.element(epoch, int(self._order(epoch)[index]))
 
     def take(self, epoch: int, indices: NDArray[np.intp]) -> Any:
-        """Return the elements at some places of the order."""
+        """Return the elements at some indices of the order."""
         return self._inner.take(epoch, self._order(epoch)[indices])
 
 
 class IndexedShard(Indexed):
-    """Every n-th element, from element `index` on."""
+    """Every n-th element, starting with element `index`."""
 
     def __init__(self, inner: Indexed, shards: int, index: int) -> None:
         super().__init__(len(range(index, inner.count, shards)), inner.seeds)
@@ -122,7 +120,7 @@ class IndexedBatches(Indexed):
 
 
 class IndexedMap(Indexed):
-    """What a function makes of each element."""
+    """Results of a function of each element."""
 
     def __init__(self, inner: Indexed, fn: Callable[[Any], Any]) -> None:
         super().__init__(inner.count, inner.seeds)
@@ -130,12 +128,12 @@ class IndexedMap(Indexed):
         self._fn = fn
 
     def element(self, epoch: int, index: int) -> Any:
-        """Return what the function makes of an element."""
+        """Return the function's result for an element."""
         return self._fn(self._inner.element(epoch, index))
 
 
 class IndexedRepeat(Indexed):
-    """Several passes one after the other, each an epoch of what is repeated, with an order of its own."""
+    """Several passes in a row; each is an epoch of the inner source with its own order."""
 
     def __init__(self, inner: Indexed, times: int) -> None:
         super().__init__(inner.count * times, inner.seeds)
@@ -144,12 +142,12 @@ class IndexedRepeat(Indexed):
 
     def element(self, epoch: int, index: int) -> Any:
         """Return an element of one of the passes."""
-        number, place = divmod(index, self._inner.count)
-        return self._inner.element(epoch * self._times + number, place)
+        number, inner_index = divmod(index, self._inner.count)
+        return self._inner.element(epoch * self._times + number, inner_index)
 
     def take(self, epoch: int, indices: NDArray[np.intp]) -> Any:
-        """Return some elements; those of one pass at once."""
-        numbers, places = np.divmod(indices, self._inner.count)
+        """Return some elements, at once if they are of one pass."""
+        numbers, inner_indices = np.divmod(indices, self._inner.count)
         if (numbers == numbers[0]).all():
-            return self._inner.take(epoch * self._times + int(numbers[0]), places)
+            return self._inner.take(epoch * self._times + int(numbers[0]), inner_indices)
         return super().take(epoch, indices)

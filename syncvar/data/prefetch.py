@@ -1,4 +1,4 @@
-"""Reading ahead in a thread: bounded, ended with its reader, and its exceptions reach the reader."""
+"""Reading ahead in a thread that is bounded, ends with its reader, and passes on exceptions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
     from syncvar.data.stream_sources import Source
 
-_JOIN_S = 5.0  # the thread may be inside the user's function, which nothing can end
+_JOIN_S = 5.0  # the thread may be in the user's function, which nothing can interrupt
 
 
 class Prefetched(Stream):
     """Elements that a thread reads ahead of the consumer.
 
-    The thread begins with the first element that is asked for. It ends when the elements do, when reading them raises,
-    and when the consumer lets go of its iterator.
+    The thread starts with the first read. It ends at the end of the elements, at an exception, and
+    when the consumer drops its iterator.
 
     Args:
-        inner: Read in the thread.
-        size: Elements that wait at most.
+        inner: Source that the thread reads.
+        size: Number of elements to hold.
     """
 
     def __init__(self, inner: Source, size: int) -> None:
@@ -47,7 +47,7 @@ _END = object()
 
 
 class _Ahead:
-    """What the thread and its consumer share."""
+    """State that the thread and its consumer share."""
 
     def __init__(self, elements: Generator[Any, None, None], size: int) -> None:
         self._waiting: deque[Any] = deque()
@@ -62,7 +62,7 @@ class _Ahead:
         self._thread.start()
 
     def next(self) -> Any:
-        """Return the next element, or _END; raises what reading it raised."""
+        """Return the next element, or _END; raise the thread's exception."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_over)
             if self._waiting:
@@ -78,12 +78,12 @@ class _Ahead:
             del error  # its traceback holds this frame
 
     def stop(self) -> None:
-        """End the thread, also in the middle."""
+        """End the thread, also between elements."""
         with self._changed:
             self._is_stopped = True
             self._waiting.clear()
             self._changed.notify_all()
-        if self._thread is not threading.current_thread():  # a collection of garbage may run in it
+        if self._thread is not threading.current_thread():  # the garbage collector may run in it
             self._thread.join(_JOIN_S)
 
     def _work(self, elements: Generator[Any, None, None]) -> None:
@@ -100,7 +100,7 @@ class _Ahead:
             self._changed.notify_all()
 
     def _offer(self, element: Any) -> bool:
-        """Give an element to the consumer when there is room; returns whether it wants more."""
+        """Pass an element to the consumer once there is room; return whether it wants more."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or len(self._waiting) < self._size)
             if self._is_stopped:

@@ -1,4 +1,4 @@
-"""Sources whose elements come one after the other: to begin at a place, what is before it is read and dropped."""
+"""Sequential sources: to start at a position, they read the elements before it and drop them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from syncvar.data.shuffle_order import permutation
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
+# Most elements that a shuffle of a sequential source keeps; a generator may be endless.
 SHUFFLED_MAX = 1 << 20
-"""Elements that a shuffle keeps at most where they cannot be read by their indices: a generator may have no end."""
 
 
 class Stream(ABC):
     """Elements of each epoch, one after the other.
 
     Args:
-        count: Elements of an epoch; None where nobody knows before its end, or it has none.
-        seeds: Seeds of the shuffles, from the innermost.
-        is_endless: An epoch is known to have no end.
+        count: Number of elements of an epoch; None if unknown or endless.
+        seeds: Seeds of the shuffles, innermost first.
+        is_endless: Whether an epoch is known to have no end.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Stream(ABC):
 
     @abstractmethod
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
-        """Yield the elements of an epoch from position `start` on."""
+        """Yield the elements of an epoch from position `start`."""
 
 
 Source = Indexed | Stream
 
 
 class Generated(Stream):
-    """What a function returns, called anew for each epoch."""
+    """Elements of the iterable that a function returns; it is called for each epoch."""
 
     def __init__(self, fn: Callable[[], Iterable[Any]]) -> None:
         super().__init__(None)
@@ -53,24 +53,26 @@ class Generated(Stream):
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements."""
-        made = self._fn()
+        iterable = self._fn()
         try:
-            elements = iter(made)
+            elements = iter(iterable)
         except TypeError:
             raise ConfigError(
-                f"the function of sv.data.from_generator must return an iterable of elements, not {type(made).__name__}"
+                f"the function of sv.data.from_generator must return an iterable of elements, not "
+                f"{type(iterable).__name__}"
             ) from None
         yield from islice(elements, start, None)
 
 
 class StreamShuffle(Stream):
-    """All elements of an epoch in the order of (seed, epoch); they are kept in memory, at most `SHUFFLED_MAX`."""
+    """All elements of an epoch in the order of (seed, epoch), kept in memory."""
 
     def __init__(self, inner: Source, seed: int) -> None:
         if inner.is_endless:
             raise ConfigError(
-                "shuffle brings all elements of an epoch into an order, and this dataset is repeated without end: shuffle before "
-                "repeat, dataset.shuffle(seed=1).repeat(), which gives each pass an order of its own"
+                "shuffle needs all elements of an epoch, and this dataset repeats without end: "
+                "shuffle before repeat, dataset.shuffle(seed=1).repeat(), which gives each pass "
+                "its own order"
             )
         super().__init__(inner.count, (*inner.seeds, seed))
         self._inner = inner
@@ -82,16 +84,17 @@ class StreamShuffle(Stream):
             elements = list(islice(coming, SHUFFLED_MAX + 1))
         if len(elements) > SHUFFLED_MAX:
             raise ConfigError(
-                f"shuffle keeps all elements of an epoch in memory, and this dataset has yielded {SHUFFLED_MAX} without coming to its "
-                f"end: if its generator has none, shuffle what it draws from; if it has one, shuffle the names or indices inside the "
-                f"generator, or read the rows with sv.data.from_arrays, which shuffles any number by their indices"
+                f"shuffle keeps all elements of an epoch in memory, and this dataset has yielded "
+                f"{SHUFFLED_MAX} without an end. If its generator is endless, shuffle the data "
+                f"that it draws from. If it has an end, shuffle names or indices inside the "
+                f"generator, or use sv.data.from_arrays, which shuffles by index"
             )
-        for place in permutation(len(elements), self._seed, epoch)[start:]:
-            yield elements[place]
+        for index in permutation(len(elements), self._seed, epoch)[start:]:
+            yield elements[index]
 
 
 class StreamShard(Stream):
-    """Every n-th element, from element `index` on."""
+    """Every n-th element, starting with element `index`."""
 
     def __init__(self, inner: Source, shards: int, index: int) -> None:
         count = None if inner.count is None else len(range(index, inner.count, shards))
@@ -111,9 +114,8 @@ class StreamBatches(Stream):
 
     def __init__(self, inner: Source, size: int, *, drop_remainder: bool) -> None:
         rounded = None if inner.count is None else inner.count + (0 if drop_remainder else size - 1)
-        super().__init__(
-            None if rounded is None else rounded // size, inner.seeds, is_endless=inner.is_endless
-        )
+        count = None if rounded is None else rounded // size
+        super().__init__(count, inner.seeds, is_endless=inner.is_endless)
         self._inner = inner
         self._size = size
         self._drop_remainder = drop_remainder
@@ -128,7 +130,7 @@ class StreamBatches(Stream):
 
 
 class StreamMap(Stream):
-    """What a function makes of each element."""
+    """Results of a function of each element."""
 
     def __init__(self, inner: Source, fn: Callable[[Any], Any]) -> None:
         super().__init__(inner.count, inner.seeds, is_endless=inner.is_endless)
@@ -136,14 +138,14 @@ class StreamMap(Stream):
         self._fn = fn
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
-        """Yield what the function makes; it does not see elements before `start`."""
+        """Yield the results; the function does not see elements before `start`."""
         with closing(self._inner.read(epoch, start)) as elements:
             for element in elements:
                 yield self._fn(element)
 
 
 class StreamRepeat(Stream):
-    """Several passes one after the other, or passes without end, each an epoch of what is repeated."""
+    """Several passes, or passes without end; each is an epoch of the inner source."""
 
     def __init__(self, inner: Source, times: int | None) -> None:
         count = None if times is None or inner.count is None else inner.count * times
@@ -152,7 +154,7 @@ class StreamRepeat(Stream):
         self._times = times
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
-        """Yield the elements of all passes; a pass without any ends an endless repetition."""
+        """Yield the elements of all passes; an empty pass ends an endless repetition."""
         known = self._inner.count
         first, skipped = divmod(start, known) if known else (0, start)
         begin = epoch if self._times is None else epoch * self._times

@@ -1,1 +1,1 @@
-"""Programs that run right after installation: `syncvar-launch --workers 4 -m syncvar.examples.digits`."""
+"""Example programs: `syncvar-launch --workers 4 -m syncvar.examples.digits`."""

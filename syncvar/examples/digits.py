@@ -1,13 +1,14 @@
-"""Train a small network on scikit-learn's handwritten digits, data-parallel over any number of workers.
+"""Train a small network on scikit-learn's digits on any number of workers, data-parallel.
 
     syncvar-launch --workers 4 -m syncvar.examples.digits
 
-The weights are ON_WRITE variables: the optimizer combines all gradients in one call, and every worker holds the same
-bytes. The metrics are ON_READ variables: counting is local, reading adds up. `busy_s` is a NONE variable: each worker's
-own, never sent.
+The weights are ON_WRITE variables: the optimizer combines all gradients in one call, and every
+worker holds the same bytes. The metrics are ON_READ variables: writes are local, a read adds the
+workers' values. `busy_s` is a NONE variable: each worker has its own value.
 
-Any number of workers ends with the same weights, to the bit: a step always has 24 micro-shards of the same shape, each
-worker takes its share of them, and `apply_gradients(…, shards=True)` sums them by one tree over their numbers.
+Any number of workers ends with the same weights, to the bit. A step always has 24 micro-shards of
+the same shape, and each worker computes some of them. `apply_gradients(…, shards=True)` sums them
+in the order of their numbers, by one tree.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-MICRO_SHARDS = 24  # of every step, whatever the number of workers
-ROWS = 5  # of a micro-shard
+MICRO_SHARDS = 24  # per step, for any number of workers
+ROWS = 5  # per micro-shard
 HIDDEN = 64
 EPOCHS = 24
 LEARNING_RATE = 0.4
@@ -38,7 +39,7 @@ SYNCHRONIZATION, AGGREGATION = sv.VariableSynchronization, sv.VariableAggregatio
 
 
 class Data(NamedTuple):
-    """Images as rows of 64 numbers in [0, 1], labels as 0 to 9."""
+    """Images as rows of 64 numbers in [0, 1], and labels 0 to 9."""
 
     train_images: NDArray[Any]
     train_labels: NDArray[Any]
@@ -47,19 +48,15 @@ class Data(NamedTuple):
 
 
 def load(seed: int = 0) -> Data:
-    """Return the digits, shuffled and split the same way on every worker.
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
+    """Return the digits, shuffled and split in the same way on every worker."""
     try:
         from sklearn.datasets import load_digits
         from threadpoolctl import threadpool_limits
     except ImportError as error:
         raise ImportError(
-            "this example takes its data from scikit-learn: pip install scikit-learn"
+            "this example uses data of scikit-learn: pip install scikit-learn"
         ) from error
-    threadpool_limits(1)  # the bits of a matrix product may depend on the number of BLAS threads
+    threadpool_limits(1)  # the number of BLAS threads may change the bits of a matrix product
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(labels))
     images, labels = (images[order] / 16).astype(np.float32), labels[order]
@@ -67,7 +64,7 @@ def load(seed: int = 0) -> Data:
 
 
 def forward(weights: list[Any], images: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the hidden layer and the probabilities of the ten digits."""
+    """Return the activations of the hidden layer and the probabilities of the ten digits."""
     first, first_bias, second, second_bias = weights
     hidden = np.maximum(images @ first + first_bias, 0)
     scores = hidden @ second + second_bias
@@ -78,13 +75,11 @@ def forward(weights: list[Any], images: NDArray[Any]) -> tuple[NDArray[Any], NDA
 def gradients(
     weights: list[Any], images: NDArray[Any], labels: NDArray[Any]
 ) -> tuple[list[NDArray[Any]], float, int]:
-    """Return the gradients of one micro-shard's mean loss, its summed loss, and how many digits it had right."""
+    """Return the gradients of a micro-shard's mean loss, its total loss and its right answers."""
     hidden, likely = forward(weights, images)
     rows = np.arange(len(labels))
-    loss, right = (
-        float(-np.log(likely[rows, labels]).sum()),
-        int((likely.argmax(axis=1) == labels).sum()),
-    )
+    loss = float(-np.log(likely[rows, labels]).sum())
+    right = int((likely.argmax(axis=1) == labels).sum())
     error = likely.copy()
     error[rows, labels] -= 1
     error /= np.float32(ROWS)
@@ -93,17 +88,12 @@ def gradients(
 
 
 def own_shards(workers: int, rank: int) -> range:
-    """Return the micro-shards of one worker: its share, neighbours; none for some where there are more workers."""
+    """Return the micro-shards of a worker; none for some workers if there are more than shards."""
     return range(rank * MICRO_SHARDS // workers, (rank + 1) * MICRO_SHARDS // workers)
 
 
 class Trainer:
-    """One worker's part of the training.
-
-    Args:
-        data: The digits.
-        strategy: Over any number of workers.
-    """
+    """One worker's part of the training."""
 
     def __init__(self, data: Data, strategy: sv.MultiWorkerMirroredStrategy) -> None:
         self.data = data
@@ -141,10 +131,9 @@ class Trainer:
             )
 
     def step(self, rows: NDArray[Any]) -> None:
-        """Train on one global batch; runs in replica context.
+        """Train on one global batch: MICRO_SHARDS * ROWS indices, the same on every worker.
 
-        Args:
-            rows: MICRO_SHARDS * ROWS indices, the same on every worker.
+        `strategy.run` calls it, so that it runs in a replica context.
         """
         start = time.perf_counter()
         weights = [weight.read_value() for weight in self.weights]
@@ -158,42 +147,41 @@ class Trainer:
             self.right.assign_add(right)
             self.seen.assign_add(ROWS)
         self.busy_s.assign_add(time.perf_counter() - start)
+        # For each weight a dict from micro-shard to gradient, as shards=True expects.
         by_weight = [
-            {shard: part[place] for shard, part in parts.items()} for place in range(len(weights))
+            {shard: part[index] for shard, part in parts.items()} for index in range(len(weights))
         ]
         self.optimizer.apply_gradients(zip(by_weight, self.weights, strict=True), shards=True)
 
     def epoch(self, order: NDArray[Any]) -> tuple[float, float]:
-        """Train on all rows in this order; return mean loss and accuracy while training."""
+        """Train on all rows in this order; return the mean loss and the training accuracy."""
         size = MICRO_SHARDS * ROWS
         for start in range(0, len(order) - size + 1, size):
             self.strategy.run(self.step, args=(order[start : start + size],))
-        with (
-            self.strategy.scope()
-        ):  # every worker reads: reading an ON_READ variable adds the copies up
+        with self.strategy.scope():  # the read of an ON_READ variable is a collective
             loss, right, seen = (float(metric) for metric in (self.loss, self.right, self.seen))
             for metric in (self.loss, self.right, self.seen):
                 metric.assign(0.0)
         return loss / seen, right / seen
 
     def test_accuracy(self) -> float:
-        """Return the share of the test digits that are recognised."""
+        """Return the fraction of test digits that are classified correctly."""
         _, likely = forward([weight.read_value() for weight in self.weights], self.data.test_images)
         return float((likely.argmax(axis=1) == self.data.test_labels).mean())
 
     def digest(self) -> str:
         """Return the SHA-256 of this worker's weights."""
-        made = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for weight in self.weights:
-            made.update(weight.local_value().tobytes())
-        return made.hexdigest()
+            sha256.update(weight.local_value().tobytes())
+        return sha256.hexdigest()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run as one worker."""
+    """Train and test; every worker runs it."""
     parser = argparse.ArgumentParser(prog="syncvar.examples.digits", allow_abbrev=False)
     parser.add_argument(
-        "--epochs", type=int, default=EPOCHS, metavar="N", help=f"rounds over all digits ({EPOCHS})"
+        "--epochs", type=int, default=EPOCHS, metavar="N", help=f"passes over the data ({EPOCHS})"
     )
     epochs = parser.parse_args(arguments).epochs
     began = time.perf_counter()
@@ -205,19 +193,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in range(1, epochs + 1):
         loss, accuracy = trainer.epoch(draw.permutation(len(trainer.data.train_labels)))
         if is_chief:
-            sys.stdout.write(
-                f"\repoch {number:2}/{epochs}  loss {loss:.4f}  training accuracy {accuracy:.3f}"
-            )
+            progress = f"loss {loss:.4f}  training accuracy {accuracy:.3f}"
+            sys.stdout.write(f"\repoch {number:2}/{epochs}  {progress}")
             sys.stdout.flush()
     busy = strategy.gather(np.reshape(trainer.busy_s, (1,)), axis=0)
     if is_chief:
-        print("\nseconds of computing by worker: " + " ".join(f"{seconds:.2f}" for seconds in busy))
+        print("\ncompute seconds of each worker: " + " ".join(f"{seconds:.2f}" for seconds in busy))
         print(f"weights_sha256={trainer.digest()}")
         seconds = time.perf_counter() - began
-        print(
-            f"test_accuracy={trainer.test_accuracy():.3f} workers={strategy.num_replicas_in_sync} seconds={seconds:.1f}",
-            flush=True,
-        )
+        workers = strategy.num_replicas_in_sync
+        result = f"test_accuracy={trainer.test_accuracy():.3f}"
+        print(f"{result} workers={workers} seconds={seconds:.1f}", flush=True)
 
 
 if __name__ == "__main__":

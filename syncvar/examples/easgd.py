@@ -1,18 +1,20 @@
-"""EASGD, elastic averaging: every worker explores on its own, tied by a spring to a center that all share.
+"""Elastic averaging SGD: workers train on their own weights, tied by a spring to a shared center.
 
     syncvar-launch --workers 4 -m syncvar.examples.easgd
 
-A worker's weights are a NONE variable. The center is an ON_WRITE variable with aggregation SUM. Every PERIOD steps each worker
-takes the same elastic difference e = alpha * (own - center) off its own weights and adds it to the center:
+A worker's weights are a NONE variable. The center is an ON_WRITE variable with aggregation SUM.
+Every PERIOD steps each worker computes the elastic difference e = alpha * (own - center), subtracts
+it from its own weights and adds it to the center:
 
     own    <- own - e                       assign_sub of a NONE variable: no message
     center <- center + sum of all e         assign_add of an ON_WRITE SUM variable: one all-reduce
 
-This is the synchronous form, equations 3 and 4 of Zhang, Choromanska, LeCun 2015, "Deep learning with elastic averaging SGD",
-with momentum for the workers as in their EAMSGD. `beta` = workers * alpha must be at most 1, or the center overshoots;
-the paper takes 0.9. The center is the result: it is an average over workers and over time, and so quieter than each of them.
+The result is the center. It averages over workers and over time, so it has less noise than a
+worker's weights. `beta` = workers * alpha must be at most 1, or the center overshoots; the paper
+takes 0.9.
 
-The task is that of `local_sgd`.
+Source: Zhang, Choromanska, LeCun 2015, "Deep learning with elastic averaging SGD", equations 3 and
+4 (synchronous form), with momentum as in EAMSGD. The task is that of `local_sgd`.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from syncvar.examples.local_sgd import (
 )
 
 STEPS, PERIOD = 400, 4
-BETA = 0.9  # share of the way to the workers' mean that the center goes each time
+BETA = 0.9  # part of the way from the center to the workers' mean that one averaging covers
 
 
 class EasgdResult(NamedTuple):
-    """Errors of the center and of the workers' mean, how far the center is from the truth, how far workers are from it."""
+    """Errors of center and workers, distance of the center from the truth, spread of workers."""
 
     center_loss: float
     worker_loss: float
@@ -46,13 +48,13 @@ class EasgdResult(NamedTuple):
 
 
 def mean_squared_error(weights: np.ndarray, data: RegressionData) -> float:
-    """Return the error over all rows."""
+    """Return the mean squared error over all rows."""
     error = data.inputs @ weights - data.targets
     return float(error @ error) / len(error)
 
 
 def pull(own: sv.Variable, center: sv.Variable, alpha: float) -> None:
-    """Let the spring act once, on a worker's own weights and on the center. Collective."""
+    """Apply the elastic force once, to a worker's weights and to the center. Collective."""
     difference = np.float32(alpha) * (own.local_value() - center.local_value())
     own.assign_sub(difference)
     center.assign_add(difference)
@@ -61,11 +63,7 @@ def pull(own: sv.Variable, center: sv.Variable, alpha: float) -> None:
 def train(
     data: RegressionData, steps: int = STEPS, period: int = PERIOD, beta: float = BETA
 ) -> EasgdResult:
-    """Train on this worker's rows; the outcome is the same on every worker.
-
-    Raises:
-        ConfigError: A beta outside (0, 1].
-    """
+    """Train on this worker's rows; every worker returns the same result."""
     if not 0 < beta <= 1:
         raise sv.ConfigError(
             f"beta must be in (0, 1], not {beta}: above 1 the center overshoots the workers' mean"
@@ -97,13 +95,15 @@ def train(
 
 
 def main() -> None:
-    """Run as one worker."""
-    outcome = train(make_data())
+    """Train and print the result; every worker runs it."""
+    result = train(make_data())
     if sv.rank() == 0:
         print(
-            f"mean squared error of the center {outcome.center_loss:.4f}, of the workers {outcome.worker_loss:.4f} "
-            f"(of the noise {NOISE**2:.4f})\nthe center is off by at most {outcome.distance:.3f}, workers stray by up to "
-            f"{outcome.spread:.3f}\nworkers={sv.world_size()} steps={STEPS} period={PERIOD}",
+            f"mean squared error of the center {result.center_loss:.4f}, "
+            f"of the workers {result.worker_loss:.4f} (of the noise {NOISE**2:.4f})\n"
+            f"largest error of a weight of the center {result.distance:.3f}, "
+            f"largest distance of a worker from the center {result.spread:.3f}\n"
+            f"workers={sv.world_size()} steps={STEPS} period={PERIOD}",
             flush=True,
         )
 

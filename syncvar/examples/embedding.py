@@ -1,14 +1,16 @@
-"""Matrix factorisation with embeddings on servers: who likes what, learned by workers that never wait for each other.
+"""Matrix factorization with embeddings on parameter servers; workers never wait for each other.
 
     syncvar-launch --workers 3 --servers 2 --server-replicas 1 -m syncvar.examples.embedding
 
-Each rating is modelled as the product of a user's and an item's vector (Koren, Bell, Volinsky 2009, "Matrix factorization techniques
-for recommender systems"). The two tables of vectors are cut by rows over the servers. A worker looks up the rows of its batch in
-one round trip, and pushes the gradients of these rows; the servers make the step, Adagrad with their own slots. No worker
-waits for another one (staleness None), and with `--server-replicas 1` a server may die meanwhile: its mirror goes on.
+The model of a rating is the dot product of a user's vector and an item's vector. The two tables of
+vectors are partitioned by rows over the servers. A worker reads the rows of its batch in one round
+trip and pushes the gradients of these rows. The servers apply Adagrad with their own slots.
+Workers do not wait for each other (staleness None). With `--server-replicas 1` the job survives
+the failure of a server: its replica takes over.
 
-The ratings are generated: vectors of RANK numbers for each user and item, their product, and noise of NOISE. So the best error
-on ratings that were left out is known: NOISE.
+The ratings are generated from random vectors, plus noise of deviation NOISE. So NOISE is the
+smallest possible error on held-out ratings. Source: Koren, Bell, Volinsky 2009, "Matrix
+factorization techniques for recommender systems".
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ EPOCHS, BATCH, LEARNING_RATE = 20, 500, 0.3
 
 
 class Ratings(NamedTuple):
-    """Who, what, and how much: int64, int64 and float32, all of one length."""
+    """Users (int64), items (int64) and ratings (float32), three arrays of equal length."""
 
     users: np.ndarray
     items: np.ndarray
     values: np.ndarray
 
     def part(self, rows: np.ndarray | slice) -> Ratings:
-        """Return some of them."""
+        """Return the ratings of some rows."""
         return Ratings(self.users[rows], self.items[rows], self.values[rows])
 
 
 def make_ratings(count: int, seed: int) -> Ratings:
-    """Return ratings of the same users and items for every seed."""
+    """Return random ratings; users and items are the same for every seed."""
     truth = np.random.default_rng(0)
     of_users, of_items = truth.normal(size=(USERS, RANK)), truth.normal(size=(ITEMS, RANK))
     drawn = np.random.default_rng(seed)
@@ -47,13 +49,13 @@ def make_ratings(count: int, seed: int) -> Ratings:
 
 
 def root_mean_square(users: np.ndarray, items: np.ndarray, ratings: Ratings) -> float:
-    """Return the error of two tables on ratings."""
+    """Return the root mean square error of two tables on ratings."""
     error = (users[ratings.users] * items[ratings.items]).sum(1) - ratings.values
     return float(np.sqrt(error @ error / error.size))
 
 
 def train(strategy: sv.ParameterServerStrategy, epochs: int = EPOCHS) -> float:
-    """Train on this worker's ratings; returns the error on those that were left out, when all workers have ended."""
+    """Train on this worker's ratings; return the final error on held-out ratings."""
     start = np.random.default_rng(1)
     with strategy.scope():
         users = sv.Variable(0.5 * start.normal(size=(USERS, RANK)).astype(np.float32), name="users")
@@ -78,11 +80,11 @@ def train(strategy: sv.ParameterServerStrategy, epochs: int = EPOCHS) -> float:
 
 
 def main() -> None:
-    """Train, and print the error."""
+    """Train and print the error; every worker runs it."""
     strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2), staleness=None)
     error = train(strategy)
     if sv.rank() == 0:
-        print(f"error on ratings that were left out: {error:.3f} (the noise is {NOISE})")
+        print(f"error on held-out ratings: {error:.3f} (deviation of the noise: {NOISE})")
 
 
 if __name__ == "__main__":

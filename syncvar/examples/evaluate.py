@@ -1,13 +1,14 @@
-"""Evaluate a classifier on all of scikit-learn's handwritten digits, exactly, with any number of workers.
+"""Evaluate a classifier on all of scikit-learn's digits exactly, on any number of workers.
 
     syncvar-launch --workers 3 -m syncvar.examples.evaluate
 
-The 1797 digits are read in batches of 100, so the last batch is short and no number of workers divides them evenly. Every
-digit goes to one worker; a worker for which none is left takes part with arrays without rows. The counts are ON_READ
-variables: adding to them is local, reading adds the workers' up. So the accuracy is that of one process, to the bit.
+The 1797 digits come in batches of 100, so the last batch is short, and most numbers of workers do
+not divide the batches evenly. Each digit goes to exactly one worker. A worker without a digit of a
+batch takes part with empty arrays. The counts are ON_READ variables: writes are local, and a read
+adds the workers' values. So the accuracy equals that of one process, to the bit.
 
-Beside it stands what the usual short cut gives, the mean over the workers of each worker's mean over its batches: close,
-and wrong, since short batches count as much as full ones.
+For comparison the program prints the mean of the workers' means over their batches. It is close to
+the accuracy but wrong, because it weighs short batches like full ones.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ SYNCHRONIZATION, AGGREGATION = sv.VariableSynchronization, sv.VariableAggregatio
 
 
 class Scores(NamedTuple):
-    """What the evaluation found.
+    """Result of the evaluation.
 
     Args:
-        accuracy: Share of the digits that are recognised.
-        seen: Digits looked at.
-        confusion: int64[10, 10], by (digit, what it was taken for).
-        mean_distance: Mean distance to the nearest centre, weighted by digit.
-        mean_of_means: The mean of the workers' means of their batches' accuracies.
+        accuracy: Fraction of digits that are classified correctly.
+        seen: Number of digits.
+        confusion: Counts, int64[10, 10], by (digit, predicted digit).
+        mean_distance: Mean distance to the nearest centre, over all digits.
+        mean_of_means: Mean of the workers' means of their batches' accuracies.
     """
 
     accuracy: float
@@ -46,23 +47,19 @@ class Scores(NamedTuple):
 
 
 def load() -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the images as rows of 64 numbers, and the digits.
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
+    """Return the images as rows of 64 numbers, and the digits."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
-            "this example takes its data from scikit-learn: pip install scikit-learn"
+            "this example uses data of scikit-learn: pip install scikit-learn"
         ) from error
     images, digits = load_digits(return_X_y=True)
     return images, digits.astype(np.int64)
 
 
 def centres_of(images: NDArray[Any], digits: NDArray[Any]) -> NDArray[Any]:
-    """Return the mean image of each digit, rounded: the model, a nearest-centre classifier."""
+    """Return the model of a nearest-centre classifier: the mean image of each digit, rounded."""
     return np.stack([np.round(images[digits == digit].mean(axis=0)) for digit in range(CLASSES)])
 
 
@@ -72,78 +69,67 @@ def evaluate(
     digits: NDArray[Any],
     batch_rows: int = BATCH_ROWS,
 ) -> Scores:
-    """Return the scores of the classifier on all images; every worker calls it and gets the same.
+    """Evaluate the classifier on all images; every worker calls it and returns the same scores.
 
     Args:
-        strategy: Whose workers share the work.
-        images: float64[rows, 64].
-        digits: int64[rows].
+        strategy: Strategy over the workers that share the work.
+        images: Images, float64[rows, 64].
+        digits: Digits, int64[rows].
         batch_rows: Rows of a global batch.
     """
     centres = centres_of(images, digits)
+    on_read, total, mean = SYNCHRONIZATION.ON_READ, AGGREGATION.SUM, AGGREGATION.MEAN
     with strategy.scope():
         right, seen, confusion = (
-            sv.Variable(
-                np.zeros(shape, np.int64),
-                synchronization=SYNCHRONIZATION.ON_READ,
-                aggregation=AGGREGATION.SUM,
-            )
+            sv.Variable(np.zeros(shape, np.int64), synchronization=on_read, aggregation=total)
             for shape in ((), (), (CLASSES, CLASSES))
         )
-        own_accuracy = sv.Variable(
-            0.0,
-            dtype=np.float64,
-            synchronization=SYNCHRONIZATION.ON_READ,
-            aggregation=AGGREGATION.MEAN,
-        )
+        own_accuracy = sv.Variable(0.0, dtype=np.float64, synchronization=on_read, aggregation=mean)
 
     def step(batch: dict[str, NDArray[Any]]) -> NDArray[Any]:
-        rows, wanted = batch["image"], batch["digit"]
+        rows, expected = batch["image"], batch["digit"]
         squares = ((rows[:, None, :] - centres) ** 2).sum(axis=2)
-        found = squares.argmin(axis=1)
-        right.assign_add(np.sum(found == wanted))
-        seen.assign_add(len(wanted))
+        predicted = squares.argmin(axis=1)
+        right.assign_add(np.sum(predicted == expected))
+        seen.assign_add(len(expected))
         counts = np.zeros((CLASSES, CLASSES), np.int64)
-        np.add.at(counts, (wanted, found), 1)
+        np.add.at(counts, (expected, predicted), 1)
         confusion.assign_add(counts)
-        if len(wanted):
-            own_accuracy.assign_add(np.mean(found == wanted))
+        if len(expected):
+            own_accuracy.assign_add(np.mean(predicted == expected))
         return np.asarray(squares.min(axis=1))
 
-    batches = sv.data.from_arrays(
-        {"image": images, "digit": digits}, batch_size=batch_rows
-    ).prefetch(2)
-    dataset = strategy.experimental_distribute_dataset(batches)
-    # A mean with an axis is the total over the number of rows, of all workers together.
-    means = [
-        (
-            float(strategy.reduce("MEAN", distances, axis=0)),
-            int(strategy.reduce("SUM", len(distances), axis=None)),
-        )
-        for distances in (strategy.run(step, args=(batch,)) for batch in dataset)
-    ]
-    with strategy.scope():  # every worker reads: reading an ON_READ variable adds the copies up
-        total = int(seen)
+    batches = sv.data.from_arrays({"image": images, "digit": digits}, batch_size=batch_rows)
+    means = []
+    for batch in strategy.experimental_distribute_dataset(batches.prefetch(2)):
+        distances = strategy.run(step, args=(batch,))
+        # With axis=0 the mean is over the rows of all workers, not over workers.
+        distance = float(strategy.reduce("MEAN", distances, axis=0))
+        means.append((distance, int(strategy.reduce("SUM", len(distances), axis=None))))
+    with strategy.scope():  # every worker reads, because the read of ON_READ is a collective
+        count = int(seen)
         return Scores(
-            accuracy=int(right) / total,
-            seen=total,
+            accuracy=int(right) / count,
+            seen=count,
             confusion=confusion.numpy(),
-            mean_distance=sum(mean * rows for mean, rows in means) / total,
+            mean_distance=sum(distance * rows for distance, rows in means) / count,
             mean_of_means=float(own_accuracy) / len(means),
         )
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Evaluate and print the scores; every worker runs it."""
     strategy = sv.MirroredStrategy()
     scores = evaluate(strategy, *load())
     if sv.rank() == 0:
         worst = int(np.argmin(scores.confusion.diagonal() / scores.confusion.sum(axis=1)))
-        print(f"worst digit: {worst}, taken for {scores.confusion[worst].argsort()[-2]} most often")
+        mistake = scores.confusion[worst].argsort()[-2]
+        print(f"worst digit: {worst}, most often classified as {mistake}")
         print(f"mean of the workers' means: {scores.mean_of_means:.6f} (not the accuracy)")
+        right = int(scores.confusion.trace())
+        workers = strategy.num_replicas_in_sync
         print(
-            f"accuracy={scores.accuracy!r} right={int(scores.confusion.trace())} seen={scores.seen} "
-            f"workers={strategy.num_replicas_in_sync}",
+            f"accuracy={scores.accuracy!r} right={right} seen={scores.seen} workers={workers}",
             flush=True,
         )
 

@@ -1,17 +1,18 @@
-"""Gossip averaging: random pairs of workers average their weights, and nobody ever waits for all.
+"""Gossip averaging: random pairs of workers average their weights, and no worker waits for all.
 
     syncvar-launch --workers 4 -m syncvar.examples.gossip
 
-Each worker has weights of its own, begun at random. In each round it makes a step on rows that only it has, then exchanges weights
-with the partner of this round by `send` and `recv`, and both go on from the mean of the two. A worker waits for its partner alone;
-so different pairs may be in different rounds. The pairs are drawn by a generator with the same seed on all workers, so that
-nobody has to be asked; with an odd number one worker sits out.
+Each worker starts with its own random weights. In each round it makes an SGD step on its own rows.
+Then it exchanges weights with its partner of this round, by `send` and `recv`, and both continue
+with the mean of the two. A worker waits only for its partner, so pairs may be in different rounds.
+All workers draw the pairs from the same seed and need no message for it. With an odd number of
+workers one has no partner in a round.
 
-An exchange leaves the mean over all workers as it is and makes the spread smaller; repeated, it leads all to the mean. Steps pull
-workers apart; their rate falls to zero, and the spread with it. Source: Boyd, Ghosh, Prabhakar, Shah 2006, "Randomized gossip
-algorithms"; with steps of SGD: Lian, Zhang, Zhang, Liu 2018, "Asynchronous decentralized parallel stochastic gradient descent".
+An exchange keeps the mean over all workers and reduces their spread. Steps increase the spread;
+their rate falls to zero, and the spread with it. The task is that of `local_sgd`.
 
-The task is that of `local_sgd`.
+Source: Boyd, Ghosh, Prabhakar, Shah 2006, "Randomized gossip algorithms". With SGD: Lian, Zhang,
+Zhang, Liu 2018, "Asynchronous decentralized parallel stochastic gradient descent".
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS, LOOK_EVERY = 400, 100
-LEARNING_RATE = 0.1  # of the first round; it falls to zero
+LEARNING_RATE = 0.1  # in the first round; it falls to zero
 
 
 class GossipResult(NamedTuple):
-    """What a run came to; `spreads` are the largest differences of a worker's weights from the mean, at the looks in between."""
+    """Error, distance from the truth, and the spread of the workers' weights at several times."""
 
     loss: float
     distance: float
@@ -39,22 +40,20 @@ class GossipResult(NamedTuple):
 
 
 def partner_of(rank: int, order: NDArray[Any]) -> int | None:
-    """Return whom a worker meets where the workers pair up in this order; None for the one that is left over.
+    """Return a worker's partner when workers pair up in this order; None if it has none.
 
     Example:
         >>> order = np.array([4, 1, 0, 2, 3])
         >>> [partner_of(rank, order) for rank in range(5)]
         [2, 4, 0, None, 1]
     """
-    place = int(np.flatnonzero(order == rank)[0]) ^ 1
-    return int(order[place]) if place < len(order) else None
+    index = int(np.flatnonzero(order == rank)[0]) ^ 1
+    return int(order[index]) if index < len(order) else None
 
 
 def average_with(partner: int, weights: NDArray[Any]) -> NDArray[Any]:
-    """Return the mean of this worker's weights and its partner's, which makes the same call; no others take part."""
-    if (
-        sv.rank() < partner
-    ):  # one of the two has to receive first, or long messages would wait for each other
+    """Return the mean of this worker's weights and its partner's; only the two take part."""
+    if sv.rank() < partner:  # one of the two receives first, or two long sends would deadlock
         sv.send(weights, partner)
         theirs = sv.recv(partner)
     else:
@@ -64,7 +63,7 @@ def average_with(partner: int, weights: NDArray[Any]) -> NDArray[Any]:
 
 
 def spread_of(weights: NDArray[Any]) -> tuple[NDArray[Any], float]:
-    """Return the mean of all workers' weights and how far from it the farthest is. Collective: to look, not to learn."""
+    """Return the mean of all workers' weights, and the largest difference from it. Collective."""
     mean = sv.all_reduce(weights, "mean")
     return mean, float(sv.all_reduce(float(np.abs(weights - mean).max()), "max"))
 
@@ -75,21 +74,18 @@ def train(
     look_every: int = LOOK_EVERY,
     rate: float = LEARNING_RATE,
 ) -> GossipResult:
-    """Train on this worker's rows; the outcome is the same on every worker."""
+    """Train on this worker's rows; every worker returns the same result."""
     rank, workers = sv.rank(), sv.world_size()
     mine = np.array_split(np.arange(len(data.targets)), workers)[rank]
-    pairs = np.random.default_rng(0)  # the same on every worker
+    pairs = np.random.default_rng(0)  # same seed on every worker
     draw = np.random.default_rng(1 + rank)
     weights = draw.normal(size=data.inputs.shape[1:])
     mean, spread = spread_of(weights)
     spreads = [spread]
     for number in range(rounds):
         rows = draw.choice(mine, BATCH)
-        weights -= (
-            rate
-            * (1 - number / rounds)
-            * gradient_of(weights, data.inputs[rows], data.targets[rows])
-        )
+        step = gradient_of(weights, data.inputs[rows], data.targets[rows])
+        weights -= rate * (1 - number / rounds) * step
         partner = partner_of(rank, pairs.permutation(workers))
         if partner is not None:
             weights = average_with(partner, weights)
@@ -97,19 +93,19 @@ def train(
             mean, spread = spread_of(weights)
             spreads.append(spread)
     error = data.inputs @ mean - data.targets
-    return GossipResult(
-        float(error @ error) / len(error), float(np.abs(mean - data.truth).max()), tuple(spreads)
-    )
+    loss, distance = float(error @ error) / len(error), float(np.abs(mean - data.truth).max())
+    return GossipResult(loss, distance, tuple(spreads))
 
 
 def main() -> None:
-    """Run as one worker."""
-    outcome = train(make_data())
+    """Train and print the result; every worker runs it."""
+    result = train(make_data())
     if sv.rank() == 0:
-        shown = " ".join(f"{spread:.5f}" for spread in outcome.spreads)
+        spreads = " ".join(f"{spread:.5f}" for spread in result.spreads)
         print(
-            f"mean squared error {outcome.loss:.4f} (of the noise {NOISE**2:.4f}), weights off by at most {outcome.distance:.3f}\n"
-            f"spread of the replicas: {shown}\nworkers={sv.world_size()} rounds={ROUNDS}",
+            f"mean squared error {result.loss:.4f} (of the noise {NOISE**2:.4f}), "
+            f"weights off by at most {result.distance:.3f}\n"
+            f"spread of the replicas: {spreads}\nworkers={sv.world_size()} rounds={ROUNDS}",
             flush=True,
         )
 

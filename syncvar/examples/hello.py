@@ -1,4 +1,4 @@
-"""Say hello from every worker, and add something up.
+"""Say hello from every worker and compute a sum.
 
 syncvar-launch --workers 4 -m syncvar.examples.hello
 """
@@ -13,13 +13,11 @@ import syncvar as sv
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Say hello; every worker runs it."""
     rank, workers = sv.rank(), sv.world_size()
     print(f"hello from rank {rank} of {workers}, process {os.getpid()}", flush=True)
 
-    total = sv.all_reduce(
-        np.array([rank, 1.0])
-    )  # every worker gets the sum of what all of them bring
+    total = sv.all_reduce(np.array([rank, 1.0]))  # every worker gets the sum over all workers
     expected = [workers * (workers - 1) / 2, workers]
     if total.tolist() != expected:
         raise SystemExit(f"rank {rank}: the sum is {total.tolist()}, expected {expected}")

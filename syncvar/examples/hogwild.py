@@ -1,23 +1,27 @@
-"""Hogwild: all workers change one and the same weights, without a lock, a message or a wait.
+"""Hogwild: all workers update the same weights in shared memory, without locks or messages.
 
     syncvar-launch --workers 4 -m syncvar.examples.hogwild
 
-The weights are one `sv.shared_array`, in the memory that the workers of this host share. A worker takes one of its rows, reads the
-weights of the row's features, and writes them back a step further. Nobody waits for anybody, until the end of an epoch. That works
-because rows are sparse: two workers seldom have the same feature in hand. Source: Niu, Recht, Re, Wright 2011, "Hogwild!: a
-lock-free approach to parallelizing stochastic gradient descent"; all meet after each epoch and make the rate smaller, as there.
+The weights are one `sv.shared_array`. For each of its rows a worker reads the weights of the row's
+features, computes a gradient and writes them back. Workers meet only after each epoch, to reduce
+the learning rate. This works because rows are sparse: two workers seldom use the same feature at
+the same time.
 
-What a worker may see, and why that is harmless here:
+What a worker may see, and why it does no harm:
 
-* An element is at most 8 bytes and lies at a multiple of its size: it is never torn, a read gives what somebody wrote.
-* A row of weights is not one version: another worker's step may be there in part. The gradient is then that of weights between
-  two steps.
-* `weights[features] -= step` reads, subtracts and writes. What another worker writes to one of these features in between is lost:
-  a step of one feature of one row, of which there are thousands.
-* After `sv.barrier()` everything written before it is there.
+* An element has at most 8 bytes and is aligned, so a read is never torn: it returns a value that
+  some worker wrote.
+* A read of several weights is no snapshot: it may contain part of another worker's step. The
+  gradient is then that of weights between two steps.
+* `weights[features] -= step` reads, subtracts and writes. It overwrites what other workers wrote to
+  these features in between. That loses one feature's step of one row, among thousands.
+* After `sv.barrier()` every worker sees all earlier writes.
 
-The task is logistic regression on generated rows. The best weights are known: `solve` finds them with all rows in each step and
-one all-reduce of the gradients, so synchronously.
+The task is logistic regression on generated rows. For comparison `solve` finds the best weights
+with synchronous steps: all rows in each step, and one all-reduce of the gradients.
+
+Source: Niu, Recht, Re, Wright 2011, "Hogwild!: a lock-free approach to parallelizing stochastic
+gradient descent".
 """
 
 from __future__ import annotations
@@ -33,23 +37,23 @@ if TYPE_CHECKING:
 
 ROWS, FEATURES, IN_A_ROW = 4000, 200, 8
 EPOCHS, LEARNING_RATE, DECAY = 6, 0.2, 0.5
-STEPS, STEP_RATE, MOMENTUM = 120, 30.0, 0.9  # of the synchronous solution
+STEPS, STEP_RATE, MOMENTUM = 120, 30.0, 0.9  # for the synchronous solution
 
 
 class SparseRows(NamedTuple):
-    """Sparse rows: numbers of features, int64 [rows, IN_A_ROW], each once in a row; their values; labels -1 or 1."""
+    """Sparse rows: indices and values of features, [rows, IN_A_ROW]; labels -1 or 1, [rows]."""
 
     features: NDArray[Any]
     values: NDArray[Any]
     labels: NDArray[Any]
 
     def part(self, rows: slice) -> SparseRows:
-        """Return some of them."""
+        """Return some of the rows."""
         return SparseRows(self.features[rows], self.values[rows], self.labels[rows])
 
 
 class HogwildResult(NamedTuple):
-    """Mean losses of the shared weights and of the best ones, and how many steps of rows were made by all workers."""
+    """Mean losses of the shared weights and of the best weights, and the number of row steps."""
 
     loss: float
     best: float
@@ -57,7 +61,7 @@ class HogwildResult(NamedTuple):
 
 
 def make_rows(seed: int = 0) -> SparseRows:
-    """Return all rows, the same everywhere; the labels are drawn, so that no weights explain them all."""
+    """Return all rows, the same on every worker; labels are random, with a logistic model."""
     draw = np.random.default_rng(seed)
     features = np.stack([draw.choice(FEATURES, IN_A_ROW, replace=False) for _ in range(ROWS)])
     values = draw.normal(size=features.shape)
@@ -73,7 +77,7 @@ def mean_loss(weights: NDArray[Any], rows: SparseRows) -> float:
 
 
 def solve(rows: SparseRows, steps: int = STEPS) -> NDArray[Any]:
-    """Return the best weights, the same on every worker: each brings the gradient of its rows to every step. Collective."""
+    """Return the best weights, computed by all workers with synchronous steps. Collective."""
     mine = rows.part(slice(sv.rank(), None, sv.world_size()))
     weights, velocity = np.zeros(FEATURES), np.zeros(FEATURES)
     for _ in range(steps):
@@ -88,13 +92,13 @@ def solve(rows: SparseRows, steps: int = STEPS) -> NDArray[Any]:
 def step_of_row(
     weights: NDArray[Any], features: NDArray[Any], values: NDArray[Any], label: float, rate: float
 ) -> None:
-    """Make one worker's step of one row in the weights that all share: read, compute, write."""
+    """Update the shared weights with the gradient of one row."""
     margin = label * float(weights[features] @ values)
     weights[features] += rate * label / (1 + np.exp(margin)) * values
 
 
 def train(rows: SparseRows, epochs: int = EPOCHS) -> HogwildResult:
-    """Train on this worker's rows; the outcome is the same on every worker.
+    """Train on this worker's rows; every worker returns the same result.
 
     Raises:
         ConfigError: The workers are on several hosts, or share no memory.
@@ -106,18 +110,19 @@ def train(rows: SparseRows, epochs: int = EPOCHS) -> HogwildResult:
         rate = LEARNING_RATE * DECAY**epoch
         for row in order.permutation(len(mine.labels)):
             step_of_row(weights, mine.features[row], mine.values[row], mine.labels[row], rate)
-        sv.barrier()  # the rate falls for all at once
+        sv.barrier()  # all workers reduce the rate together
     steps = int(sv.all_reduce(epochs * len(mine.labels)))
     return HogwildResult(mean_loss(weights, rows), mean_loss(solve(rows), rows), steps)
 
 
 def main() -> None:
-    """Run as one worker."""
-    outcome = train(make_rows())
+    """Train and print the losses; every worker runs it."""
+    result = train(make_rows())
     if sv.rank() == 0:
         print(
-            f"mean loss of the shared weights {outcome.loss:.4f}, of the synchronous solution {outcome.best:.4f} "
-            f"(of weights 0: {np.log(2):.4f})\nworkers={sv.world_size()} steps={outcome.steps} without a lock",
+            f"mean loss of the shared weights {result.loss:.4f}, "
+            f"of the synchronous solution {result.best:.4f} (of zero weights: {np.log(2):.4f})\n"
+            f"workers={sv.world_size()} steps={result.steps} without a lock",
             flush=True,
         )
 

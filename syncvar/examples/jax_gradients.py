@@ -1,10 +1,10 @@
-"""Gradients by JAX, variables and all-reduce by syncvar.
+"""Gradients from JAX, variables and all-reduce from syncvar.
 
     pip install jax
     syncvar-launch --workers 4 -m syncvar.examples.jax_gradients
 
-JAX compiles the loss and its gradients once on each worker and computes on its CPU. The variables' values go in as NumPy
-arrays, and `apply_gradients` takes what comes out as it is: an array that anything with the array protocol can read.
+On each worker JAX compiles the loss and its gradients once, for the CPU. Its inputs are the values
+of the variables as NumPy arrays. `apply_gradients` takes JAX arrays as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Train and report; every worker runs it."""
     try:
         import jax
     except ImportError:

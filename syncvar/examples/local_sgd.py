@@ -1,13 +1,15 @@
-"""Local SGD: every worker steps on its own weights, and only every k-th step they are averaged.
+"""Local SGD: workers train on their own weights and average them every k steps.
 
     syncvar-launch --workers 4 -m syncvar.examples.local_sgd
 
-The weights are NONE variables: each worker's own, stepped without a message. Every PERIOD steps one all-reduce replaces them by
-their mean, so that the workers send 1/PERIOD of what they would send by averaging gradients, and wait as seldom. The momentum is
-each worker's own too and is not averaged. Source: McDonald, Hall, Mann 2010; Stich 2019, "Local SGD converges fast and
-communicates little"; McMahan et al. 2017 (federated averaging).
+The weights are NONE variables: each worker has its own values, and a step sends nothing. Every
+PERIOD steps one all-reduce replaces them by their mean. So the workers send 1/PERIOD of the data,
+and wait 1/PERIOD as often, as with averaged gradients. Each worker keeps its own momentum.
 
-The task is linear regression. Each worker has other rows of the data, and sees no others.
+The task is linear regression. Each worker sees only its own rows of the data.
+
+Source: McDonald, Hall, Mann 2010; Stich 2019, "Local SGD converges fast and communicates little";
+McMahan et al. 2017 (federated averaging).
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ import syncvar as sv
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ROWS, FEATURES = 4096, 16  # of the whole data
-BATCH = 32  # rows of a worker's step
+ROWS, FEATURES = 4096, 16  # of the whole data set
+BATCH = 32  # rows per step of a worker
 STEPS, PERIOD = 400, 8
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
-NOISE = 0.1  # deviation of the targets
+NOISE = 0.1  # standard deviation of the noise on the targets
 
 
 class RegressionData(NamedTuple):
-    """Rows of features, their targets, and the weights that they were made with."""
+    """Rows of features, their targets, and the true weights."""
 
     inputs: NDArray[Any]
     targets: NDArray[Any]
@@ -37,7 +39,7 @@ class RegressionData(NamedTuple):
 
 
 class LocalSgdResult(NamedTuple):
-    """What a run came to; `apart` is the largest difference of a worker's weights from their mean, before the last one."""
+    """Result; `apart` is the largest difference of a weight before and after the last averaging."""
 
     loss: float
     distance: float
@@ -46,7 +48,7 @@ class LocalSgdResult(NamedTuple):
 
 
 def make_data(seed: int = 0) -> RegressionData:
-    """Return the data of all workers, the same everywhere."""
+    """Return the data of all workers, the same on every worker."""
     draw = np.random.default_rng(seed)
     inputs = draw.normal(size=(ROWS, FEATURES)).astype(np.float32)
     truth = draw.normal(size=FEATURES).astype(np.float32)
@@ -68,7 +70,7 @@ def average(variables: list[sv.Variable]) -> None:
 
 
 def train(data: RegressionData, steps: int = STEPS, period: int = PERIOD) -> LocalSgdResult:
-    """Train on this worker's rows; the outcome is the same on every worker."""
+    """Train on this worker's rows; every worker returns the same result."""
     rank, workers = sv.rank(), sv.world_size()
     mine = np.array_split(np.arange(len(data.targets)), workers)[rank]
     weights = sv.Variable(
@@ -91,22 +93,19 @@ def train(data: RegressionData, steps: int = STEPS, period: int = PERIOD) -> Loc
     value = weights.local_value()
     error = data.inputs @ value - data.targets
     apart = float(sv.all_reduce(apart, "max"))
-    return LocalSgdResult(
-        float(error @ error) / len(error),
-        float(np.abs(value - data.truth).max()),
-        apart,
-        averagings,
-    )
+    loss, distance = float(error @ error) / len(error), float(np.abs(value - data.truth).max())
+    return LocalSgdResult(loss, distance, apart, averagings)
 
 
 def main() -> None:
-    """Run as one worker."""
-    outcome = train(make_data())
+    """Train and print the result; every worker runs it."""
+    result = train(make_data())
     if sv.rank() == 0:
         print(
-            f"mean squared error {outcome.loss:.4f} (of the noise {NOISE**2:.4f}), weights off by at most "
-            f"{outcome.distance:.3f}, workers apart by {outcome.apart:.4f} before the last averaging\n"
-            f"workers={sv.world_size()} steps={STEPS} averagings={outcome.averagings}",
+            f"mean squared error {result.loss:.4f} (of the noise {NOISE**2:.4f}), "
+            f"weights off by at most {result.distance:.3f}, "
+            f"workers apart by {result.apart:.4f} before the last averaging\n"
+            f"workers={sv.world_size()} steps={STEPS} averagings={result.averagings}",
             flush=True,
         )
 

@@ -1,4 +1,4 @@
-"""The four synchronization modes side by side: every worker counts events, worker r counts r + 1 of them.
+"""Compare the four synchronization modes: each worker counts events, and worker r counts r + 1.
 
 syncvar-launch --workers 4 -m syncvar.examples.modes
 """
@@ -11,7 +11,7 @@ SYNCHRONIZATION, AGGREGATION = sv.VariableSynchronization, sv.VariableAggregatio
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Count in all modes and print the counters; every worker runs it."""
     modes = (
         SYNCHRONIZATION.ON_WRITE,
         SYNCHRONIZATION.ON_READ,
@@ -35,18 +35,18 @@ def main() -> None:
     for _ in range(10):
         strategy.run(step)
 
-    # Reading ON_READ adds the copies up, so every worker reads, not only the one that prints.
+    # Every worker reads, not only the one that prints: the read of ON_READ is a collective.
     rows = [(counter, int(counter.local_value()), int(counter)) for counter in counters]
     if sv.rank() == 0:
-        print(f"{'mode':<10} {'copy of worker 0':>16} {'value':>6}  how")
-        for counter, mine, value in rows:
-            how = {
-                SYNCHRONIZATION.ON_WRITE: "every write is an all-reduce; reading is free",
-                SYNCHRONIZATION.ON_READ: "writing is free; reading adds the copies up",
-                SYNCHRONIZATION.NONE: "never a message: each worker's own count",
-                SYNCHRONIZATION.AUTO: f"decides: {counter.explain().mode}",
+        print(f"{'mode':<10} {'copy of worker 0':>16} {'value':>6}  how it works")
+        for counter, local, value in rows:
+            text = {
+                SYNCHRONIZATION.ON_WRITE: "a write is an all-reduce, a read is local",
+                SYNCHRONIZATION.ON_READ: "a write is local, a read adds the workers' copies",
+                SYNCHRONIZATION.NONE: "no messages: each worker has its own count",
+                SYNCHRONIZATION.AUTO: f"chooses: {counter.explain().mode}",
             }[counter.requested_synchronization]
-            print(f"{counter.requested_synchronization.name:<10} {mine:>16} {value:>6}  {how}")
+            print(f"{counter.requested_synchronization.name:<10} {local:>16} {value:>6}  {text}")
 
 
 if __name__ == "__main__":

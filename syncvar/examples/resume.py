@@ -1,12 +1,14 @@
-"""A run that can be stopped at any moment, and goes on as if nothing had happened.
+"""A training run that you can stop at any time and resume with the same result, to the bit.
 
     syncvar-launch --workers 4 -m syncvar.examples.resume runs/first
 
-Every 50 steps a checkpoint is saved beside the computation. SIGTERM (from you, or from a scheduler that wants the machine back)
-is taken as a notice: all workers agree on one step, save it, and the job ends with exit code 75, "run me again". Killed or stopped,
-run the same line again: weights, the optimizer's moments, the place in the data and each worker's random numbers go on where they were,
-and the last line is the same to the bit as that of a run that was left alone (with the same number of workers). With
-`--max-restarts 3` syncvar-launch runs it again by itself when a worker is lost.
+Every 50 steps it saves a checkpoint in the background. At SIGTERM, from you or from a scheduler,
+all workers agree on a step and save it. Then the job ends with exit code 75, "run me again".
+
+To resume after a stop or a failure, run the same command again. Weights, optimizer state, position
+in the data and each worker's random generator continue from the checkpoint. With the same number of
+workers the last line equals that of an uninterrupted run. With `--max-restarts 3` syncvar-launch
+restarts the job by itself when a worker fails.
 """
 
 from __future__ import annotations
@@ -21,21 +23,16 @@ import syncvar as sv
 
 ROWS, FEATURES, BATCH = 2048, 32, 128
 SAVE_EVERY = 50
-NOISE = (
-    0.05  # deviation of each worker's own noise on the rows: other random numbers, another result
-)
+NOISE = 0.05  # deviation of each worker's own noise on the rows, from its own random generator
 
 
 def main() -> None:
     """Train, from the latest checkpoint if there is one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("directory", help="where the checkpoints are")
+    parser.add_argument("directory", help="folder for checkpoints")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--pause",
-        type=float,
-        default=0.0,
-        help="seconds of a step, as if there were more to compute",
+        "--pause", type=float, default=0.0, help="seconds to add to each step, to simulate work"
     )
     chosen = parser.parse_args()
 
@@ -59,7 +56,7 @@ def main() -> None:
     checkpoint = sv.Checkpoint(w=w, optimizer=optimizer, own=own, batches=batches, step=0)
     with sv.CheckpointManager(checkpoint, chosen.directory, keep=3, on_preemption=True) as manager:
         if manager.restore_latest() is not None and sv.rank() == 0:
-            print(f"goes on after step {checkpoint.step}", flush=True)
+            print(f"continues after step {checkpoint.step}", flush=True)
         while checkpoint.step < chosen.steps:
             strategy.run(step)
             checkpoint.step += 1
@@ -70,9 +67,8 @@ def main() -> None:
                 manager.save(checkpoint.step, async_op=True)  # should_stop commits it
         manager.save(checkpoint.step)
     if sv.rank() == 0:
-        print(
-            f"steps={checkpoint.step} weights_sha256={hashlib.sha256(w.numpy().tobytes()).hexdigest()[:16]}"
-        )
+        sha256 = hashlib.sha256(w.numpy().tobytes()).hexdigest()
+        print(f"steps={checkpoint.step} weights_sha256={sha256[:16]}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Gradients by PyTorch, variables and all-reduce by syncvar.
+"""Gradients from PyTorch, variables and all-reduce from syncvar.
 
     pip install torch
     syncvar-launch --workers 4 -m syncvar.examples.torch_gradients
 
-PyTorch computes on each worker, in its own memory, and knows nothing of the others. The weights are variables: before each
-step they are copied into the parameters, after it `apply_gradients` takes the parameters' gradients, without a copy.
+On each worker PyTorch computes in its own memory and knows nothing of the other workers. The
+weights are variables. Before each step their values are copied into the parameters; after it
+`apply_gradients` takes the gradients without a copy.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Train and report; every worker runs it."""
     try:
         import torch
     except ImportError:
         sys.exit("this example computes gradients with PyTorch: pip install torch")
     from torch.nn import functional
 
-    sv.init()  # first, for it says how many threads each worker may use
+    sv.init()  # before PyTorch computes, because it sets the number of threads
     parameters: list[Any] = []
 
-    def take(weights: list[NDArray[Any]]) -> None:
-        """Copy the variables' values into the parameters."""
+    def load(weights: list[NDArray[Any]]) -> None:
+        """Copy the values of the variables into the parameters."""
         if not parameters:
             parameters.extend(torch.empty(value.shape, requires_grad=True) for value in weights)
         for parameter, value in zip(parameters, weights, strict=True):
@@ -46,12 +47,12 @@ def main() -> None:
     def gradients(
         weights: list[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any]
     ) -> tuple[float, list[Any]]:
-        take(weights)
+        load(weights)
         loss = functional.cross_entropy(scores(inputs), torch.from_numpy(labels))
         return loss.item(), list(torch.autograd.grad(loss, parameters))
 
     def accuracy(weights: list[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any]) -> float:
-        take(weights)
+        load(weights)
         with torch.no_grad():
             return float((scores(inputs).argmax(dim=1).numpy() == labels).mean())
 

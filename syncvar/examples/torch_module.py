@@ -1,11 +1,12 @@
-"""A module of PyTorch, trained by PyTorch's own optimizer on all workers.
+"""Train a PyTorch module with PyTorch's own optimizer, on all workers.
 
     pip install torch
     syncvar-launch --workers 4 -m syncvar.examples.torch_module [FOLDER]
 
-Three lines make the program of one process one of many: the parameters of all workers become rank 0's, each worker takes
-its part of a batch, and the gradients are averaged where they lie before each step. With a FOLDER, module and optimizer
-are restored from there and saved to it, on any number of workers.
+Three changes make a program for one process run on many. All workers start with rank 0's
+parameters. Each worker takes its part of a batch. Before each step, an all-reduce averages the
+gradients in place. With FOLDER, module and optimizer are restored from there and saved to it,
+on any number of workers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from syncvar.examples.spirals import (
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Train and report; every worker runs it."""
     try:
         import torch
     except ImportError:
@@ -37,7 +38,7 @@ def main() -> None:
     from torch import nn
     from torch.nn import functional
 
-    sv.init()  # first, for it says how many threads each worker may use
+    sv.init()  # before PyTorch computes, because it sets the number of threads
     rank, workers = sv.rank(), sv.world_size()
     points = make_points()
     inputs, labels = torch.from_numpy(points.inputs), torch.from_numpy(points.labels)
@@ -54,18 +55,16 @@ def main() -> None:
     for parameter in model.parameters():
         sv.broadcast(parameter, out=parameter)
 
-    draw = np.random.default_rng(
-        2
-    )  # all workers draw the same batches and take their own part of each
+    draw = np.random.default_rng(2)  # all workers draw the same batches, and take their part
     own = 0.0  # loss of the last step, summed over this worker's rows
     for _ in range(STEPS):
         mine = np.array_split(draw.choice(len(labels), BATCH), workers)[rank]
         optimizer.zero_grad()
-        # Parts may be uneven (five workers, say): what is averaged over workers has to be a mean over the whole batch.
+        # Parts may be uneven (with five workers), so scale to the mean over the whole batch.
         loss = functional.cross_entropy(model(inputs[mine]), labels[mine], reduction="sum")
         (loss * workers / BATCH).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        sv.all_reduce(gradients, "mean", out=gradients)  # one transfer
+        sv.all_reduce(gradients, "mean", out=gradients)  # one call for all gradients
         optimizer.step()
         own = loss.item()
 
@@ -73,11 +72,9 @@ def main() -> None:
         checkpoint.save(folder)
     with torch.no_grad():
         accuracy = float((model(inputs).argmax(dim=1) == labels).float().mean())
-    made = hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.state_dict().values()))
-    report(
-        Trained(float(sv.all_reduce(own)) / BATCH, accuracy, made.hexdigest()),
-        f"torch {torch.__version__}, module",
-    )
+    digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.state_dict().values()))
+    loss = float(sv.all_reduce(own)) / BATCH
+    report(Trained(loss, accuracy, digest.hexdigest()), f"torch {torch.__version__}, module")
 
 
 if __name__ == "__main__":

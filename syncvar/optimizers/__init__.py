@@ -4,10 +4,10 @@
     optimizer.apply_gradients(zip(gradients, weights))
 
 * `base`: `apply_gradients`, the same for all; start reading there.
-* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays and nothing else. `custom`: those
-  that programs write.
-* `call`: what one call names, and its request. `plan`: its gradients, packed into one array that travels. `clipping`: what
-  is done to them before the step. `slots`: the state, as variables.
+* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays
+  and nothing else. `custom`: those that programs write.
+* `call`: what one call names, and its request. `plan`: its gradients, packed into one array that
+  travels. `clipping`: what is done to them before the step. `slots`: the state, as variables.
 * `arguments`, `arithmetic`: checks; powers and norms with the same bits on every machine.
 """
 
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.optimizers.adam import LAMB, Adam, AdamW
 from syncvar.optimizers.adaptive import Adagrad, RMSProp
 from syncvar.optimizers.base import Optimizer
-from syncvar.optimizers.custom import Custom, update_rule
+from syncvar.optimizers.custom import Custom
+from syncvar.optimizers.rules.custom_rules import update_rule
 from syncvar.optimizers.sgd import SGD, Momentum, Nesterov
 
 __all__ = [

@@ -33,14 +33,16 @@ from syncvar.optimizers.hyperparameters import (
     checked_rate,
 )
 from syncvar.optimizers.remote_step import RemoteStep, stepper_of
-from syncvar.optimizers.slots import OptimizerSlots, compute_dtype, is_apart
+from syncvar.optimizers.rules.update_rule import UpdateRule, compute_dtype
+from syncvar.optimizers.slots import OptimizerSlots, is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
-from syncvar.optimizers.update_rule import UpdateRule
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
 from syncvar.variables.policy import CallContext
 from syncvar.variables.scope import context_of, current_owner
+from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,10 +50,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.hyperparameters import Rate
-    from syncvar.variables.scope import Owner, RemoteOptimizer
     from syncvar.variables.variable import Variable
-
-__all__ = ["Optimizer"]
+    from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 
 _STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: no two steps below 2**64 give the same
 _DIGEST_MASK = (1 << 64) - 1
@@ -59,34 +59,37 @@ _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
 _NONFINITE = ("allow", "error", "skip")
 
 
-class Optimizer(MigrationHintsMixin, UpdateRule):
+class Optimizer(MigrationHintsMixin):
     """Base of the optimizers: a step uses the mean of the replicas' gradients, so a loss is not divided by their number.
 
     Args:
-        learning_rate: A number, or a function of the step (0 for the first), the same on every replica.
-        weight_decay: This times the variable is added to its gradient (L2 regularization); AdamW and LAMB decay the
-            variable itself.
-        clip_norm: Scale the combined gradients so that their 2-norm, as of one vector, is at most this. Gradients of NONE
-            variables count apart, for each replica. Source: Pascanu, Mikolov, Bengio 2013.
-        clip_value: Limit each element of the combined gradients to [-clip_value, clip_value], before clip_norm.
-        accumulate: So many calls of `apply_gradients` are one step. Only the last one communicates and writes.
-        nonfinite: What to do about infinities and NaN: "allow" them; "error": a replica that passes one raises
-            ConfigError, the others MismatchError, nothing changes; "skip": leave out the step on all replicas if the
-            combined gradients hold one (what a search for a loss scale needs).
+        learning_rate: A number, or a function of the step (0 for the first), the same on every
+            replica.
+        weight_decay: This times the variable is added to its gradient (L2 regularization); AdamW
+            and LAMB decay the variable itself.
+        clip_norm: Scale the combined gradients so that their 2-norm, as of one vector, is at most
+            this. Gradients of NONE variables count apart, for each replica. Source: Pascanu,
+            Mikolov, Bengio 2013.
+        clip_value: Limit each element of the combined gradients to [-clip_value, clip_value],
+            before clip_norm.
+        accumulate: So many calls of `apply_gradients` are one step. Only the last one communicates
+            and writes.
+        nonfinite: What to do about infinities and NaN: "allow" them; "error": a replica that passes
+            one raises ConfigError, the others MismatchError, nothing changes; "skip": leave out the
+            step on all replicas if the combined gradients hold one (what a search for a loss scale
+            needs).
         name: Part of the slots' names; None means that of the class.
     """
 
-    def __init__(
-        self, learning_rate: Rate, numbers: dict[str, Any], **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, learning_rate: Rate, rule: UpdateRule, **options: Unpack[Options]) -> None:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
             from syncvar.core.migration_hints import unexpected
 
             raise unexpected(type(self), unknown, Options.__annotations__)
         self._rate = checked_rate(learning_rate)
-        super().__init__()
-        self._decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
+        self._rule = rule
+        rule.decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
         clip_norm, clip_value = options.get("clip_norm"), options.get("clip_value")
         norm_max = (
             None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
@@ -98,8 +101,8 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         self._nonfinite = checked_choice("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
         self._clipping = Clipping(norm_max, value_max, skips=self._nonfinite == "skip")
         self._settings = {
-            **numbers,
-            "weight_decay": self._decay,
+            **rule.numbers,
+            "weight_decay": rule.decay,
             "clip_norm": norm_max,
             "clip_value": value_max,
             "accumulate": self._accumulate,
@@ -107,8 +110,8 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         }
         self._slots = OptimizerSlots(
             checked_name(options.get("name"), type(self).__name__),
-            self._initials(),
-            counts=self._counts_steps,
+            rule.initials(),
+            counts=rule.counts_steps,
             accumulates=self._accumulate > 1,
         )
         self._plans: dict[tuple[int, ...], BucketPlan] = {}
@@ -170,7 +173,8 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
     def build(self, variables: Iterable[Variable]) -> None:
         """Make the slots of variables now rather than at their first step. Collective, except for NONE variables.
 
-        Of variables on servers it only asks the servers whether they make such steps, and is no collective.
+        Of variables on servers it only asks the servers whether they make such steps, and is no
+        collective.
 
         Args:
             variables: The same, in the same order, on every replica.
@@ -192,7 +196,7 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
             stepper.prepare(self._elsewhere.rule)
             return
         failure: Exception | None = None
-        owner: Owner | None = None
+        owner: VariableOwner | None = None
         try:
             if not chosen:
                 raise ConfigError("build needs at least one variable: optimizer.build([v, …])")
@@ -218,7 +222,8 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Optimizer:
         if self._elsewhere.variables:
             raise TypeError(
-                f"{self!r} cannot be copied: its slots are on servers, beside their variables. Make "
+                f"{self!r} cannot be copied: its slots are on servers, beside their variables. "
+                "Make "
                 f"another one, sv.optimizers.{type(self).__name__}(…)"
             )
         made = type(self).__new__(type(self))
@@ -236,8 +241,10 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._slots.stepped or self._elsewhere.variables:
             raise TypeError(
-                f"{self!r} cannot be pickled: its slots live in several processes, as variables do. Save it "
-                f"with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or copy.deepcopy(optimizer)"
+                f"{self!r} cannot be pickled: its slots live in several processes, as variables "
+                "do. Save it "
+                "with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or "
+                "copy.deepcopy(optimizer)"
             )
         return super().__reduce_ex__(protocol)
 
@@ -253,33 +260,39 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
     ) -> None:
         """Take the mean of the replicas' gradients (not their sum: do not divide the loss by their number) and make one step.
 
-        Inside `run` and outside every scope gradients are each replica's own. In cross context (and inside merge_call)
-        they are used as given and must be the same everywhere, which is checked by a digest unless the strategy has
-        check_cross_writes=False. NONE variables are stepped by their own replica's gradient, without a message.
+        Inside `run` and outside every scope gradients are each replica's own. In cross context (and
+        inside merge_call) they are used as given and must be the same everywhere, which is checked
+        by a digest unless the strategy has check_cross_writes=False. NONE variables are stepped by
+        their own replica's gradient, without a message.
 
         Args:
-            grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a variable, the same
-                variables in the same order on every replica. A None gradient leaves its variable and slots as they are; it
-                must be None on all replicas (NONE variables excepted). A gradient may name rows,
-                (indices, values) or a tf.IndexedSlices: all other rows count as zero.
-            reduce: "mean" or "sum" of the replicas' gradients; None means that they are combined already, as in cross
-                context. The calls of one step (accumulate) are combined likewise, None as the mean.
+            grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a
+                variable, the same variables in the same order on every replica. A None gradient
+                leaves its variable and slots as they are; it must be None on all replicas (NONE
+                variables excepted). A gradient may name rows, (indices, values) or a
+                tf.IndexedSlices: all other rows count as zero.
+            reduce: "mean" or "sum" of the replicas' gradients; None means that they are combined
+                already, as in cross context. The calls of one step (accumulate) are combined
+                likewise, None as the mean.
             weight: Of this replica's gradients in the mean, such as the number of its examples:
-                sum(weight * gradient) / sum(weight). Zero takes no part, whatever its gradients hold. Where all
-                weights are zero nothing changes.
-            shards: Each gradient is a dict of id -> gradient of a micro-shard: this replica's, {} for none. Over all
-                replicas the ids are 0 to n-1, each once; "mean" divides by n. The step, to the bit, does not depend on the
-                number of replicas or on who brings which shard (`sv.all_reduce_shards`). Inside `run` and outside every
-                scope; not with weight, accumulate or NONE variables.
+                sum(weight * gradient) / sum(weight). Zero takes no part, whatever its gradients
+                hold. Where all weights are zero nothing changes.
+            shards: Each gradient is a dict of id -> gradient of a micro-shard: this replica's, {}
+                for none. Over all replicas the ids are 0 to n-1, each once; "mean" divides by n.
+                The step, to the bit, does not depend on the number of replicas or on who brings
+                which shard (`sv.all_reduce_shards`). Inside `run` and outside every scope; not with
+                weight, accumulate or NONE variables.
 
         Raises:
-            ConfigError: A wrong argument here: shape, dtype, an ON_READ variable, no gradient at all. The other replicas
-                raise MismatchError, and nothing changes anywhere.
-            MismatchError: The replicas name different variables, steps, learning rates or settings; nothing changes.
+            ConfigError: A wrong argument here: shape, dtype, an ON_READ variable, no gradient at
+                all. The other replicas raise MismatchError, and nothing changes anywhere.
+            MismatchError: The replicas name different variables, steps, learning rates or settings;
+                nothing changes.
             UsageError: Variables of another strategy.
 
-        Cost: one all-reduce for all float32 and half gradients together (half types travel as float32), in the same call
-            one for float64; of shards, what `all_reduce_shards` costs. The first call makes the slots, which takes a few calls for each.
+        Cost: one all-reduce for all float32 and half gradients together (half types travel as
+            float32), in the same call one for float64; of shards, what `all_reduce_shards` costs.
+            The first call makes the slots, which takes a few calls for each.
         Order: as `all_reduce`; with the strategy's reproducible=True by the tree over replicas.
 
         Example:
@@ -395,7 +408,8 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         )
         if weight is not None and (op == "sum" or (is_given and call.travels)):
             raise ConfigError(
-                "weight belongs to the mean over replicas: reduce='mean', inside strategy.run or outside every scope; "
+                "weight belongs to the mean over replicas: reduce='mean', inside strategy.run or "
+                "outside every scope; "
                 "gradients that are summed, or used as given, have none"
             )
         return call, self._plans.get(tuple([id(variable) for variable in variables]))
@@ -406,26 +420,30 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         """Raise ConfigError where gradients of shards have no meaning."""
         if is_given:
             raise ConfigError(
-                "shards=True belongs where gradients are each replica's own: inside strategy.run or outside every scope, "
+                "shards=True belongs where gradients are each replica's own: inside strategy.run "
+                "or outside every scope, "
                 "with reduce='mean' or 'sum'"
             )
         if weighted:
             raise ConfigError(
-                "weight belongs to a replica, and with shards=True the step may not depend on replicas: multiply the "
+                "weight belongs to a replica, and with shards=True the step may not depend on "
+                "replicas: multiply the "
                 "gradients of a shard by its share"
             )
         if self._accumulate > 1:
             raise ConfigError(
-                "an optimizer with accumulate takes no shards: make more micro-shards of a step, each replica may bring many"
+                "an optimizer with accumulate takes no shards: make more micro-shards of a step, "
+                "each replica may bring many"
             )
         for variable in variables:
             if is_apart(variable):
                 raise ConfigError(
-                    f"variable {variable.name!r} is NONE: each replica steps its own copy by its own gradient, which has no "
+                    f"variable {variable.name!r} is NONE: each replica steps its own copy by its "
+                    "own gradient, which has no "
                     f"shards; step it by another optimizer"
                 )
 
-    def _checked_family(self, owner: Owner, variables: Sequence[Variable]) -> None:
+    def _checked_family(self, owner: VariableOwner, variables: Sequence[Variable]) -> None:
         """Raise UsageError unless the variables go with those that this optimizer has."""
         slots = self._slots
         if slots.owner is None:
@@ -436,14 +454,17 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
             )
         if slots.apart != all(is_apart(variable) for variable in variables):
             raise UsageError(
-                "an optimizer steps either NONE variables alone, or variables that replicas share (and NONE variables in the "
-                "same calls): else its count of steps would differ between replicas. Make another optimizer"
+                "an optimizer steps either NONE variables alone, or variables that replicas share "
+                "(and NONE variables in the "
+                "same calls): else its count of steps would differ between replicas. Make another "
+                "optimizer"
             )
 
-    def _refuse(self, failure: Exception, owner: Owner | None, *, travels: bool) -> None:
+    def _refuse(self, failure: Exception, owner: VariableOwner | None, *, travels: bool) -> None:
         """Raise the failure of this replica's call, and tell the others where they take part in it.
 
-        A refused call counts: where several calls are one step, the replicas learn of it at the last one, which all make.
+        A refused call counts: where several calls are one step, the replicas learn of it at the
+            last one, which all make.
         """
         slots = self._slots
         if self._accumulate > 1 and slots.calls is not None:
@@ -487,7 +508,7 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
 
     def _build(
         self,
-        owner: Owner,
+        owner: VariableOwner,
         variables: list[Variable],
         apart: bool,
         check: Callable[[], None] | None = None,
@@ -525,13 +546,15 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         if self._slots.weight is not None:
             if number and self._variables_of_step not in (None, plan.key):
                 raise ConfigError(
-                    "the calls of one step must name the same variables, with None for the same gradients; pass zeros "
+                    "the calls of one step must name the same variables, with None for the same "
+                    "gradients; pass zeros "
                     "where a variable has no gradient in one of them"
                 )
             self._variables_of_step = plan.key
             if number and (weight is not None) is not (float(copy_of(self._slots.weight)) >= 0):
                 raise ConfigError(
-                    "the calls of one step must all have a weight, or none of them; pass weight in each"
+                    "the calls of one step must all have a weight, or none of them; pass weight in "
+                    "each"
                 )
             self._spread(call, plan, number)
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
@@ -593,9 +616,11 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         if refused is not None or roster is None or roster.is_free:
             self._bring(call, plan, rate, refused)
             return
-        tally = (plan.shared or plan.apart)[0].parts[0].variable._tally  # noqa: SLF001  (its other half)
+        tally = state_of((plan.shared or plan.apart)[0].parts[0].variable).tally
         if roster.is_due(tally):
-            roster.before_write([variable for part in plan.parts for variable in part.changed])
+            roster.before_write(
+                [state_of(variable) for part in plan.parts for variable in part.changed]
+            )
         self._bring(call, plan, rate, None)
         roster.count(tally)
 
@@ -610,10 +635,15 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         step = self.iterations
         how = "as given" if call.is_given else call.op + (", weighted" if weighted else "")
         how += "" if call.shards is None else ", of shards"
-        what = f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) of {call.shown}"
+        what = CallLabel(
+            f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) "
+            f"of {call.shown}",
+            CallFields("apply_gradients", op=call.op),
+        )
         if call.is_given and not owner.check_cross_writes and refused is None:
             return
-        # The step is not among the parts: fingerprints are remembered, and these would push all others out.
+        # The step is not among the parts: fingerprints are remembered, and these would push all
+        # others out.
         digest = (fingerprint("step", call.base, how, rate) + step * _STEP_SPREAD) & _DIGEST_MASK
         if call.shards is not None:
             request = partial(
@@ -656,8 +686,9 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
             known: dict[int, tuple[float, ...]] = {}
             for bucket in (*(plan.shared if shared else ()), *(plan.apart if apart else ())):
                 for part in bucket.parts:
-                    change_copies(part.changed, self._change, part, plan, rate, step, known)
-        # Replicas have agreed on the step of what they share; a step of NONE variables alone is each replica's own.
+                    change_copies(part.changed, self._rule.change, part, plan, rate, step, known)
+        # Replicas have agreed on the step of what they share; a step of NONE variables alone is
+        # each replica's own.
         if shared if plan.shared else apart or call.travels:
             assert self._slots.iterations is not None
             change_copies([self._slots.iterations], _fill, step + 1)
@@ -667,7 +698,8 @@ def _refuse_nonfinite(variable: Variable, *, is_finite: bool) -> None:
     """Raise ConfigError about a gradient that is not finite."""
     if not is_finite:
         raise ConfigError(
-            f"gradient of variable {variable.name!r}: it holds an infinity or NaN, and the optimizer has "
+            f"gradient of variable {variable.name!r}: it holds an infinity or NaN, and the "
+            "optimizer has "
             f"nonfinite='error'. Use 'skip' to leave such steps out, or clip"
         )
 

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from syncvar.optimizers.exact_math import norm
+from syncvar.optimizers.rules.exact_math import norm
 
 if TYPE_CHECKING:
     from syncvar.optimizers.gradient_buckets import Bucket, BucketPlan
-
-__all__ = ["Clipping"]
 
 
 class Clipping(NamedTuple):

@@ -1,8 +1,9 @@
 """The gradients of one call: which variables they belong to, and the flat arrays in which they travel.
 
-A plan belongs to one list of variables. It holds all gradients that replicas combine in one flat array (one for float32
-and half types, one for float64), so that they travel together, are combined in place, and are looked at as a whole for
-clipping. Gradients of NONE variables lie in an array of their own, which never travels. All of it is kept from step to step.
+A plan belongs to one list of variables. It holds all gradients that replicas combine in one flat
+array (one for float32 and half types, one for float64), so that they travel together, are combined
+in place, and are looked at as a whole for clipping. Gradients of NONE variables lie in an array of
+their own, which never travels. All of it is kept from step to step.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.optimizers.exact_math import BLOCK
-from syncvar.optimizers.slots import compute_dtype, is_apart, is_half
+from syncvar.optimizers.rules.exact_math import BLOCK
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
+from syncvar.optimizers.slots import is_apart
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies
 from syncvar.variables.policy import VariableSynchronization
@@ -26,12 +28,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.slots import OptimizerSlots, SlotState
-    from syncvar.variables.scope import Owner
-
-__all__ = ["BucketPart", "BucketPlan", "checked_pairs", "checked_variables", "listed"]
+    from syncvar.variables.variable_owner import VariableOwner
 
 _NO_PAIRS = (
-    "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance zip(gradients, variables), "
+    "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance "
+    "zip(gradients, variables), "
     "not {}"
 )
 
@@ -63,7 +64,8 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
             raise ConfigError(_no_pair(pair))
     if all(gradient is None for gradient, _ in pairs):
         raise ConfigError(
-            "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None gradient leaves its variable "
+            "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None "
+            "gradient leaves its variable "
             "as it is, but one of them must be an array"
         )
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
@@ -85,26 +87,29 @@ def _no_pair(pair: tuple[Any, ...]) -> str:
     return _NO_PAIRS.format(repr(pair)[:100])
 
 
-def checked_variables(variables: Sequence[Variable]) -> Owner:
+def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
     """Return the one strategy of variables that an optimizer can step.
 
     Raises:
         ConfigError: ON_READ, no real floating dtype, or named twice.
         UsageError: Variables of different strategies.
     """
-    owner: Owner = variables[0]._owner  # noqa: SLF001  (the strategy as variables see it)
+    owner: VariableOwner = variables[0].strategy
     seen: set[int] = set()
     for variable in variables:
         name = variable.name
         if variable.synchronization is VariableSynchronization.ON_READ:
             raise ConfigError(
-                f"variable {name!r} is ON_READ: its copies differ, and a step of each has no meaning for their "
-                f"aggregate. Make weights with synchronization=sv.VariableSynchronization.ON_WRITE (or NONE, to step "
+                f"variable {name!r} is ON_READ: its copies differ, and a step of each has no "
+                "meaning for their "
+                "aggregate. Make weights with synchronization=sv.VariableSynchronization.ON_WRITE "
+                "(or NONE, to step "
                 f"each replica's own copy)"
             )
         if variable.dtype.kind not in "fV":
             raise ConfigError(
-                f"variable {name!r} is {variable.dtype.name}; an optimizer steps real floating numbers: make it with "
+                f"variable {name!r} is {variable.dtype.name}; an optimizer steps real floating "
+                "numbers: make it with "
                 f"dtype='float32'"
             )
         if id(variable) in seen:
@@ -112,9 +117,10 @@ def checked_variables(variables: Sequence[Variable]) -> Owner:
                 f"the variable {name!r} is named twice in one call; add its gradients first"
             )
         seen.add(id(variable))
-        if variable._owner is not owner:  # noqa: SLF001
+        if variable.strategy is not owner:
             raise UsageError(
-                f"the variables {variables[0].name!r} and {name!r} belong to different strategies; make an optimizer for each"
+                f"the variables {variables[0].name!r} and {name!r} belong to different strategies; "
+                "make an optimizer for each"
             )
     return owner
 
@@ -214,7 +220,9 @@ class BucketPlan:
         slots: Where their slots are.
     """
 
-    def __init__(self, owner: Owner, variables: Sequence[Variable], slots: OptimizerSlots) -> None:
+    def __init__(
+        self, owner: VariableOwner, variables: Sequence[Variable], slots: OptimizerSlots
+    ) -> None:
         self.parts: list[BucketPart] = []
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         self.shared = self._pack(
@@ -230,7 +238,12 @@ class BucketPlan:
         self.key = tuple([id(variable) for variable in variables])
 
     def _pack(
-        self, owner: Owner, variables: list[Variable], slots: OptimizerSlots, *, travels: bool
+        self,
+        owner: VariableOwner,
+        variables: list[Variable],
+        slots: OptimizerSlots,
+        *,
+        travels: bool,
     ) -> list[Bucket]:
         made: list[Bucket] = []
         for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):

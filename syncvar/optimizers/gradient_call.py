@@ -10,7 +10,8 @@ import numpy as np
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_prepared
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.slots import compute_dtype, is_apart
+from syncvar.optimizers.rules.update_rule import compute_dtype
+from syncvar.optimizers.slots import is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
@@ -32,16 +33,15 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.reduce_args import ReduceArgs
     from syncvar.optimizers.gradient_buckets import BucketPlan
-    from syncvar.variables.scope import Owner
-
-__all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "whose"]
+    from syncvar.variables.variable_owner import VariableOwner
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
 _SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
 _NOTHING = np.empty(0, np.uint8)
 _NAME = "apply_gradients"
 _HINT = (
-    "Gradients that are used as given must be the same on every replica. Pass each replica's own inside strategy.run, or "
+    "Gradients that are used as given must be the same on every replica. Pass each replica's own "
+    "inside strategy.run, or "
     "outside every scope, with reduce='mean'"
 )
 
@@ -62,7 +62,7 @@ class Call(NamedTuple):
         shards: Id -> a gradient for each variable; None where gradients are not of shards.
     """
 
-    owner: Owner
+    owner: VariableOwner
     gradients: list[Any]
     variables: list[Variable]
     travels: bool
@@ -91,11 +91,13 @@ def checked_shards(
         what = f"gradient of variable {variable.name!r}"
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"{what}: with shards=True it must be a dict of id -> gradient, not {type(given).__name__}"
+                f"{what}: with shards=True it must be a dict of id -> gradient, not "
+                f"{type(given).__name__}"
             )
         if place and given.keys() != made.keys():
             raise ConfigError(
-                f"{what} is of the shards {sorted(given, key=str)}, that of variable {variables[0].name!r} of "
+                f"{what} is of the shards {sorted(given, key=str)}, that of variable "
+                f"{variables[0].name!r} of "
                 f"{sorted(made, key=str)}: each shard has a gradient for every variable"
             )
         for number, gradient in given.items():
@@ -134,7 +136,7 @@ def described(
     return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
 
 
-def whose(pairs: Any) -> tuple[Owner, bool]:
+def whose(pairs: Any) -> tuple[VariableOwner, bool]:
     """Return the strategy of pairs that are not in order, and whether other replicas take part in the call."""
     found = [
         one
@@ -144,12 +146,12 @@ def whose(pairs: Any) -> tuple[Owner, bool]:
     ]
     if not found:
         return current_owner(), True
-    owner: Owner = found[0]._owner  # noqa: SLF001  (the strategy as variables see it)
+    owner: VariableOwner = found[0].strategy
     return owner, any(not is_apart(one) for one in found)
 
 
 def combining_request(
-    owner: Owner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> CollectiveSpec:
     """Return the request that combines the gradients of all replicas in place, or compares them.
 
@@ -178,12 +180,12 @@ def combining_request(
 
 
 def combined_shortly(
-    owner: Owner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> bool:
     """Combine the gradients by the persistent call of their shape; False where there is none, and nothing has been done.
 
-    Words and fingerprint change from step to step, as they hold the step and the learning rate; all else is prepared.
-    The arguments are those of `combining_request`.
+    Words and fingerprint change from step to step, as they hold the step and the learning rate; all
+    else is prepared. The arguments are those of `combining_request`.
     """
     if not op or len(plan.shared) != 1:
         return False

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
     Rate = float | Callable[[int], float]
 
-__all__ = [
-    "Options",
-    "Rate",
-    "checked_choice",
-    "checked_count",
-    "checked_name",
-    "checked_number",
-    "checked_rate",
-]
-
 
 class Options(TypedDict, total=False):
     """What every optimizer takes besides its own numbers; see `Optimizer`."""

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from syncvar.variables.scope import RemoteOptimizer
     from syncvar.variables.variable import Variable
-
-__all__ = ["RemoteStep", "stepper_of"]
+    from syncvar.variables.variable_owner import RemoteOptimizer
 
 _ONLY_HERE: dict[str, Any] = {
     "clip_norm": None,
@@ -64,7 +62,8 @@ class RemoteStep:
         """
         if self._extra or not is_plain:
             raise ConfigError(
-                f"servers make the steps of variables by their own gradients: leave out {', '.join(self._extra) or 'weight and shards'}"
+                "servers make the steps of variables by their own gradients: leave out "
+                f"{', '.join(self._extra) or 'weight and shards'}"
             )
         stepper.step(self.rule, rate, pairs, "sum" if reduce == "sum" else "mean")
         for gradient, variable in pairs:
@@ -88,6 +87,7 @@ def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
     found = next((one for one in steppers if one is not None), None)
     if found is not None and any(one is not found for one in steppers):
         raise ConfigError(
-            "variables on servers and others are in one call of apply_gradients; make an optimizer and a call for each"
+            "variables on servers and others are in one call of apply_gradients; make an optimizer "
+            "and a call for each"
         )
     return found

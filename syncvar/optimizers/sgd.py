@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
-import numpy as np
-
-from syncvar.core.errors import ConfigError
 from syncvar.optimizers.base import Optimizer
-from syncvar.optimizers.hyperparameters import Options, checked_number
+from syncvar.optimizers.rules.gradient_descent import MomentumRule, SGDRule
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from syncvar.optimizers.hyperparameters import Rate
-
-__all__ = ["SGD", "Momentum", "Nesterov"]
+    from syncvar.optimizers.hyperparameters import Options, Rate
 
 
 class SGD(Optimizer):
@@ -38,29 +31,15 @@ class SGD(Optimizer):
     """
 
     def __init__(self, learning_rate: Rate = 0.01, **options: Unpack[Options]) -> None:
-        super().__init__(learning_rate, {}, **options)
-
-    def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
-        return (rate,)
-
-    def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: list[NDArray[Any]],
-        scratch: NDArray[Any],
-        numbers: tuple[float, ...],
-    ) -> None:
-        np.multiply(gradient, numbers[0], out=gradient)
-        np.subtract(weight, gradient, out=weight)
+        super().__init__(learning_rate, SGDRule(), **options)
 
 
 class Momentum(Optimizer):
     """Gradient descent with momentum: b = momentum * b + g; w -= learning_rate * b.
 
-    With `nesterov` w -= learning_rate * (g + momentum * b). The learning rate stands outside the velocity, as in Polyak's
-    heavy ball and in PyTorch, so that a change of it acts at once; Keras has it inside, which is the same as long as the
-    learning rate does not change.
+    With `nesterov` w -= learning_rate * (g + momentum * b). The learning rate stands outside the
+    velocity, as in Polyak's heavy ball and in PyTorch, so that a change of it acts at once; Keras
+    has it inside, which is the same as long as the learning rate does not change.
 
     Args:
         learning_rate: A number or a function of the step.
@@ -80,8 +59,6 @@ class Momentum(Optimizer):
         0.375
     """
 
-    _slot_initials: ClassVar[dict[str, float]] = {"momentum": 0.0}
-
     def __init__(
         self,
         learning_rate: Rate = 0.01,
@@ -89,35 +66,7 @@ class Momentum(Optimizer):
         nesterov: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._momentum = checked_number("momentum", momentum, 0.0, 1.0)
-        if not isinstance(nesterov, bool):
-            raise ConfigError(f"nesterov must be True or False, not {nesterov!r}")
-        self._nesterov = nesterov
-        super().__init__(
-            learning_rate, {"momentum": self._momentum, "nesterov": nesterov}, **options
-        )
-
-    def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
-        return (rate,)
-
-    def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: list[NDArray[Any]],
-        scratch: NDArray[Any],
-        numbers: tuple[float, ...],
-    ) -> None:
-        (velocity,) = slots
-        np.multiply(velocity, self._momentum, out=velocity)
-        np.add(velocity, gradient, out=velocity)
-        if self._nesterov:
-            np.multiply(velocity, self._momentum, out=scratch)
-            np.add(gradient, scratch, out=gradient)
-            np.multiply(gradient, numbers[0], out=gradient)
-        else:
-            np.multiply(velocity, numbers[0], out=gradient)
-        np.subtract(weight, gradient, out=weight)
+        super().__init__(learning_rate, MomentumRule(momentum, nesterov), **options)
 
 
 class Nesterov(Momentum):

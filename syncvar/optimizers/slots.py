@@ -1,12 +1,16 @@
 """The state of an optimizer: variables beside the variables that it steps.
 
-A slot has its variable's shape and synchronization mode, so that it is saved, restored and compared as its variable is; its
-aggregation is NONE, since nobody but the optimizer writes it. Half types get float32 slots, and a float32 `master` of the
-weights themselves: an update is often smaller than the distance of two neighbouring halves, and would be lost each time
+A slot has its variable's shape and synchronization mode, so that it is saved, restored and compared
+as its variable is; its aggregation is NONE, since nobody but the optimizer writes it. Half types
+get float32 slots, and a float32 `master` of the
+weights themselves: an update is often smaller than the distance of two neighbouring halves, and
+    would be lost each time
 (Micikevicius et al. 2018, section 3.1).
 
-Gradients of several calls are added up on each replica, and a checkpoint keeps each replica's sum. Restored on another number
-of replicas each takes the mean of these sums: what the mean over replicas needs. Sums over replicas are scaled to the new
+Gradients of several calls are added up on each replica, and a checkpoint keeps each replica's sum.
+Restored on another number
+of replicas each takes the mean of these sums: what the mean over replicas needs. Sums over replicas
+    are scaled to the new
 number at the next call (`accumulated_replicas`).
 """
 
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.variables.create import VariableSpec
 from syncvar.variables.in_place_update import copy_of, make_beside, replace_copy
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
@@ -27,19 +32,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
-
-__all__ = [
-    "ITERATIONS",
-    "OptimizerSlots",
-    "SavedSlot",
-    "SlotSpec",
-    "SlotState",
-    "compute_dtype",
-    "is_apart",
-    "is_half",
-]
+    from syncvar.variables.variable_owner import VariableOwner
 
 ITERATIONS, CALLS, MASTER, ACCUMULATED = "iterations", "calls", "master", "accumulated"
 _WEIGHT, _REPLICAS = "accumulated_weight", "accumulated_replicas"
@@ -53,26 +47,12 @@ def is_apart(variable: Variable) -> bool:
     return variable.synchronization is _APART
 
 
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype is float16 or bfloat16."""
-    return dtype.itemsize == 2
-
-
-def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which a variable of `dtype` is stepped: float32 for half types.
-
-    Example:
-        >>> compute_dtype(np.dtype("float16")), compute_dtype(np.dtype("float64"))
-        (dtype('float32'), dtype('float64'))
-    """
-    return np.dtype(np.float32) if is_half(dtype) else dtype
-
-
 class SlotState(NamedTuple):
     """What belongs to one variable.
 
     Args:
-        changed: The variable, its master (half types), its slots, its counter of steps (where the rule has one).
+        changed: The variable, its master (half types), its slots, its counter of steps (where the
+            rule has one).
         accumulator: The sum of the gradients of several calls; None where each call is a step.
     """
 
@@ -113,8 +93,8 @@ class WaitingValue(NamedTuple):
 class SavedSlot:
     """One slot as a checkpoint sees it, whether its variable exists yet or not.
 
-    A checkpoint may be restored before the first step makes the slots. The value then waits in the optimizer, and the slot
-    begins with it.
+    A checkpoint may be restored before the first step makes the slots. The value then waits in the
+    optimizer, and the slot begins with it.
 
     Args:
         slots: All slots of the optimizer.
@@ -220,7 +200,7 @@ class OptimizerSlots:
         self.is_waiting_apart = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
         self.apart = False
-        self.owner: Owner | None = None
+        self.owner: VariableOwner | None = None
         self.iterations: Variable | None = None
         self.calls: Variable | None = None
         self.weight: Variable | None = None
@@ -243,8 +223,10 @@ class OptimizerSlots:
         for variable in found:
             if self._key(variable) in names:
                 raise ConfigError(
-                    f"two variables of one optimizer are named {variable.name!r}, so that a checkpoint could not tell "
-                    f"their slots apart: give one of them another name, or make an optimizer for each"
+                    f"two variables of one optimizer are named {variable.name!r}, so that a "
+                    "checkpoint could not tell "
+                    "their slots apart: give one of them another name, or make an optimizer for "
+                    "each"
                 )
             names.add(self._key(variable))
         return found
@@ -254,7 +236,7 @@ class OptimizerSlots:
         """Return the name by which a checkpoint knows a variable's slots; NONE variables have a namespace of their own."""
         return f"NONE:{variable.name}" if is_apart(variable) else variable.name
 
-    def build(self, owner: Owner, variables: Sequence[Variable], *, apart: bool) -> None:
+    def build(self, owner: VariableOwner, variables: Sequence[Variable], *, apart: bool) -> None:
         """Make the slots of variables that have none. Collective, except where all variables are NONE.
 
         A slot for which a checkpoint has restored a value begins with that value.
@@ -276,7 +258,7 @@ class OptimizerSlots:
             if id(variable) not in self._states:
                 self._states[id(variable)] = self._build(owner, variable)
 
-    def _build(self, owner: Owner, variable: Variable) -> SlotState:
+    def _build(self, owner: VariableOwner, variable: Variable) -> SlotState:
         made = {}
         for slot, spec in self.specs_of(variable).items():
             is_master = slot == MASTER
@@ -291,7 +273,7 @@ class OptimizerSlots:
 
     def _make(
         self,
-        owner: Owner,
+        owner: VariableOwner,
         slot: str,
         spec: SlotSpec,
         value: NDArray[Any],
@@ -417,7 +399,8 @@ class OptimizerSlots:
         """Return slots for a deep copy of the optimizer; sends nothing.
 
         They wait for its first step with the values of these. They belong to the copies of the
-        variables where the same deep copy copies these, before or after, else to the same variables.
+        variables where the same deep copy copies these, before or after, else to the same
+        variables.
 
         Args:
             memo: Of the deep copy.

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.variables.policy import AccessKind
 from syncvar.variables.row_updates import checked_rows
 
 if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
-
-__all__ = ["dense_gradient", "rows_of"]
 
 
 def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:

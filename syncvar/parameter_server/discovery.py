@@ -1,4 +1,4 @@
-"""What a process knows of the servers of its job: where they are, and which processes have ended, as the launcher tells it."""
+"""The servers and ended processes of a job, as the launcher reports them to one process."""
 
 from __future__ import annotations
 
@@ -22,35 +22,22 @@ _PAUSE_MS = 1000
 
 
 class ProcessChange(NamedTuple):
-    """Something that has happened to a process.
+    """A change of a process."""
 
-    Args:
-        number: Which one.
-        kind: "serves" (a server can be reached), "ended" or "begins" (it was started again).
-        reason: Why it has ended; empty where in order.
-        incarnation: Of one that was started again.
-    """
-
-    number: int
-    kind: str
-    reason: str = ""
-    incarnation: int = 0
+    number: int  # process number
+    kind: str  # "serves" (a server is reachable), "ended", or "begins" (it was restarted)
+    reason: str = ""  # reason of the end; empty for a normal exit
+    incarnation: int = 0  # number of the restart
 
 
 class Directory:
-    """Asks the launcher where the servers are, and takes in what it says from then on.
-
-    Args:
-        context: ZeroMQ context of this process.
-        environment: Who this process is.
-        config: Deadlines and limits.
-        keys: What a tcp endpoint is protected by.
+    """Asks the launcher for the servers, and collects its reports.
 
     Attributes:
-        addresses: Where each server that serves is reached, by its index.
-        hosts: Its host, for messages.
-        ended: The processes that have ended, by number, with the reason.
-        socket: To wait for.
+        addresses: Server -> address.
+        hosts: Server -> host name, for messages.
+        ended: Process number -> reason of its end.
+        socket: Socket of the reports, for a poller.
     """
 
     def __init__(
@@ -63,9 +50,8 @@ class Directory:
         self._environment = environment
         self._config = config
         number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
-        self._control = ZeromqControl(
-            context, environment.rendezvous, number, config, keys, kind=b"S"
-        )
+        address = environment.rendezvous
+        self._control = ZeromqControl(context, address, number, config, keys, kind=b"S")
         self.socket = self._control.socket
         self.addresses: dict[int, str] = {}
         self.hosts: dict[int, str] = {}
@@ -73,7 +59,7 @@ class Directory:
         self._incarnations: dict[int, int] = {}
 
     def serve(self, address: str, outside: str) -> None:
-        """Say where this server listens, for processes of its own host and for others, and ask for the others."""
+        """Report this server's addresses, for its own host and for others; ask for the others."""
         me = self._environment
         message = pack_message(
             "serve",
@@ -89,81 +75,61 @@ class Directory:
         self._control.send(message)
 
     def say_copied(self, server: int) -> None:
-        """Say that this server has a copy of another one's variables now."""
-        me = self._environment
-        self._control.send(
-            pack_message(
-                "holds", server=me.rank, job=me.job_id, generation=me.generation, of=server
-            )
-        )
+        """Report that this server holds the backup of another server."""
+        self._send("holds", server=self._environment.rank, of=server)
 
     def find(self) -> None:
         """Ask for the servers."""
+        self._send("find_servers", host_index=self._environment.host_index)
+
+    def _send(self, kind: str, **fields: int) -> None:
         me = self._environment
-        self._control.send(
-            pack_message(
-                "find_servers", job=me.job_id, generation=me.generation, host_index=me.host_index
-            )
-        )
+        self._control.send(pack_message(kind, job=me.job_id, generation=me.generation, **fields))
 
     def changes(self) -> list[ProcessChange]:
-        """Return what has changed since the last call.
-
-        Raises:
-            RendezvousError: The launcher refuses this process.
-        """
+        """Return the changes since the last call; RendezvousError if the launcher refuses us."""
         found: list[ProcessChange] = []
         while (message := self._control.receive()) is not None:
             if message["kind"] == "refused":
-                raise RendezvousError(
-                    f"{self._environment.role} {self._environment.rank} is refused: {message['reason']}"
-                )
+                me = self._environment
+                raise RendezvousError(f"{me.role} {me.rank} is refused: {message['reason']}")
             if message["kind"] != "servers":
                 raise HandshakeError(
-                    f"the launcher answered with {message['kind']!r} where servers were asked for"
+                    f"the launcher answered a question for servers with {message['kind']!r}"
                 )
-            again = [
-                number
-                for number, count in message["incarnations"].items()
-                if count != self._incarnations.get(number, 0)
-            ]
-            found += [
-                ProcessChange(number, "begins", incarnation=message["incarnations"][number])
-                for number in again
-            ]
-            for number in again:
+            found += self._apply(message)
+        return found
+
+    def _apply(self, message: dict[str, Any]) -> list[ProcessChange]:
+        found: list[ProcessChange] = []
+        for number, count in message["incarnations"].items():
+            if count != self._incarnations.get(number, 0):
+                found.append(ProcessChange(number, "begins", incarnation=count))
                 self.ended.pop(number, None)
-            found += [
-                ProcessChange(SERVER_0 + server, "serves")
-                for server in message["addresses"]
-                if server not in self.addresses
-            ]
-            found += [
-                ProcessChange(number, "ended", reason)
-                for number, reason in message["ended"].items()
-                if number not in self.ended
-            ]
-            self.addresses, self.hosts, self.ended = (
-                message["addresses"],
-                message["hosts"],
-                message["ended"],
-            )
-            self._incarnations = message["incarnations"]
+        found += [
+            ProcessChange(SERVER_0 + server, "serves")
+            for server in message["addresses"]
+            if server not in self.addresses
+        ]
+        found += [
+            ProcessChange(number, "ended", reason)
+            for number, reason in message["ended"].items()
+            if number not in self.ended
+        ]
+        self.addresses, self.hosts = message["addresses"], message["hosts"]
+        self.ended, self._incarnations = message["ended"], message["incarnations"]
         return found
 
     def await_all(self) -> list[ProcessChange]:
-        """Wait until every server serves or has ended; return all that has changed meanwhile.
-
-        Raises:
-            RendezvousError: Some have not begun in time; they are named.
-        """
+        """Wait until every server serves or has ended, and return all changes."""
         until = time.monotonic() + self._config.rendezvous_timeout_s
         found: list[ProcessChange] = []
         while True:
             found += self.changes()
+            servers = range(self._environment.servers)
             missing = [
                 server
-                for server in range(self._environment.servers)
+                for server in servers
                 if server not in self.addresses and SERVER_0 + server not in self.ended
             ]
             if not missing:
@@ -172,7 +138,8 @@ class Directory:
             if left_s <= 0:
                 names = ", ".join(map(str, missing))
                 raise RendezvousError(
-                    f"server{'s' * (len(missing) > 1)} {names} did not begin within {self._config.rendezvous_timeout_s:g} s"
+                    f"server{'s' * (len(missing) > 1)} {names} did not begin within "
+                    f"{self._config.rendezvous_timeout_s:g} s"
                 )
             self.socket.poll(min(_PAUSE_MS, int(left_s * 1000) + 1))
 

@@ -88,24 +88,13 @@ class OutgoingMessage(NamedTuple):
 
 
 def frames_of(message: Message, arrays: Sequence[NDArray[Any]] = ()) -> list[bytes | memoryview]:
-    """Return a message as frames: the map, then the bytes of each array, without a copy.
-
-    Example:
-        >>> frames = frames_of({"kind": "retired", "server": 1}, (np.arange(3),))
-        >>> message, arrays = message_of(frames)
-        >>> message["server"], arrays[0].tolist()
-        (1, [0, 1, 2])
-    """
+    """Return a message as frames: the map, then the bytes of each array, without a copy."""
     headers = [[dtype_index(array.dtype), *array.shape] for array in arrays]
     return [msgpack.packb([message, headers]), *map(_buffer, arrays)]
 
 
 def message_of(frames: Sequence[Any]) -> tuple[Message, Arrays]:
-    """Return the message in some frames, and its arrays: read-only views of the frames.
-
-    Raises:
-        WireError: The frames are no message.
-    """
+    """Return the message in some frames, and its arrays: read-only views of the frames."""
     if not frames or len(frames[0]) > MESSAGE_NBYTES_MAX:
         raise WireError("a message between workers and servers begins with a map of at most 16 MiB")
     try:

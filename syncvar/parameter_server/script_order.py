@@ -1,7 +1,7 @@
-"""The order of definitions in a script: names that scheduled functions need, bound too late.
+"""Find names that scheduled functions need and a script defines too late.
 
 Workers run the script down to `ClusterCoordinator(...)`, and no line below it. This module reads
-the source of the modules that are being run at that moment.
+the source of the modules that run at that moment.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ _TAKING_FUNCTIONS = ("schedule", "create_per_worker_dataset")
 
 
 class RunningModule(NamedTuple):
-    """A module whose top level is being run.
-
-    Args:
-        file: Its file, as the code object names it.
-        line: The line that its top level has reached.
-        source: Its text; empty where it cannot be read.
-    """
+    """A module whose top level is running: its file, the present line, and the source or ""."""
 
     file: str
     line: int
@@ -35,17 +29,11 @@ class RunningModule(NamedTuple):
 
 
 class LateName(NamedTuple):
-    """A name that a scheduled function needs, and that its module binds below its line.
+    """A name that a scheduled function needs, and that its module binds below the present line."""
 
-    Args:
-        name: The name.
-        line: The first line that binds it.
-        user: The scheduled function that needs it; the name itself where it is that function.
-    """
-
-    name: str
-    line: int
-    user: str
+    name: str  # the name
+    line: int  # first line that binds it
+    user: str  # scheduled function that needs it, which may be the name itself
 
     def __str__(self) -> str:
         used = "" if self.name == self.user else f" (which {self.user} uses)"
@@ -53,7 +41,7 @@ class LateName(NamedTuple):
 
 
 def running_modules(frame: FrameType | None) -> list[RunningModule]:
-    """Return the modules whose top level calls a frame, the innermost first."""
+    """Return the modules whose top level calls a frame, innermost first."""
     found = []
     while frame is not None:
         module = sys.modules.get(frame.f_globals.get("__name__", ""))
@@ -67,7 +55,7 @@ def running_modules(frame: FrameType | None) -> list[RunningModule]:
 
 
 def line_of(module: str, name: str) -> str:
-    """Return where a module binds a name at its top level: "train.py line 7", or nothing."""
+    """Return the line where a module's top level binds a name, "train.py line 7", or ""."""
     loaded = sys.modules.get(module)
     file = getattr(loaded, "__file__", None)
     if loaded is None or not file:
@@ -79,19 +67,14 @@ def line_of(module: str, name: str) -> str:
 def late_names(module: RunningModule) -> list[LateName]:
     r"""Return the names that scheduled functions need and that a module binds only below its line.
 
-    It leaves out names that the module also binds above, and names that a function binds by
-    `global`. It leaves out other names of a scheduled function, such as the variable of a loop.
-
-    Example:
-        >>> text = "c = ClusterCoordinator(s)\nstep = 1\ndef f():\n    return step\nc.schedule(f)\n"
-        >>> [str(one) for one in late_names(RunningModule("train.py", 1, text))]
-        ['f, line 3', 'step (which f uses), line 2']
+    It leaves out names that the module binds above too, names that a function binds by `global`,
+    and variables that hold a scheduled function.
     """
     tree = _parsed(module.source)
     late = {name: lines[0] for name, lines in _bindings(tree).items() if lines[0] > module.line}
     if not late:
         return []
-    functions, set_elsewhere = _globals_of_functions(module)
+    functions, set_by_functions = _globals_of_functions(module)
     found: dict[str, LateName] = {}
     for user in _scheduled(tree):
         waiting, seen = [user], set()
@@ -101,7 +84,7 @@ def late_names(module: RunningModule) -> list[LateName]:
                 continue
             seen.add(name)
             is_needed = name != user or name in functions  # functions travel by their own names
-            if name in late and name not in set_elsewhere and is_needed:
+            if name in late and name not in set_by_functions and is_needed:
                 found.setdefault(name, LateName(name, late[name], user))
             waiting += functions.get(name, ())
     return list(found.values())
@@ -110,12 +93,12 @@ def late_names(module: RunningModule) -> list[LateName]:
 def _parsed(source: str) -> ast.Module:
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError):  # the text has changed since it was run
+    except (SyntaxError, ValueError):  # the file has changed since the program read it
         return ast.Module([], [])
 
 
 def _bindings(tree: ast.Module) -> dict[str, list[int]]:
-    """Return for each name that the top level of a module binds the lines that do, in order."""
+    """Return each name that the top level of a module binds, with its lines in order."""
     bound: dict[str, list[int]] = {}
     for node in _at_top_level(tree):
         names: list[str] = []
@@ -131,7 +114,7 @@ def _bindings(tree: ast.Module) -> dict[str, list[int]]:
 
 
 def _at_top_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Give the nodes of a module that are not inside a function or a class."""
+    """Yield the nodes of a module that are not inside a function or a class."""
     inside = (
         *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
         *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -143,19 +126,19 @@ def _at_top_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _scheduled(tree: ast.Module) -> list[str]:
-    """Return the functions that a module gives to `schedule` and `create_per_worker_dataset`."""
+    """Return the functions that a module passes to `schedule` and `create_per_worker_dataset`."""
     found: dict[str, None] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if node.func.attr in _TAKING_FUNCTIONS:
-            given = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "fn")]
-            found.update({one.id: None for one in given if isinstance(one, ast.Name)})
+            passed = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "fn")]
+            found.update({one.id: None for one in passed if isinstance(one, ast.Name)})
     return list(found)
 
 
 def _globals_of_functions(module: RunningModule) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the globals that each function and class uses, and those that any of them binds."""
+    """Return the globals that each function and class uses, and those that any of them sets."""
     used: dict[str, list[str]] = {}
     bound: set[str] = set()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.optimizers.sparse_gradients import rows_of
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.variables.coercion import operand_array
@@ -35,13 +35,7 @@ _WORLD = 0
 
 
 class ServersHere:
-    """This worker's connection to the servers: one for each process, or each rank of threads.
-
-    Args:
-        session: Session with the servers.
-        rank: Number of this worker.
-        workers: Number of workers.
-    """
+    """This worker's connection to the servers: one for each process, or each rank of threads."""
 
     def __init__(self, session: Session, rank: int, workers: int) -> None:
         self.session, self.rank, self.workers = session, rank, workers
@@ -114,11 +108,6 @@ class ServersHere:
 
 class ServerAccess:
     """The requests of one strategy: reads, pushes and optimizers' steps.
-
-    Args:
-        strategy: Strategy that makes them.
-        here: Connection of this worker.
-        partitioner: Splits large variables; None for none.
 
     Attributes:
         in_scheduled_function: Whether a function of a ClusterCoordinator runs.
@@ -244,7 +233,7 @@ class ServerAccess:
                 steps.append((variable, rows.values, rows.indices))
             else:
                 steps.append((variable, operand_array(gradient, variable.shape, dtype, call), None))
-        settings = {"rule": rule, "rate": rate, "combine": combine}
+        settings = {"rule": list(rule), "rate": rate, "combine": combine}
         with self.pushing("apply_gradients") as request:
             for variable, value, indices in steps:
                 variable.add_push(request, "step", value, indices, **settings)

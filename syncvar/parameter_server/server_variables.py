@@ -26,6 +26,7 @@ from syncvar.variables.row_updates import checked_rows
 from syncvar.variables.scope import current_owner
 from syncvar.variables.sharded_init import ShardInfo, checked_shape, require_shape, takes_shard_info
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_writes import checked_operand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -290,7 +291,7 @@ class ServerVariable(Variable):
 
     def _assign(self, operation: AccessKind, x: Any, done: int = 0) -> Variable:
         del done
-        array = self._operand(operation, x, reduced=False)
+        array = checked_operand(self, operation, x, is_reduced=False)
         with self._owner.servers.pushing(
             f"{operation.value} of variable {self._name!r}"
         ) as request:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError, DeadlineExceeded
-from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.server_rules import rule_of
 from syncvar.parameter_server.server.shard import ShardSlots, Spec
@@ -55,12 +55,7 @@ def rule_key(name: str, settings: dict[str, Any]) -> RuleKey:
 def take(
     variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout: float | None
 ) -> ServerState:
-    """Take one snapshot of variables and of optimizers' slots, while workers continue.
-
-    Args:
-        variables: At least one variable, each with the optimizers whose slots are wanted.
-        timeout: Seconds; None means the strategy's.
-    """
+    """Take one snapshot of variables and of optimizers' slots, while workers continue."""
     strategy: ParameterServerStrategy = variables[0][0].strategy
     strategy.here.settle("snapshot", timeout)
     request = RequestBuilder()
@@ -106,7 +101,7 @@ def _assemble(
         return ShardSlots(0, {})
     dtype = compute_dtype(variable.dtype)
     slots = {"master": saved.value.astype(dtype)} if is_half(variable.dtype) else {}
-    initials = rule_of(rule[0], dict(rule[1]))._initials()  # noqa: SLF001  (a rule as its variables see it)
+    initials = rule_of(rule[0], dict(rule[1])).initials()
     slots |= {name: np.full(variable.shape, initial, dtype) for name, initial in initials.items()}
     for name, whole in slots.items():
         for (start, stop), one, parts in zip(variable.row_ranges, results, arrays, strict=True):
@@ -123,19 +118,7 @@ def give_back(
     timeout: float | None,
     pushes: dict[int, int] | None = None,
 ) -> None:
-    """Restore variables on all servers or on none, with a report for the other workers.
-
-    Args:
-        strategy: Strategy of the variables.
-        variables: Values and slots to restore.
-        number: Number of this restore.
-        says: Report of rank 0, as plain data.
-        timeout: Seconds; None means the strategy's.
-        pushes: Rank -> number of pushes in the values; None if nothing is restored.
-
-    Raises:
-        SyncvarError: The servers refused, and nothing has changed; or they did not answer.
-    """
+    """Restore variables on all servers or on none, with a report for the other workers."""
     strategy.here.settle("restoring", timeout)
     request = RequestBuilder()
     for variable, value, slots in variables:
@@ -169,11 +152,7 @@ def _part(array: NDArray[Any], rows: slice) -> NDArray[Any]:
 def recall(
     strategy: ParameterServerStrategy, number: int, *, waits: bool, timeout: float | None
 ) -> Any:
-    """Return the report of a restore; None if there is none and `waits` is False.
-
-    Raises:
-        DeadlineExceeded: Rank 0 has not restored in time.
-    """
+    """Return the report of a restore; None if there is none and `waits` is False."""
     request = RequestBuilder()
     if waits:
         request.add(_HOME, "describe", key=_key(number))

@@ -190,9 +190,7 @@ class ClusterCoordinator:
             DeadlineExceeded: The functions were not over in time.
         """
         if self._local is None:
-            request = RequestBuilder()
-            request.add(_QUEUE, "drained")
-            self._ask(request, "join", timeout)
+            self._ask("drained", "join", timeout)
         self._raise_first()
 
     def done(self) -> bool:
@@ -237,12 +235,10 @@ class ClusterCoordinator:
             self._reported.add(task)
             return self._local.pop(task)
         if task not in self._cancelled:
-            request = RequestBuilder()
-            ref = request.add(_QUEUE, "outcome", task=task)
-            ticket = self._ask(request, "fetch", timeout)
-            outcome = ticket.results[_QUEUE][ref[1]]
+            ticket = self._ask("outcome", "fetch", timeout, task=task)
+            outcome = ticket.results[_QUEUE][0]
             if not outcome["cancelled"]:
-                value = unpack_object(ticket.array(*ref).tobytes())
+                value = unpack_object(ticket.array(_QUEUE, 0).tobytes())
                 self._reported.add(task)
                 request = RequestBuilder()
                 request.add(_QUEUE, "forget", tasks=[task])
@@ -255,15 +251,20 @@ class ClusterCoordinator:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _ask(self, request: RequestBuilder, call: str, timeout: float | None = None) -> Ticket:
+    def _ask(
+        self, operation: str, call: str, timeout: float | None = None, **fields: Any
+    ) -> Ticket:
+        request = RequestBuilder()
+        request.add(_QUEUE, operation, **fields)
+        return self._send(request, call, timeout)
+
+    def _send(self, request: RequestBuilder, call: str, timeout: float | None) -> Ticket:
         session = self._strategy.here.session
         timeout = self._strategy.timeout if timeout is None else timeout
         return session.wait(session.request(request.parts()), call, timeout)
 
     def _progress(self) -> dict[str, Any]:
-        request = RequestBuilder()
-        ref = request.add(_QUEUE, "progress")
-        return self._ask(request, "asking for functions").results[_QUEUE][ref[1]]
+        return self._ask("progress", "asking for functions").results[_QUEUE][0]
 
     def _raise_first(self) -> None:
         """Raise the first error that no call has raised; cancel the tasks that have not begun."""
@@ -284,9 +285,7 @@ class ClusterCoordinator:
 
     def _close(self) -> None:
         with contextlib.suppress(SyncvarError):
-            request = RequestBuilder()
-            request.add(_QUEUE, "close")
-            self._ask(request, "ending the workers")
+            self._ask("close", "ending the workers")
 
     def _serve(self) -> NoReturn:
         """Run tasks until the queue is closed, then end the process."""
@@ -298,7 +297,7 @@ class ClusterCoordinator:
                 request.finish(_QUEUE, task, np.frombuffer(value, np.uint8), failed=failed)
             request.add(_QUEUE, "ask")
             ref = request.add(_QUEUE, "task")
-            ticket = self._ask(request, "waiting for a function", _FOREVER_S)
+            ticket = self._send(request, "waiting for a function", _FOREVER_S)
             found = ticket.results[_QUEUE][ref[1]]
             if found["closed"]:
                 raise SystemExit(0)
@@ -369,7 +368,6 @@ def _checked_order(frame: FrameType) -> str:
 
 
 def _sendable(argument: Any) -> Any:
-    """Return the argument as it travels."""
     if isinstance(argument, RemoteValue):
         raise ConfigError("a RemoteValue cannot be an argument of schedule: pass value.fetch()")
     return argument._reference if isinstance(argument, PerWorkerDataset) else argument  # noqa: SLF001

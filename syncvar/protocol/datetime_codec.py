@@ -1,4 +1,4 @@
-"""Dates, times, durations and time zones as numbers and texts, and back."""
+"""Dates, times, durations and time zones as bytes and back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ _NO_ZONE, _FIXED, _NAMED = b"\x00", b"\x01", b"\x02"
 
 
 def pack_moment(value: Any) -> bytes:
-    """Return a date, time, datetime or timedelta as bytes; of the exact types, not of classes made from them.
+    """Return a date, time, datetime or timedelta (no subclass) as bytes.
 
     Raises:
-        ConfigError: Its time zone is of a kind that cannot travel.
-
-    Example:
-        >>> unpack_moment(0, pack_moment(dt.date(2024, 2, 29)))
-        datetime.date(2024, 2, 29)
+        ConfigError: Its time zone has a type that cannot be packed.
     """
     kind = type(value)
     if kind is dt.date:
@@ -40,23 +36,18 @@ def pack_moment(value: Any) -> bytes:
     return day + clock + _packed_zone(value.tzinfo)
 
 
-def unpack_moment(place: int, data: bytes) -> Any:
-    """Return the moment of the kind at a place of MOMENTS.
-
-    Raises:
-        ValueError: The bytes are none.
-        struct.error: They are too few, or too many.
-    """
-    kind = MOMENTS[place]
+def unpack_moment(index: int, data: bytes) -> Any:
+    """Return the value of type `MOMENTS[index]`, or raise ValueError or struct.error."""
+    kind = MOMENTS[index]
     if kind is dt.date:
         return dt.date(*_DATE.unpack(data))
     if kind is dt.timedelta:
         return dt.timedelta(*_DURATION.unpack(data))
-    at = _DATE.size if kind is dt.datetime else 0
-    day = _DATE.unpack(data[:at]) if at else ()
-    *clock, fold = _TIME.unpack(data[at : at + _TIME.size])
+    size = _DATE.size if kind is dt.datetime else 0
+    day = _DATE.unpack(data[:size]) if size else ()
+    *clock, fold = _TIME.unpack(data[size : size + _TIME.size])
     make: Callable[..., Any] = kind
-    return make(*day, *clock, tzinfo=_zone(data[at + _TIME.size :]), fold=fold)
+    return make(*day, *clock, tzinfo=_zone(data[size + _TIME.size :]), fold=fold)
 
 
 def _packed_zone(zone: dt.tzinfo | None) -> bytes:
@@ -65,13 +56,14 @@ def _packed_zone(zone: dt.tzinfo | None) -> bytes:
     if type(zone) is dt.timezone:
         offset = zone.utcoffset(None)
         name = zone.tzname(None)
-        given = name if name != dt.timezone(offset).tzname(None) else ""
-        return _FIXED + _OFFSET.pack(offset // _MICROSECOND) + given.encode()
+        own_name = name if name != dt.timezone(offset).tzname(None) else ""
+        return _FIXED + _OFFSET.pack(offset // _MICROSECOND) + own_name.encode()
     key = getattr(zone, "key", None)
     if type(zone).__module__ == "zoneinfo" and isinstance(key, str):
         return _NAMED + key.encode()
+    kind = f"{type(zone).__module__}.{type(zone).__qualname__}"
     raise ConfigError(
-        f"its time zone is a {type(zone).__module__}.{type(zone).__qualname__}, which cannot travel: use datetime.timezone, "
+        f"its time zone is a {kind}, which cannot travel: use datetime.timezone, "
         f"zoneinfo.ZoneInfo(name), or x.astimezone(datetime.timezone.utc)"
     )
 
@@ -90,7 +82,7 @@ def _zone(data: bytes) -> dt.tzinfo | None:
 
         key = rest.decode()
         try:
-            return zoneinfo.ZoneInfo(key)  # it refuses names that lead out of its folders
+            return zoneinfo.ZoneInfo(key)  # raises for names that lead out of its folders
         except (KeyError, OSError) as error:
             raise ValueError(f"there is no time zone {key!r:.80} here: {error}") from None
     raise ValueError("the bytes are no time zone")

@@ -1,14 +1,13 @@
-"""Plain Python objects as bytes and back: data only, nothing that could run.
+"""Plain Python objects as bytes and back, without pickle: data only, nothing that could run.
 
-Travels: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, date, time,
-datetime, timedelta, NumPy arrays and scalars of the dtypes in `syncvar.core.dtypes`, tensors of PyTorch and JAX, dtypes, range,
-Path and Decimal. Members of an IntEnum or StrEnum come out as their int or str, because classes do not travel.
-Everything else is refused when it is packed.
+`_KINDS` lists the types; dtypes are those of `syncvar.core.dtypes`. Members of an IntEnum or
+StrEnum come back as their int or str, because classes are not sent. Packing raises for the rest.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import struct
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -27,15 +26,17 @@ from syncvar.protocol.standard_type_codec import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
 # 11 to 14 are STANDARD_CODES.
-_MOMENT = 16  # and as many as there are kinds of moments
+_MOMENT = 16  # first of one code for each type in MOMENTS
 DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
-_VERSIONS = "_metadata"  # what PyTorch's modules note on their state, by which they read older ones
+_VERSIONS = "_metadata"  # attribute of PyTorch's state dicts, with the versions of modules
 
 _KINDS = (
     "objects may be None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, "
@@ -85,7 +86,7 @@ PLAIN = (
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is of a kind that can travel; what is in it is not looked at."""
+    """Return whether a value has a type that can be packed; its parts are not checked."""
     import numpy as np
 
     if isinstance(value, (*PLAIN, np.ndarray, np.generic)) or is_standard(value):
@@ -95,18 +96,13 @@ def is_plain(value: Any) -> bool:
 
 
 def may_travel(kind: type) -> bool:
-    """Return whether an instance of a class, or of a class derived from it, may be plain data.
-
-    Example:
-        >>> may_travel(dict), may_travel(object), may_travel(BaseException)
-        (True, True, False)
-    """
+    """Return whether an instance of a class, or of a subclass, may be plain data."""
     home = kind.__module__.partition(".")[0]
     if home in _LIBRARIES or getattr(kind, "_is_protocol", False):
         return True
     try:
         is_of_plain = issubclass(kind, PLAIN) or any(issubclass(one, kind) for one in PLAIN)
-    except TypeError:  # of a class that answers in its own way
+    except TypeError:  # the class has its own __subclasscheck__
         return True
     return is_of_plain or kind in (range, object)
 
@@ -118,12 +114,13 @@ def pack_object(
 
     Args:
         value: The object.
-        limit_nbytes: The most bytes that it may take.
-        place: The name of the object in an error.
-        advice: Code that an error recommends; "" if the error is to list the types that can travel.
+        limit_nbytes: Largest result, in bytes.
+        place: Name of the object in errors.
+        advice: Code that errors recommend; "" makes them list the types that can travel.
 
     Raises:
-        ConfigError: A part of the value cannot travel (its place and type are named), or the result is too long.
+        ConfigError: A part of the value cannot be packed (the error names its path and type), or
+            the result is too long.
 
     Example:
         >>> unpack_object(pack_object({"a": (1, [2.5, None])}))
@@ -145,12 +142,7 @@ def pack_object(
 
 
 class _CannotTravelError(Exception):
-    """A part of an object is not plain data.
-
-    Args:
-        place: Its place in the object, such as "args[0]".
-        value: The part.
-    """
+    """A part of an object is not plain data; `place` is its path, such as "args[0]"."""
 
     def __init__(self, place: str, value: Any) -> None:
         self._place = place
@@ -160,14 +152,14 @@ class _CannotTravelError(Exception):
         """Return the text of the error."""
         kind = type(self._value)
         name, remedy = f"{kind.__module__}.{kind.__qualname__}", _remedy(self._value)
-        what = f"{self._place} is a {name}, which cannot travel"
+        text = f"{self._place} is a {name}, which cannot travel"
         if advice:
-            return f"{what} as plain data: write {f'{remedy}, or ' if remedy else ''}{advice}"
-        return f"{what}{f': write {remedy}' if remedy else ''}; {_KINDS}"
+            return f"{text} as plain data: write {f'{remedy}, or ' if remedy else ''}{advice}"
+        return f"{text}{f': write {remedy}' if remedy else ''}; {_KINDS}"
 
 
 def _packed_flat(value: Any) -> bytes | None:
-    """Return a flat value as bytes; None for a long integer, and for a text without an encoding."""
+    """Return a flat value as bytes; None for a long integer or a text with lone surrogates."""
     try:
         return _packed(value)
     except (OverflowError, ValueError):
@@ -175,7 +167,7 @@ def _packed_flat(value: Any) -> bytes | None:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return whether a value is a number or text, or a dict or list of such: what is packed as it is."""
+    """Return whether msgpack can pack a value directly: a scalar, or a dict or list of scalars."""
     kind = type(value)
     if kind is dict:
         return _FLAT.issuperset(map(type, value)) and _FLAT.issuperset(map(type, value.values()))
@@ -183,16 +175,12 @@ def _is_flat(value: Any) -> bool:
 
 
 def unpack_object(data: bytes) -> Any:
-    """Return the object that `pack_object` made into `data`.
-
-    Raises:
-        WireError: The bytes are no such object.
-    """
+    """Return the object in `data`, from `pack_object`, or raise WireError."""
     return _unpack(data, 0)
 
 
 def _unpack(data: bytes, depth: int) -> Any:
-    if depth > DEPTH_MAX:  # each level holds a copy of what is inside it
+    if depth > DEPTH_MAX:  # each level holds a copy of its content
         raise WireError(f"the packed object has tuples nested more than {DEPTH_MAX} deep")
     try:
         return msgpack.unpackb(
@@ -215,7 +203,7 @@ def _unpack(data: bytes, depth: int) -> Any:
         raise WireError(f"the bytes are no packed object: {error}") from error
 
 
-def _plain(value: Any, place: str, depth: int) -> Any:
+def _plain(value: Any, place: str, depth: int) -> Any:  # noqa: C901, PLR0911, PLR0912  (a case for each type)
     kind = type(value)
     if value is None or kind in (bool, float, bytes):
         return value
@@ -239,43 +227,36 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         items = [_plain(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
         return _extension(_TUPLE, items)
     if kind is dict:
-        return {
-            _plain(key, f"a key of {place}", depth + 1): _plain(
-                item, f"{place}[{key!r}]", depth + 1
-            )
-            for key, item in value.items()
-        }
+        return dict(_plain_pairs(value, place, depth))
     if kind in (bytearray, memoryview):
         return bytes(value)
     if kind is complex:
         return msgpack.ExtType(_COMPLEX, struct.pack("<dd", value.real, value.imag))
     if kind in (OrderedDict, Counter):
-        items = [
-            [
-                _plain(key, f"a key of {place}", depth + 1),
-                _plain(item, f"{place}[{key!r}]", depth + 1),
-            ]
-            for key, item in value.items()
-        ]
-        about = (
-            [_plain(getattr(value, _VERSIONS, None), f"{place}.{_VERSIONS}", depth + 1)]
-            if kind is OrderedDict
-            else []
-        )
-        return _extension(_ORDERED if kind is OrderedDict else _COUNTER, [items, *about])
+        items = [list(pair) for pair in _plain_pairs(value, place, depth)]
+        if kind is Counter:
+            return _extension(_COUNTER, [items])
+        versions = _plain(getattr(value, _VERSIONS, None), f"{place}.{_VERSIONS}", depth + 1)
+        return _extension(_ORDERED, [items, versions])
     if kind in (set, frozenset):
-        # In the order of their bytes, so that equal sets are equal bytes in every process.
+        # Sorted by their bytes, so that equal sets have equal bytes in every process.
         parts = sorted(_packed(_plain(item, f"an item of {place}", depth + 1)) for item in value)
         return _extension(_SET if kind is set else _FROZEN_SET, parts)
     if kind in MOMENTS:
         try:
             return msgpack.ExtType(_MOMENT + MOMENTS.index(kind), pack_moment(value))
-        except ValueError as error:  # also of a name that is no text
+        except ValueError as error:  # for instance a time zone whose name is no valid text
             raise ConfigError(f"{place}: {error}") from None
     if isinstance(value, enum.Enum) and isinstance(value, int | str):
         return _plain(value.value, place, depth)
     standard = pack_standard(value, place)
     return _plain_array(value, place) if standard is None else msgpack.ExtType(*standard)
+
+
+def _plain_pairs(value: dict[Any, Any], place: str, depth: int) -> Iterator[tuple[Any, Any]]:
+    for key, item in value.items():
+        path = f"{place}[{key!r}]"
+        yield _plain(key, f"a key of {place}", depth + 1), _plain(item, path, depth + 1)
 
 
 def _packed(plain: Any) -> bytes:
@@ -298,7 +279,7 @@ def _plain_array(value: Any, place: str) -> Any:
         raise _CannotTravelError(place, value)
     try:
         array = library.take(value)
-    except Exception as error:  # whatever the library raises
+    except Exception as error:  # the library may raise anything
         raise ConfigError(
             f"{place} of type {type(value).__name__} cannot travel: {type(error).__name__}: {error}"
         ) from None
@@ -306,7 +287,7 @@ def _plain_array(value: Any, place: str) -> Any:
 
 
 def _remedy(value: Any) -> str:
-    """Return what to write instead of a value that cannot travel, if that is known."""
+    """Return code that makes plain data of a value, if it is known."""
     kind = type(value)
     if library_of(value) is not None:
         return "np.from_dlpack(x)"
@@ -329,7 +310,7 @@ def _array_bytes(value: NDArray[Any], place: str) -> bytes:
     return head + array.tobytes()
 
 
-def _restore(code: int, data: bytes, depth: int) -> Any:
+def _restore(code: int, data: bytes, depth: int) -> Any:  # noqa: C901, PLR0911  (a case for each code)
     if code == _TUPLE:
         return tuple(_list(data, depth))
     if code == _BIG_INTEGER:
@@ -337,11 +318,11 @@ def _restore(code: int, data: bytes, depth: int) -> Any:
     if code == _COMPLEX:
         return complex(*struct.unpack("<dd", data))
     if code == _ORDERED:
-        items, about = _list(data, depth)
-        made = OrderedDict((key, item) for key, item in items)
-        if about is not None:
-            setattr(made, _VERSIONS, about)
-        return made
+        items, versions = _list(data, depth)
+        restored = OrderedDict((key, item) for key, item in items)
+        if versions is not None:
+            setattr(restored, _VERSIONS, versions)
+        return restored
     if code == _COUNTER:
         (items,) = _list(data, depth)
         return Counter(dict(items))
@@ -379,9 +360,7 @@ def _restored_array(data: bytes) -> NDArray[Any]:
     dtype = dtype_from_index(index)
     shape = struct.unpack_from(f"<{ndim}Q", data, _ARRAY_HEAD.size)
     start = _ARRAY_HEAD.size + 8 * ndim
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     if len(data) - start != count * dtype.itemsize:
         raise WireError(
             f"an array of shape {shape} and dtype {dtype} does not have {len(data) - start} bytes"

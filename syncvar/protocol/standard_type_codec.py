@@ -18,7 +18,7 @@ _DTYPE_TEXT = re.compile(r"[<>|][?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
 
 
 def is_standard(value: Any) -> bool:
-    """Return whether a value is a range, a Path, a Decimal or a dtype of NumPy."""
+    """Return whether a value is a range, a Path, a Decimal or a NumPy dtype."""
     return _code_of(value) != 0
 
 
@@ -35,18 +35,10 @@ def _code_of(value: Any) -> int:
 
 
 def pack_standard(value: Any, place: str) -> tuple[int, bytes] | None:
-    """Return the code and the bytes of a value; None of one of another type.
-
-    Args:
-        value: Anything.
-        place: Where it stands, for the error.
+    """Return the code and bytes of a value, or None for other types; `place` names it in errors.
 
     Raises:
         ConfigError: A dtype of Python objects or with fields, or a range beyond 64-bit integers.
-
-    Example:
-        >>> unpack_standard(*pack_standard(range(2, 9, 3), "value"))
-        range(2, 9, 3)
     """
     code = _code_of(value)
     if not code:
@@ -73,11 +65,7 @@ def pack_standard(value: Any, place: str) -> tuple[int, bytes] | None:
 
 
 def unpack_standard(code: int, data: bytes) -> Any:
-    """Return the value of a code and bytes.
-
-    Raises:
-        WireError: The bytes are no such value.
-    """
+    """Return the value of a code and bytes, or raise WireError."""
     try:
         return _unpacked(code, data)
     except (ValueError, TypeError, ArithmeticError, struct.error) as error:

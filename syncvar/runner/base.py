@@ -1,4 +1,4 @@
-"""What an engine has to do: find places, hand out parts, tell of ends, end the rest."""
+"""The protocol of engines that run ranks: Ray and Dask implement it, `engine_driver` calls it."""
 
 from __future__ import annotations
 
@@ -7,43 +7,39 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Engine"]
-
 
 @runtime_checkable
 class Engine(Protocol):
-    """Where ranks run. `driving.drive` calls the methods in this order; `gather` to `end` once for each start.
+    """A place where ranks run. `engine_driver.drive` calls the methods in this order.
 
-    Places are numbered from 0 in the order in which `gather` returns them. Each is a process of its own.
+    Places are numbered from 0 in the order of `gather`; each is a process of its own. `gather` to
+    `end` run once for each start.
     """
 
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:
-        """Take a place for each of so many ranks, and return what `place.arrive` says there.
-
-        Args:
-            workers: How many places.
-            timeout_s: Longest wait for all of them, in seconds.
+        """Reserve one place per rank, and return what `engine_worker.arrive` returns in each.
 
         Raises:
-            LaunchError: There are not as many; what there is, and what to do, is told.
+            LaunchError: There are too few places; the message says how many, and what to do.
         """
 
     def begin(self, parts: Sequence[bytes]) -> None:
-        """Run `place.play` with a part at each place, all at once."""
+        """Run `engine_worker.play` with a part in each place, all at once."""
 
     def ended(self, timeout_s: float) -> Mapping[int, bytes | str]:
-        """Wait until something has ended that was not told of before, but no longer than this.
+        """Wait until a place has ended that was not reported before.
 
         Returns:
-            For each place what `place.play` returned there; or in words why its process is gone.
+            For each ended place, the result of `engine_worker.play`, or a text that says why its
+            process is gone.
         """
 
     def end(self, grace_s: float) -> None:
-        """End what still runs and give the places back. Idempotent.
+        """Terminate what still runs, and release the places. Idempotent.
 
         Args:
-            grace_s: Where ranks can be asked to end, how long until they are killed, in seconds.
+            grace_s: Time until ranks that were asked to end are killed, in seconds.
         """
 
     def close(self) -> None:
-        """Let go of the engine; end it if it was started here. Idempotent."""
+        """Release the engine, and stop its cluster if it was started here. Idempotent."""

@@ -1,10 +1,9 @@
-"""Functions that cannot be found by name, and values of `sv.run(..., pickle=True)`, as bytes.
+"""Pickles functions without an importable name, and values of `sv.run(..., pickle=True)`.
 
-This is the only place that pickles. `sv.run` uses it for functions of notebooks and interactive
-sessions, and for arguments and results where its caller says so. The bytes go to workers that this
-very process starts, and come back from them: through the private descriptor and folder of the call,
-with `hosts=` through the agent there, with `engine=` through Ray or Dask. Nothing that comes from a
-socket of a job or from a checkpoint ever gets here.
+This is the only module that pickles. `sv.run` uses it for functions of notebooks, and for arguments
+and results if the caller asks for it. The bytes travel only between this process and workers that
+it starts: by private descriptors and folders, the agent of `hosts=`, or Ray or Dask. Data from a
+socket of a job or from a checkpoint never comes here.
 """
 
 from __future__ import annotations
@@ -23,31 +22,24 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "loaded_main",
-    "pack_function",
-    "pack_values",
-    "unpack_function",
-    "unpack_values",
-]
-
-_loaded_main: list[Any] = []  # in a worker: the caller's __main__, as the worker has imported it
+_loaded_main: list[Any] = []  # in a worker: the caller's __main__ as imported here
 
 
 def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
-    """Return a function as bytes, and the source of its cells by their names.
+    """Return a pickled function, and the source of its notebook cells by name.
 
     Raises:
-        ConfigError: The package cloudpickle is missing, or the function uses something that
-            cannot be copied.
+        ConfigError: The package cloudpickle is missing, or the function uses something that cannot
+            be copied.
     """
     pickler = _pickler(
         f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions "
-        f"of a notebook or inner functions: define it at the top of a file, or pip install cloudpickle"
+        "of a notebook or inner functions: define it at the top of a file, or pip install "
+        "cloudpickle"
     )
     try:
         data, places = _dumped(fn, pickler, ())
-    except Exception as error:  # cloudpickle raises whatever the captured objects raise
+    except Exception as error:  # captured objects raise anything
         raise ConfigError(_refusal(fn, error, pickler)) from None
     cells = {
         place: "".join(linecache.getlines(place)) for place in places if not os.path.isfile(place)
@@ -56,12 +48,7 @@ def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
 
 
 def unpack_function(data: bytes, cells: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function that `pack_function` of the parent process made into `data`.
-
-    Args:
-        data: The function.
-        cells: The source of its cells, which tracebacks show.
-    """
+    """Return the function that `pack_function` of the parent process has pickled."""
     import cloudpickle
 
     for place, source in cells.items():
@@ -70,29 +57,29 @@ def unpack_function(data: bytes, cells: Mapping[str, str]) -> Callable[..., Any]
 
 
 def pack_values(values: Any, what: str, main_names: Sequence[str]) -> bytes:
-    """Return values as bytes.
+    """Return pickled values.
 
     Args:
-        values: Anything that cloudpickle takes.
-        what: What they are, for the error.
-        main_names: Names of the module that is the caller's `__main__`; classes and functions of
-            it travel by name. Empty where the other side does not import it.
+        values: Anything that cloudpickle accepts.
+        what: Name of the values, for the error.
+        main_names: Names of the module that is the caller's `__main__`; its classes and functions
+            travel by name. Empty if the other side does not import it.
 
     Raises:
-        ConfigError: The package cloudpickle is missing, or something cannot be pickled.
+        ConfigError: The package cloudpickle is missing, or a value cannot be pickled.
     """
     pickler = _pickler("pickle=True needs the package cloudpickle: pip install cloudpickle")
     try:
         return _dumped(values, pickler, main_names)[0]
-    except Exception as error:  # objects raise whatever they like
+    except Exception as error:  # objects raise anything
         raise ConfigError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from None
 
 
 def unpack_values(data: bytes, what: str) -> Any:
-    """Return the values that `pack_values` made into `data`.
+    """Return the values that `pack_values` has pickled.
 
     Raises:
-        ConfigError: They cannot be made here, for instance because a module is missing.
+        ConfigError: They cannot be unpickled here, for instance because a module is missing.
     """
     import cloudpickle
 
@@ -106,10 +93,10 @@ def unpack_values(data: bytes, what: str) -> Any:
 
 @contextlib.contextmanager
 def loaded_main(namespace: Any) -> Iterator[None]:
-    """Let unpickled values find classes and functions of the caller's `__main__` in a worker.
+    """Make unpickled values use the worker's import of the caller's `__main__`.
 
     Args:
-        namespace: That file as the worker has imported it; None if it has not.
+        namespace: That module as the worker has imported it; None if it has not.
     """
     _loaded_main[:] = [] if namespace is None else [namespace]
     try:
@@ -150,7 +137,7 @@ def _found_culprit(fn: Any, pickler: Any, seen: set[int]) -> tuple[str, Any, Exc
 
 
 def _used(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of a function's surroundings: of its closure, defaults and module."""
+    """Yield the variables that a function uses: of its closure, defaults and module."""
     fn = getattr(fn, "__func__", fn)
     if not isinstance(fn, FunctionType):
         return
@@ -194,19 +181,19 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _dumped(value: Any, pickler: Any, main_names: Sequence[str]) -> tuple[bytes, set[str]]:
-    """Return a value as bytes, and the files and cells of the functions in it."""
+    """Return a pickled value, and the files and cells of the functions in it."""
     reduce_code = pickler.dispatch_table[CodeType]
     places: set[str] = set()
 
-    def reduce_with_place(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
-        """Keep the name of a cell, for which cloudpickle writes <dynamic-code>."""
+    def reduce_with_name(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+        """Keep the name of a cell, which cloudpickle would replace by <dynamic-code>."""
         make, parts = reduce_code(code)
         places.add(code.co_filename)
         return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
-    class PlacedPickler(pickler):  # type: ignore[misc]
+    class MainPickler(pickler):  # type: ignore[misc]
         dispatch_table: ClassVar[Any] = ChainMap(
-            {CodeType: reduce_with_place}, pickler.dispatch_table
+            {CodeType: reduce_with_name}, pickler.dispatch_table
         )
 
         def reducer_override(self, obj: Any) -> Any:
@@ -216,5 +203,5 @@ def _dumped(value: Any, pickler: Any, main_names: Sequence[str]) -> tuple[bytes,
             return super().reducer_override(obj)
 
     file = io.BytesIO()
-    PlacedPickler(file).dump(value)
+    MainPickler(file).dump(value)
     return file.getvalue(), places

@@ -1,4 +1,7 @@
-"""What a rank is given and what comes back, as bytes; and which place is which rank. Data in, data out."""
+"""Messages between `sv.run` and the workers of an engine, and the assignment of ranks to places.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,15 @@ from syncvar.protocol.object_codec import pack_object, unpack_object
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["CallPart", "End", "EnginePlace", "packed", "parts", "unpacked"]
-
 
 class EnginePlace(NamedTuple):
-    """What a place says about itself before it is given a part.
+    """A place, as it describes itself.
 
     Args:
-        ground: What processes have in common that can share memory and sockets.
+        ground: Identity of everything that processes need in common to share memory and sockets.
         host: Name of its host.
-        address: Where other hosts reach it.
-        port: A port that was free there.
+        address: Address for other hosts.
+        port: Port that was free.
         pid: Its process.
     """
 
@@ -31,14 +32,14 @@ class EnginePlace(NamedTuple):
 
 
 class CallPart(NamedTuple):
-    """What a rank is given.
+    """What a rank needs for its call.
 
     Args:
-        rank: Which it is.
-        environ: Who it is and where it meets the others, as torchrun's variables say it; the secret; the settings.
+        rank: Rank in the world.
+        environ: Identity and rendezvous as torchrun's variables, the secret, and the settings.
         call: The function and its arguments.
-        folders: Where the caller looks for modules.
-        pid: The process that it is meant for: an engine that repeats what was lost must not repeat a rank.
+        folders: Module path of the caller.
+        pid: Process that it is meant for: an engine that repeats lost tasks must not repeat a rank.
     """
 
     rank: int
@@ -49,16 +50,16 @@ class CallPart(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a rank has ended.
+    """The end of a rank.
 
     Args:
-        result: What the function returned, packed; empty where it has failed.
-        error: Name of the exception, or an empty text.
-        message: Its text.
-        traceback: Its traceback, as its author should see it.
-        exit_code: What its process would have ended with.
-        has_met: It had met the others.
-        raised: The exception, packed; empty where there was none.
+        result: Packed result of the function; empty after a failure.
+        error: Name of the exception, or empty.
+        message: Text of the exception.
+        traceback: Traceback for the author of the function.
+        exit_code: Exit code that its process would have.
+        has_met: The rank had met the others.
+        raised: Packed exception, or empty.
     """
 
     result: bytes = b""
@@ -74,12 +75,12 @@ _Carried = TypeVar("_Carried", EnginePlace, CallPart, End)
 
 
 def packed(value: EnginePlace | CallPart | End) -> bytes:
-    """Return what an engine carries as bytes."""
+    """Return a message as bytes."""
     return pack_object(list(value))
 
 
 def unpacked(kind: type[_Carried], data: bytes) -> _Carried:
-    """Return what `packed` has packed."""
+    """Return a message of `packed`."""
     return kind(*unpack_object(data))
 
 
@@ -92,21 +93,16 @@ def parts(
     folders: Sequence[str],
     restarts: int = 0,
 ) -> list[CallPart]:
-    """Return the part of each place: the ranks of a host follow each other, hosts in the order of their first place.
+    """Return the part of each place.
 
-    Args:
-        places: All of them.
-        call: What each calls.
-        job: What tells this start from all others.
-        secret: 64 hexadecimal digits, new for each start.
-        settings: Variables of the runtime's settings.
-        folders: Where the caller looks for modules.
-        restarts: How often the ranks have been started again before.
+    Ranks are numbered host by host, in the order of their first place.
 
     Example:
-        >>> two = [EnginePlace("a", "x", "10.0.0.1", 5000, 1), EnginePlace("b", "y", "10.0.0.2", 6000, 2), EnginePlace("a", "x", "10.0.0.1", 5002, 3)]
-        >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in parts(two, b"", "j", "", {}, [])]
-        [(0, '0', '10.0.0.1'), (2, '0', '10.0.0.1'), (1, '1', '10.0.0.1')]
+        >>> hosts = [("a", 5000), ("b", 6000), ("a", 5002)]
+        >>> places = [EnginePlace(host, host, host, port, 1) for host, port in hosts]
+        >>> made = parts(places, b"", "j", "", {}, [])
+        >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in made]
+        [(0, '0', 'a'), (2, '0', 'a'), (1, '1', 'a')]
     """
     hosts: dict[str, list[int]] = {}
     for number, place in enumerate(places):
@@ -125,7 +121,7 @@ def parts(
                 "GROUP_WORLD_SIZE": len(hosts),
                 "MASTER_ADDR": first.address,
                 "MASTER_PORT": first.port
-                - 1,  # the roll is kept at the next one: torchrun itself listens at this
+                - 1,  # the rendezvous uses the next port, because torchrun itself uses MASTER_PORT
                 "TORCHELASTIC_RUN_ID": job,
                 "TORCHELASTIC_RESTART_COUNT": restarts,
                 "SYNCVAR_KEY": secret,

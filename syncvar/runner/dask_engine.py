@@ -1,4 +1,4 @@
-"""Ranks as tasks of Dask, one on each of as many workers, all at once."""
+"""Ranks as tasks of Dask, one on each of several workers, all at once."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Dask"]
-
 _log = logging.getLogger("syncvar")
 _LOOK_S = 0.25
 _COMING_S = 5.0
 _PATIENCE_S = 30.0
 _lock = threading.Lock()
-_threads: dict[str, int] = {}  # of the ranks that run in this process: by key, the thread
+_threads: dict[str, int] = {}  # threads of ranks in this process, by key
 
 
 class RankEnded(BaseException):
-    """The rank of this thread is ended by whoever started it."""
+    """Raised in the thread of a rank that its starter terminates."""
 
 
 class Dask:
-    """Dask: the cluster of a client; by default that of this program's current client; else one on this host, for the time of the call.
+    """Dask as an engine of `sv.run`.
 
     Args:
-        client: A connected `distributed.Client`.
-        workers: Addresses or names of those workers that may be used; None for all.
+        client: Connected `distributed.Client`. None for this program's current client; without one,
+            a cluster on this host for the time of the call.
+        workers: Addresses or names of the workers to use; None for all.
+
+    Raises:
+        ConfigError: Dask is not installed.
 
     Example:
         sv.run(train, workers=8, engine=sv.engines.Dask(client))
@@ -48,26 +50,25 @@ class Dask:
     def __init__(self, client: Any = None, *, workers: Sequence[str] | None = None) -> None:
         if distributed is None:
             raise ConfigError(
-                "engine='dask' needs Dask: pip install distributed cloudpickle, here and on the hosts of the cluster"
+                "engine='dask' needs Dask: pip install distributed cloudpickle, here and on the "
+                "hosts of the cluster"
             )
         self._client = client
         self._only = None if workers is None else set(workers)
         self._own: contextlib.ExitStack | None = None
         self._key = ""
-        self._ids: list[tuple[str, str]] = []  # of each place: address and identity of its worker
-        self._plays: dict[Any, int] = {}  # what will be known of a place -> its number
+        self._ids: list[tuple[str, str]] = []  # of each place: (address, identity) of its worker
+        self._plays: dict[Any, int] = {}  # future of a place -> its number
         self._is_again = False
 
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:
-        """Choose the workers that have least to do; a place is one that has answered, for some are busy, or gone already."""
+        """Choose the workers with the fewest tasks; a worker counts when it has answered."""
         began = time.monotonic()
-        # Workers that a nanny has just started again are there soon; those that never were do not come by waiting.
+        # Workers restarted by a nanny come soon; others do not come by waiting.
         coming_s = timeout_s if self._is_again else min(_COMING_S, timeout_s)
         self._connect(workers)
         self._is_again = True
-        asked: dict[
-            tuple[str, str], Any
-        ] = {}  # workers: address and identity -> what will be their answer
+        asked: dict[tuple[str, str], Any] = {}  # worker (address, identity) -> future of its answer
         while True:
             found = self._workers()
             asked = {
@@ -96,22 +97,29 @@ class Dask:
                     and not isinstance(answer.exception(), distributed.KilledWorker)
                 ):
                     raise LaunchError(
-                        f"a worker of Dask cannot be a rank: {answer.exception()!r}; do all have this version of syncvar?"
+                        f"a worker of Dask cannot be a rank: {answer.exception()!r}; do all have "
+                        "this version of syncvar?"
                     )
         self._ids = sorted(ready)
         return [asked[one].result() for one in self._ids]
 
     def _too_few(self, workers: int, found: int, ready: int, waited_s: float) -> str:
-        where = f"{self._client.scheduler.address} has {found}{'' if self._only is None else ' of those named'}"
+        where = (
+            f"{self._client.scheduler.address} has "
+            f"{found}{'' if self._only is None else ' of those named'}"
+        )
         if found >= workers:
-            return f"{workers} ranks need {workers} workers of Dask at once; {where}, of which {ready} had room for a task within {waited_s:.0f} s"
+            return (
+                f"{workers} ranks need {workers} workers of Dask at once; {where}, of which "
+                f"{ready} had room for a task within {waited_s:.0f} s"
+            )
         return (
-            f"{workers} ranks need {workers} workers of Dask at once, one each, and {where}: start more "
-            f"(cluster.scale({workers}), or dask worker), or ask for fewer (workers=)"
+            f"{workers} ranks need {workers} workers of Dask at once, one each, and {where}: "
+            f"start more (cluster.scale({workers}), or dask worker), or ask for fewer (workers=)"
         )
 
     def begin(self, parts: Sequence[bytes]) -> None:
-        """Give each worker its part."""
+        """Send each worker its part."""
         self._key = f"syncvar-{secrets.token_hex(8)}"
         self._plays = {
             self._submit(
@@ -121,7 +129,7 @@ class Dask:
         }
 
     def ended(self, timeout_s: float) -> Mapping[int, bytes | str]:
-        """Wait for a task's answer, or until its worker is gone."""
+        """Wait for the answer of a task, or the loss of its worker."""
         until = time.monotonic() + timeout_s
         while True:
             self._wait(list(self._plays), min(_LOOK_S, timeout_s))
@@ -137,7 +145,7 @@ class Dask:
                 return told
 
     def end(self, grace_s: float) -> None:
-        """End the ranks that still run; where one does not, in its grace, its worker is started again by its nanny."""
+        """Terminate the ranks that still run; a nanny restarts workers that do not end in time."""
         if self._plays:
             there = self._workers()
             left = {
@@ -148,13 +156,14 @@ class Dask:
             if left:
                 self._client.run(
                     _interrupt, list(left.values()), workers=list(left), on_error="ignore"
-                )  # one may go just now
+                )  # a worker may disappear just now
             self._wait(list(self._plays), grace_s, "ALL_COMPLETED")
             late = [self._ids[number][0] for one, number in self._plays.items() if not one.done()]
             self._client.cancel(list(self._plays), force=True)
             if late:
                 _log.warning(
-                    "workers of Dask are started again, for their ranks did not end within %g s: %s",
+                    "workers of Dask are started again, for their ranks did not end within %g s: "
+                    "%s",
                     grace_s,
                     ", ".join(late),
                 )
@@ -162,7 +171,7 @@ class Dask:
         self._plays, self._ids = {}, []
 
     def close(self) -> None:
-        """End the cluster that was started here."""
+        """Stop the cluster that was started here."""
         if self._own is not None:
             self._own.close()
             self._own = self._client = None
@@ -186,7 +195,10 @@ class Dask:
             )
 
     def _workers(self) -> set[tuple[str, str]]:
-        """Return the workers that there are now: address, and identity, which a worker that is started again has not."""
+        """Return (address, identity) of the running workers.
+
+        A restarted worker has a new identity.
+        """
         told = self._client.scheduler_info(n_workers=-1)["workers"]
         return {
             (address, about["id"])
@@ -205,7 +217,7 @@ class Dask:
     def _submit(
         self, function: Callable[..., bytes], key: str, address: str, *arguments: Any
     ) -> Any:
-        """Let one worker do something once, before what others want of it."""
+        """Run a function once on one worker, before other tasks."""
         return self._client.submit(
             function,
             *arguments,
@@ -244,7 +256,7 @@ def _play(part: bytes, key: str) -> bytes:
 
 
 def _interrupt(keys: list[str]) -> None:
-    """Raise in the threads of these ranks, as far as they are here: a task that runs cannot be cancelled otherwise."""
+    """Raise in the threads of these ranks: a running task cannot be cancelled otherwise."""
     with _lock:
         for thread in (_threads[key] for key in keys if key in _threads):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -255,6 +267,6 @@ def _interrupt(keys: list[str]) -> None:
 def _answer(future: Any) -> bytes | str:
     try:
         answer: bytes = future.result(timeout=_PATIENCE_S)
-    except Exception as error:  # of any kind: Dask raises what it has heard
+    except Exception as error:  # Dask passes on any exception
         return f"its task of Dask has not come to an end: {error!r}"
     return answer

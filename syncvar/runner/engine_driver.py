@@ -1,4 +1,7 @@
-"""From places to results: start all ranks, wait, weigh what failed, end the others, start again. The same for every engine."""
+"""Drives a call on an engine.
+
+Start all ranks, wait, choose the failure to report, terminate, restart.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ from syncvar.runner.call_parts import End, EnginePlace, packed, parts, unpacked
 if TYPE_CHECKING:
     from syncvar.runner.base import Engine
 
-__all__ = ["drive"]
-
 _log = logging.getLogger("syncvar")
 _LOOK_S = 1.0
 
@@ -29,18 +30,18 @@ _LOOK_S = 1.0
 def drive(
     engine: Engine, call: bytes, workers: int, limit_s: float, max_restarts: int
 ) -> list[bytes]:
-    """Make a call as every rank of a job on an engine, and return the results by rank, packed.
+    """Make a call as every rank of a job on an engine; return the packed results by rank.
 
     Args:
-        engine: Where; it is closed at the end.
-        call: The function and its arguments, packed.
-        workers: How many ranks.
+        engine: The engine; closed at the end.
+        call: The packed function and its arguments.
+        workers: Number of ranks.
         limit_s: Time limit of the whole job, in seconds.
-        max_restarts: How often all ranks may be started again after a failure.
+        max_restarts: How often all ranks may be restarted after a failure.
 
     Raises:
-        RankFailed: A rank failed; the first failure by cause.
-        LaunchError: There are not enough places.
+        RankFailed: A rank failed; the failure that caused the others.
+        LaunchError: There are too few places.
         ConfigError: A setting is wrong.
     """
     config = RuntimeConfig.from_mapping(os.environ).consistent()
@@ -74,14 +75,7 @@ def drive(
 
 
 class _Start:
-    """All ranks, started once.
-
-    Args:
-        engine: Where.
-        config: Deadlines and graces.
-        limit_s: Time limit of the job, in seconds.
-        until: When it passes, by the monotonic clock.
-    """
+    """One start of all ranks."""
 
     def __init__(self, engine: Engine, config: RuntimeConfig, limit_s: float, until: float) -> None:
         self._engine = engine
@@ -93,13 +87,14 @@ class _Start:
         self.has_met = False
 
     def run(self, call: bytes, workers: int, restarts: int) -> list[bytes]:
-        """Return the results by rank; raise the first failure by cause."""
+        """Return the results by rank; raise the failure that caused the others."""
         limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
         places = [unpacked(EnginePlace, data) for data in self._engine.gather(workers, limit_s)]
         pids = {(place.ground, place.pid) for place in places}
         if len(pids) < workers:
             raise LaunchError(
-                f"{workers} ranks were given {len(pids)} processes: each rank needs one of its own (a LocalCluster of Dask has them with processes=True)"
+                f"{workers} ranks were given {len(pids)} processes: each rank needs one of its "
+                "own (a LocalCluster of Dask has them with processes=True)"
             )
         secret = secrets.token_hex(32)
         handed = parts(
@@ -112,7 +107,7 @@ class _Start:
             restarts,
         )
         self._engine.begin([packed(part) for part in handed])
-        ends: dict[int, End] = {}  # by rank, in the order in which they came
+        ends: dict[int, End] = {}  # by rank, in order of arrival
         stop = self._until
         while len(ends) < workers and (now := time.monotonic()) < stop:
             for number, told in self._engine.ended(min(_LOOK_S, stop - now)).items():
@@ -122,7 +117,8 @@ class _Start:
                     else End(error="", message=told, exit_code=INTERNAL)
                 )
                 ends[handed[number].rank] = end
-                if not end.result:  # the others are told by their links, and say so; who computes on and on does not
+                # the others notice by their links, except for ranks that compute on and on
+                if not end.result:
                     stop = min(stop, time.monotonic() + self._config.abort_grace_s)
         self.has_met = bool(ends) and all(end.has_met for end in ends.values())
         hosts = {part.rank: place.host for part, place in zip(handed, places, strict=True)}
@@ -138,7 +134,7 @@ class _Start:
         return [ends[rank].result for rank in range(workers)]
 
     def ending(self, failure: RankFailed, *, had_met: bool) -> Ending:
-        """Return what decides whether all are started again."""
+        """Return the facts that decide about a restart."""
         why = str(failure).split("\n", 1)[0]
         lasted_s = time.monotonic() - self._began
         return Ending(

@@ -1,6 +1,7 @@
-"""What runs in an engine's worker: it tells about its place, then it is a rank for one call.
+"""Runs in a worker of an engine: describes the place, then acts as a rank for one call.
 
-The worker belongs to the engine before and after: nothing of a rank stays in it, neither threads nor variables.
+The worker belongs to the engine before and after, so nothing of a rank stays in it, neither threads
+nor variables.
 """
 
 from __future__ import annotations
@@ -23,18 +24,12 @@ from syncvar.runtime.flight_recorder.recorder import boot_identity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["arrive", "play"]
-
 _KEPT = ("XDG_RUNTIME_DIR", "TMPDIR")
 _held: list[socket.socket] = []  # at most one
 
 
 def arrive(address: str) -> bytes:
-    """Return what this place is, as a packed `EnginePlace`.
-
-    Args:
-        address: Where the engine reaches this host.
-    """
+    """Return a packed `EnginePlace`."""
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
     return packed(
@@ -43,31 +38,26 @@ def arrive(address: str) -> bytes:
 
 
 def _held_port(address: str) -> int:
-    """Return a port at which this process may listen until it has been a rank, as rank 0 does.
+    """Return a port that is reserved for this process until it has been a rank.
 
-    A socket stays bound to it, so that the system gives it to nobody else. Both that socket and ZeroMQ's say that the
-    address may be used again, and the first never listens: so the second may.
+    A socket stays bound to it, so that the system gives it to no other process. Both that socket
+    and ZeroMQ's set SO_REUSEADDR, and the first never listens. So the second may bind.
     """
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((address, 0))
-    _let_go()
+    _release_port()
     _held.append(held)
     return int(held.getsockname()[1])
 
 
-def _let_go() -> None:
-    """Let go of the port."""
+def _release_port() -> None:
     while _held:
         _held.pop().close()
 
 
 def play(data: bytes) -> bytes:
-    """Be a rank for one call; return how it ended, as a packed `End`.
-
-    Args:
-        data: A packed `CallPart`.
-    """
+    """Act as a rank for one call; return a packed `End`."""
     part = unpacked(CallPart, data)
     if part.pid != os.getpid():
         return packed(
@@ -85,22 +75,22 @@ def play(data: bytes) -> bytes:
                 result = called(part.call, part.rank)
             finally:
                 has_met = is_initialized()
-        patience_s = float("inf")  # until all have left; whoever drives ends it earlier
+        patience_s = float("inf")  # until all have left; the driver may end it earlier
         end = End(result, has_met=has_met)
-    except BaseException as error:  # what the engine would make of it is not what happened
+    except BaseException as error:  # the engine would report a different error
         failure = failure_of(error)
         raised = pack_exception(error)
         end = End(
             b"", failure.error, failure.message, failure.text, failure.exit_code, has_met, raised
         )
     leave(patience_s)
-    _let_go()
+    _release_port()
     return packed(end)
 
 
 @contextlib.contextmanager
 def _looking_in(folders: list[str]) -> Iterator[None]:
-    """Let modules be found where the caller finds them, after all places of this process's own."""
+    """Append the caller's module path to this process's own."""
     before = list(sys.path)
     sys.path += [folder for folder in folders if folder not in before and os.path.exists(folder)]
     try:

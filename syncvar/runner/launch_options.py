@@ -1,4 +1,4 @@
-"""Options of `sv.run` as those of `syncvar-launch`, which reads and checks their values."""
+"""Options of `sv.run`, translated to those of `syncvar-launch`, which checks their values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["RunOptions", "checked_options"]
-
 
 class RunOptions(NamedTuple):
-    """What `sv.run` asks of the launcher.
+    """Options of `sv.run` for the launcher.
 
     Args:
-        workers: How many; "auto" for one on each usable core; None for the launcher's default.
-        limit_s: Longest time of the whole job, in seconds.
-        max_restarts: How often all workers may be started again.
-        servers: How many parameter servers.
+        workers: Number of workers; "auto" for one per usable core; None for the launcher's default.
+        limit_s: Time limit of the whole job, in seconds.
+        max_restarts: How often all workers may be restarted.
+        servers: Number of parameter servers.
         hosts: Hosts with slots, or the path of a host file; None for this host.
         env: Variables of all workers.
-        output: Whose lines are shown; None for the launcher's default.
-        log_dir: Folder for one file for each rank and stream; None for none.
+        output: Ranks whose lines are shown; None for the launcher's default.
+        log_dir: Folder for one file per rank and stream; None for none.
     """
 
     workers: int | str | None
@@ -39,7 +37,7 @@ class RunOptions(NamedTuple):
     log_dir: str | None
 
     def command_line(self) -> list[str]:
-        """Return them as the launcher takes them; it copies the variables of `env` from its own."""
+        """Return the options of the launcher; it copies the variables of `env` from its own."""
         given: list[tuple[str, Any]] = [
             ("--workers", self.workers),
             ("--timeout", None if self.limit_s == math.inf else self.limit_s),
@@ -54,10 +52,10 @@ class RunOptions(NamedTuple):
         return [f"{name}={value}" for name, value in given if value is not None]
 
     def check_engine(self) -> None:
-        """Check that an engine can do it.
+        """Check that an engine supports the options.
 
         Raises:
-            ConfigError: There is an option that only this host's launcher has.
+            ConfigError: An option is for the launcher only.
         """
         if self.workers == "auto":
             raise ConfigError(
@@ -75,14 +73,8 @@ def checked_options(
 ) -> RunOptions:
     """Return the options of a call of `sv.run`.
 
-    Args:
-        workers: As in `run`; so the next two.
-        timeout: In seconds.
-        max_restarts: A count.
-        others: By name: servers, hosts, env, output and log_dir.
-
     Raises:
-        ConfigError: One has the wrong type.
+        ConfigError: An option has the wrong type.
     """
     is_count = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
     if workers not in (None, "auto") and not is_count:

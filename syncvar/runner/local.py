@@ -1,7 +1,7 @@
-"""Start workers from a program or notebook: `sv.run`.
+"""`sv.run`: starts workers from a program or notebook.
 
-The launcher runs as a child process. The function travels by name (or, from a notebook, through `syncvar.runner.by_value`),
-its arguments and results as plain data; nothing here is left behind when the call returns.
+The launcher runs as a child process. The function travels by name, or from a notebook through
+`by_value`; arguments and results travel as plain data. Nothing is left when the call returns.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from syncvar.runner.engines import Engine
 
-__all__ = ["finding", "run"]
-
 _GRACE_S = 30.0
 _NOT_INHERITED = (
     "RANK",
@@ -54,16 +52,17 @@ _NOT_INHERITED = (
 _UNGUARDED = "unguarded"
 _finding: list[
     tuple[str, Path | None]
-] = []  # the file or module that a worker imports just now, to find its function
+] = []  # the module that this worker is importing to find its function
 
 
 @contextlib.contextmanager
 def finding(place: str, folder: Path | None) -> Iterator[None]:
-    """Note that a worker imports a file or module to find its function: calls of `run` meanwhile are refused.
+    """Refuse calls of `run` while a worker imports the module of its function.
 
     Args:
         place: The file or module.
-        folder: Where results go; the refusal is left there, for whoever called `run` outside. None where its error gets there.
+        folder: Folder of results, for the error text to the caller of `run`. None if exceptions
+            reach the caller.
     """
     _finding.append((place, folder))
     try:
@@ -91,45 +90,51 @@ def run(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` as every rank of a new job and return the results by rank.
 
-    Works from a script (its top level must be importable without side effects, as for multiprocessing's "spawn"), a
-    module, and, with the package cloudpickle, a notebook. What the workers print appears here as it comes.
+    Works from scripts, modules and, with the package cloudpickle, notebooks. As with
+    multiprocessing's "spawn", a script's top level must be importable without side effects. Output
+    of the workers appears here as it comes.
 
     Args:
         fn: Function to call; it may use everything of syncvar.
-        workers: How many ranks; "auto" for one on each usable core. Left out, it is 1, or with
-            `hosts` one for each slot.
-        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates and times
-            of `datetime`, lists, sets, dicts, arrays, tensors), or anything with `pickle=True`.
-        kwargs: Keyword arguments of the same kinds.
-        timeout: Seconds allowed for the whole job; None for no limit.
-        engine: Where the workers run: "local" for this host; "ray" as actors of Ray, "dask" as tasks of Dask, on the cluster
-            that this program is connected to, else on one of this host for the time of the call. `sv.engines.Ray` and
+        workers: Number of ranks; "auto" for one per usable core. Default: 1, or with `hosts` one
+            per slot.
+        args: Positional arguments: types that `sv.broadcast_object` accepts (numbers, texts, dates
+            and times of `datetime`, lists, sets, dicts, arrays, tensors), or anything with
+            `pickle=True`.
+        kwargs: Keyword arguments of the same types.
+        timeout: Seconds for the whole job; None for no limit.
+        engine: Where the workers run: "local" for this host, "ray" for actors of Ray, "dask" for
+            tasks of Dask. Ray and Dask use the cluster that this program is connected to; without
+            one, a cluster on this host for the time of the call. `sv.engines.Ray` and
             `sv.engines.Dask` take options.
-        max_restarts: How often all workers may be started again after a failure; see `restart_count`.
+        max_restarts: How often all workers may be restarted after a failure; see `restart_count`.
         pickle: Arguments and results travel by cloudpickle, as functions of notebooks do:
-            DataFrames, models, figures, instances of your own classes. It needs
-            `pip install cloudpickle`.
-        servers: How many parameter servers, as `syncvar-launch --servers`.
-        hosts: A list of hosts with slots (`["node1:4", "node2:4"]`) or the path of a host file, as
+            DataFrames, models, figures, instances of your own classes. Needs `pip install
+            cloudpickle`.
+        servers: Number of parameter servers, as `syncvar-launch --servers`.
+        hosts: List of hosts with slots (`["node1:4", "node2:4"]`) or path of a host file, as
             `syncvar-launch -H` and `--hostfile`. The function then travels as one of a notebook
             does, unless it is in a module.
-        env: Variables of the workers, beside those that they inherit, as `syncvar-launch --env`.
-        output: Whose lines are shown: "all", "first", "failed", "none" or ranks, as
+        env: Variables of the workers, besides those that they inherit, as `syncvar-launch --env`.
+        output: Ranks whose lines are shown: "all", "first", "failed", "none" or rank numbers, as
             `syncvar-launch --output`.
-        log_dir: Folder for one file for each rank and stream, as `syncvar-launch --log-dir`.
+        log_dir: Folder for one file per rank and stream, as `syncvar-launch --log-dir`.
 
     Returns:
-        For each rank what `fn` returned there, of the same kinds as arguments. Without `pickle`,
-        `run` refuses a result that cannot travel when the work is done, or before it if the
-        annotation of `fn` says so.
+        The result of `fn` on each rank, of the same types as arguments. Without `pickle`, `run`
+        raises ConfigError for a result that cannot travel; before the work if the annotation of
+        `fn` says so.
 
     Raises:
-        ConfigError: A wrong argument, or an engine's packages are missing, and nothing was started; or workers came to this very call when they imported the
-            file that holds `fn`: put it under `if __name__ == "__main__":`.
-        RankFailed: A worker failed; rank, host, exit code and traceback of the first failure are its attributes.
-        LaunchError: The launcher itself failed, or the engine has no room for so many workers.
+        ConfigError: An argument is wrong, or packages of the engine are missing; nothing was
+            started. Or workers reached this very call when they imported the file of `fn`: put it
+            under `if __name__ == "__main__":`.
+        RankFailed: A worker failed; rank, host, exit code and traceback of the first failure are
+            its attributes.
+        LaunchError: The launcher itself failed, or the engine has no space for so many workers.
 
-    Cost: starting the workers, 0.2 to 0.4 s; on Ray about 1 s, and 3 s more where a cluster has to be started.
+    Cost: starting the workers, 0.2 to 0.4 s; on Ray about 1 s, and 3 s more if a cluster has to
+    start.
 
     Example:
         >>> import syncvar as sv
@@ -149,7 +154,7 @@ def run(
     try:
         packed = _launch(call, options) if is_local else _drive(engine, call, options)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt from None  # the frames in which this process waited say nothing
+        raise KeyboardInterrupt from None  # hides the frames of the wait
     if not pickle:
         return [unpack_object(one) for one in packed]
     from syncvar.runner.by_value import unpack_values
@@ -158,7 +163,7 @@ def run(
 
 
 def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call as every rank of a job on an engine; return the packed results by rank."""
+    """Make the call on an engine; return the packed results by rank."""
     options.check_engine()
     from syncvar.runner.engine_driver import drive
     from syncvar.runner.engines import engine_of
@@ -168,27 +173,29 @@ def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes
 
 
 def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Check the call itself, and that it is not made by a worker that looks for its function."""
+    """Check the call, and that it does not come from a worker that imports its function."""
     if not callable(fn):
         raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
     if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
         raise ConfigError(
-            f"args must be a tuple or list of positional arguments, such as args=(x,), not {args!r:.100}"
+            "args must be a tuple or list of positional arguments, such as args=(x,), not "
+            f"{args!r:.100}"
         )
     if kwargs is not None and not (
         hasattr(kwargs, "keys") and all(isinstance(name, str) for name in kwargs)
     ):
         raise ConfigError(
-            f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not {kwargs!r:.100}"
+            f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not "
+            f"{kwargs!r:.100}"
         )
     if _finding:
         place, results = _finding[0]
         sentence = (
-            f"a worker that imported {place}, to find the function that it is to call, came to a call of sv.run there: "
-            f"put the call under if __name__ == '__main__':"
+            f"a worker that imported {place}, to find the function that it is to call, came to a "
+            "call of sv.run there: put the call under if __name__ == '__main__':"
         )
         if results is not None:
-            partial = results / f"{_UNGUARDED}.{os.getpid()}.part"  # all ranks say it at once
+            partial = results / f"{_UNGUARDED}.{os.getpid()}.part"  # all ranks write it at once
             partial.write_text(sentence)
             partial.rename(results / _UNGUARDED)
         raise ConfigError(sentence)
@@ -202,7 +209,7 @@ def _packed_call(
     has_files: bool,
     pickle: bool,
 ) -> bytes:
-    """Return a call as `remote_call.called` takes it; refuse what cannot travel."""
+    """Return a call as `remote_call.called` takes it; raise for values that cannot travel."""
     where, *_ = how = _describe(fn, has_files=has_files)
     if pickle:
         from syncvar.runner.by_value import pack_values
@@ -220,13 +227,9 @@ def _packed_call(
 
 
 def _check_annotation(fn: Callable[..., Any]) -> None:
-    """Refuse a function that says itself that its results cannot travel.
-
-    Raises:
-        ConfigError: It is annotated to return a class of which no instance is plain data.
-    """
+    """Raise ConfigError if the annotated result of a function cannot travel."""
     kind: Any = getattr(fn, "__annotations__", {}).get("return")
-    is_class = type(kind) in (type, ABCMeta)  # classes of other metaclasses stand for more
+    is_class = type(kind) in (type, ABCMeta)  # other metaclasses may accept more instances
     if is_class and not may_travel(kind):
         raise ConfigError(
             f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation "
@@ -235,7 +238,7 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
 
 
 def _launch(call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call as every rank of a job of syncvar-launch; return the packed results by rank."""
+    """Make the call with syncvar-launch; return the packed results by rank."""
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
@@ -278,7 +281,7 @@ def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
 
     Args:
         fn: The function.
-        has_files: Workers have the files of this host.
+        has_files: Workers see the files of this host.
     """
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     found: Any = sys.modules.get(module or "")
@@ -351,13 +354,13 @@ def _failure(folder: Path, code: int) -> SyncvarError:
         kind = ConfigError if code in (exit_codes.USAGE, exit_codes.CONFIGURATION) else LaunchError
         return kind(outcome["refused"])
     failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
-    with contextlib.suppress(OSError):  # its process was killed, or has ended by itself
+    with contextlib.suppress(OSError):  # absent if its process was killed
         failure.__cause__ = unpack_exception((folder / f"error.{failure.rank}").read_bytes())
     return failure
 
 
 def _results(folder: Path) -> list[bytes]:
-    """Return the packed results by rank; each rank also leaves how many there are."""
+    """Return the packed results by rank; each rank also writes the number of ranks."""
     counts = [int(path.suffix[1:]) for path in folder.glob("of.*")]
     results = []
     for rank in range(counts[0] if counts else 1):

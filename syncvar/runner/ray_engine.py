@@ -18,34 +18,38 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Ray"]
-
-_NEVER_S = 1e6  # Ray refuses an infinite limit
+_NEVER_S = 1e6  # Ray rejects an infinite limit
 
 
 class Actor:
-    """A rank's process. Ray calls its methods one after the other, in its main thread."""
+    """Process of a rank. Ray calls its methods one after the other, in its main thread."""
 
     def arrive(self) -> bytes:
-        """Tell about this place."""
+        """Return a packed description of this place."""
         from syncvar.runner.engine_worker import arrive
 
         return arrive(ray.util.get_node_ip_address())
 
     def play(self, part: bytes) -> bytes:
-        """Be a rank for one call."""
+        """Act as a rank for one call."""
         from syncvar.runner.engine_worker import play
 
         return play(part)
 
 
 class Ray:
-    """Ray: the cluster that this program is connected to, or that RAY_ADDRESS or this host has; else one on this host, for the time of the call.
+    """Ray as an engine of `sv.run`.
+
+    The cluster is the one that this program is connected to, or that RAY_ADDRESS or this host has.
+    Without one, a cluster on this host starts for the time of the call.
 
     Args:
-        cpus: Logical CPUs of each rank, for Ray to reserve.
-        resources: What else to reserve for each rank, as {"name": amount}.
-        strategy: How ranks lie on hosts: "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD".
+        cpus: Logical CPUs to reserve for each rank.
+        resources: Other resources to reserve for each rank, as {"name": amount}.
+        strategy: Placement of ranks on hosts: "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD".
+
+    Raises:
+        ConfigError: Ray is not installed, or an argument is wrong.
 
     Example:
         sv.run(train, workers=8, engine=sv.engines.Ray(cpus=4, strategy="SPREAD"))
@@ -60,19 +64,21 @@ class Ray:
     ) -> None:
         if ray is None:
             raise ConfigError(
-                "engine='ray' needs Ray: pip install ray cloudpickle, here and on the hosts of the cluster"
+                "engine='ray' needs Ray: pip install ray cloudpickle, here and on the hosts of "
+                "the cluster"
             )
         if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < 1e6:
             raise ConfigError(f"cpus must be a number above 0, not {cpus!r:.100}")
         if strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
             raise ConfigError(
-                f"strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not {strategy!r:.100}"
+                "strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not "
+                f"{strategy!r:.100}"
             )
         self._bundle: dict[str, float] = {"CPU": cpus, **(resources or {})}
         self._strategy = strategy
         self._group: Any = None
         self._actors: list[Any] = []
-        self._plays: dict[Any, int] = {}  # what will be known of a place -> its number
+        self._plays: dict[Any, int] = {}  # future of a place -> its number
         self._is_own = False
 
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:
@@ -84,9 +90,10 @@ class Ray:
         )
         if not self._group.wait(min(timeout_s, _NEVER_S)):
             raise LaunchError(
-                f"Ray has not had room for {workers} ranks, each with {self._bundle}, within {timeout_s:g} s: the cluster has "
-                f"{_shown(ray.cluster_resources())}, of which {_shown(ray.available_resources())} are free; add hosts to it, or "
-                f"ask for less (workers=, or engine=sv.engines.Ray(cpus=0.5))"
+                f"Ray has not had room for {workers} ranks, each with {self._bundle}, within "
+                f"{timeout_s:g} s: the cluster has {_shown(ray.cluster_resources())}, of which "
+                f"{_shown(ray.available_resources())} are free; add hosts to it, or ask for less "
+                "(workers=, or engine=sv.engines.Ray(cpus=0.5))"
             )
         self._actors = [
             ray.remote(Actor)
@@ -108,28 +115,30 @@ class Ray:
             )
         except ray.exceptions.GetTimeoutError:
             raise LaunchError(
-                f"Ray has room for {workers} ranks, and has not started all within {timeout_s:g} s (SYNCVAR_RENDEZVOUS_TIMEOUT_S)"
+                f"Ray has room for {workers} ranks, and has not started all within {timeout_s:g} "
+                "s (SYNCVAR_RENDEZVOUS_TIMEOUT_S)"
             ) from None
         except ray.exceptions.RayError as error:
             raise LaunchError(
-                f"Ray could not start all {workers} ranks: {error}; do all hosts of the cluster have this version of syncvar?"
+                f"Ray could not start all {workers} ranks: {error}; do all hosts of the cluster "
+                "have this version of syncvar?"
             ) from error
         return places
 
     def begin(self, parts: Sequence[bytes]) -> None:
-        """Give each actor its part."""
+        """Send each actor its part."""
         self._plays = {
             actor.play.remote(part): number
             for number, (actor, part) in enumerate(zip(self._actors, parts, strict=True))
         }
 
     def ended(self, timeout_s: float) -> Mapping[int, bytes | str]:
-        """Wait for an actor's answer, or its death."""
+        """Wait for an actor's answer or death."""
         done, _ = ray.wait(list(self._plays), timeout=timeout_s)
         return {self._plays.pop(one): _answer(one) for one in done}
 
     def end(self, grace_s: float) -> None:
-        """Kill the actors: who can end by itself has had its time."""
+        """Kill the actors; those that can end by themselves have had their time."""
         for actor in self._actors:
             ray.kill(actor)
         if self._group is not None:
@@ -137,7 +146,7 @@ class Ray:
         self._actors, self._plays, self._group = [], {}, None
 
     def close(self) -> None:
-        """End the cluster that was started here."""
+        """Stop the cluster that was started here."""
         if self._is_own:
             self._is_own = False
             ray.shutdown()

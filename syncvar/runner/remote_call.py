@@ -1,4 +1,7 @@
-"""The worker's side of `sv.run`: fetch the call from the inherited descriptor, make it, leave the result in a file."""
+"""The worker's side of `sv.run`.
+
+Read the call from the inherited descriptor, make it, write the result to a file.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,21 @@ from syncvar.protocol.exception_codec import CALLER_MAIN, pack_exception
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runner.local import finding
 
-__all__ = ["called", "main"]
-
 
 def main() -> None:
-    """Make the call that `sv.run` described."""
+    """Make the call of `sv.run`."""
     descriptor = int(os.environ.pop("SYNCVAR_CALL_FD"))
     folder = Path(os.environ.pop("SYNCVAR_RESULT_DIR"))
     rank = int(os.environ["SYNCVAR_RANK"])
-    adopt_path(descriptor)  # again: `-m` has put the working folder before it
+    adopt_path(descriptor)  # again, because `-m` has put the working folder before it
     call = unpack_call(descriptor)
     os.close(descriptor)
-    (folder / f"error.{rank}").unlink(missing_ok=True)  # of a start before this one
+    (folder / f"error.{rank}").unlink(missing_ok=True)  # left by an earlier start
     (folder / f"of.{os.environ['SYNCVAR_WORLD_SIZE']}").touch()
     try:
         data = called(call, rank, folder)
     except BaseException as error:
-        with contextlib.suppress(Exception):  # whatever that raises: the user's error matters more
+        with contextlib.suppress(Exception):  # the user's error matters more
             _write(folder / f"error.{rank}", pack_exception(error))
         raise
     _write(folder / f"result.{rank}", data)
@@ -47,15 +48,10 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
-    """Make a call and return its result, packed.
-
-    Args:
-        call: The function, as `sv.run` describes it, and its arguments; packed.
-        rank: Which rank this is, for messages.
-        folder: Where results go; see `finding`.
+    """Make a call and return its packed result.
 
     Raises:
-        ConfigError: The function cannot be found, or what it returns cannot travel.
+        ConfigError: The function cannot be found, or its result cannot travel.
     """
     fields = unpack_object(call)
     builtins_input, builtins.input = builtins.input, _refuse_input
@@ -115,8 +111,8 @@ def _find(folder: Path | None, how: str, *where: Any) -> tuple[Any, Any]:
             found = getattr(found, part)
     except AttributeError:
         raise ConfigError(
-            f"a worker has imported {place} and found no {name!r} in it: define it at the top of the file, not under "
-            f"if __name__ == '__main__':, which workers do not run"
+            f"a worker has imported {place} and found no {name!r} in it: define it at the top of "
+            "the file, not under if __name__ == '__main__':, which workers do not run"
         ) from None
     return found, module
 

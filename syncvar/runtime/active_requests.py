@@ -1,4 +1,9 @@
-"""The started calls of a process: they wait to begin, run, and end; each has a deadline, and is told of when it waits long."""
+"""The running operations of a process: begin, deliver frames, end.
+
+Deadlines and reports of long waits.
+
+The driver of the engine calls `StartedCalls`.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +24,16 @@ if TYPE_CHECKING:
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
-__all__ = ["StartedCalls"]
-
 _LOAN_LOOK_S = 0.0005
 _FOREVER = float("inf")
 _FOLLOWING_LOOK_S = 0.25
 
 
 class StartedCalls:
-    """What the driver does with the operations of `core.inbox`, `core.active` and `core.under_way`.
-
-    Args:
-        core: Has them.
-        flow: Sends their frames.
+    """Operations of `core.inbox`, `core.active` and `core.under_way`, as the driver handles them.
 
     Attributes:
-        moved: When one of those in shared memory began or went on.
+        moved: When a shared-memory operation last made progress, monotonic seconds.
     """
 
     def __init__(self, core: Core, flow: Flow) -> None:
@@ -45,7 +44,10 @@ class StartedCalls:
 
     @property
     def all(self) -> list[Request]:
-        """Those that run, and those that wait to begin; not one that is over, whom its waiter has heard before it is let go of here."""
+        """Operations that run or wait to begin. Without those that are over.
+
+        Their waiters know, before they are removed here.
+        """
         return [
             one
             for one in (*list(self._core.active.values()), *list(self._core.inbox))
@@ -55,7 +57,7 @@ class StartedCalls:
     # -- from the start to the end -----------------------------------------------------------------
 
     def begin_waiting(self) -> None:
-        """Begin those in the inbox."""
+        """Begin the operations in the inbox."""
         while self._core.inbox:
             operation = self._core.inbox.popleft()
             key = (operation.group, operation.call)
@@ -83,7 +85,7 @@ class StartedCalls:
                 self.retire(operation)
 
     def deliver(self, operation: Request, frame: Frame) -> None:
-        """Hand a frame to its operation."""
+        """Pass a frame to its operation."""
         if frame.header.kind == FrameType.KNOCK:
             return
         if frame.header.fingerprint != operation.fingerprint:
@@ -95,14 +97,14 @@ class StartedCalls:
         operation.accept(frame)
         self._core.tell_accident(operation)
         if operation.is_shared:
-            self.moved = time.monotonic()  # it may look for its neighbours again
+            self.moved = time.monotonic()  # it polls the others again
         if operation.state == RequestState.DRAINING:
             operation.advance()
         if operation.is_over:
             self.retire(operation)
 
     def look_at_shared(self) -> None:
-        """Advance the calls in shared memory."""
+        """Advance the operations in shared memory."""
         for operation in list(self._core.under_way):
             channel = operation.channel
             first = None if channel is None else channel.first
@@ -112,7 +114,7 @@ class StartedCalls:
                 and operation.state == RequestState.RUNNING
                 and not operation.mismatch
             ):
-                continue  # it is not its turn; there may be thousands of such
+                continue  # it is not its turn; there may be thousands of them
             before = operation.need
             operation.advance()
             if operation.is_over:
@@ -125,7 +127,7 @@ class StartedCalls:
                 self._report(operation, time.monotonic())
 
     def retire(self, operation: Request) -> None:
-        """Let go of an operation that is over, and give back what it has not used."""
+        """Remove an operation that is over, and return the credit of its unused frames."""
         self._core.active.pop((operation.group, operation.call), None)
         if operation.is_shared:
             with contextlib.suppress(ValueError):
@@ -135,7 +137,7 @@ class StartedCalls:
                 and self._core.shm is not None
                 and operation.is_under_way
             ):
-                self._core.shm.quarantine()  # others may still write what this call began
+                self._core.shm.quarantine()  # other ranks may still write for this call
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
         if operation.reported and self._core.failure is None:
@@ -146,7 +148,10 @@ class StartedCalls:
     # -- deadlines and long waits ------------------------------------------------------------------
 
     def expire(self, now: float, due: float) -> float:
-        """Give up those whose deadline has passed, and report those that wait long; return when the next is due, or `due`."""
+        """Fail operations past their deadline and report long waits.
+
+        Return when the next one is due, or `due`.
+        """
         groups: set[int] = set()
         for operation in list(self._core.active.values()):
             if operation.state == RequestState.DRAINING:
@@ -163,7 +168,8 @@ class StartedCalls:
             groups.add(operation.group)
             if now >= operation.report_at and (is_first or operation.thread):
                 self._report(operation, now)
-            # Of calls that nobody waits for the first of a group is reported: the others cannot end before it, and may be thousands.
+            # If no thread waits, report only the first call of a group: the others cannot end
+            # before it, and may be thousands.
             due = min(
                 due,
                 operation.deadline,
@@ -172,12 +178,13 @@ class StartedCalls:
         return due
 
     def _miss_deadline(self, operation: Request, now: float) -> None:
-        """Break the generation because an operation has not ended in time."""
+        """Break the group because an operation missed its deadline."""
         missing = operation.awaiting
+        awaited = rank_list(missing) if missing else "its own sends"
         call = self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
         error = DeadlineExceeded(
-            f"{call} did not finish within {operation.timeout_s:g} s: rank {self._core.rank} waited "
-            f"{now - operation.started:.1f} s for {rank_list(missing) if missing else 'its own sends'}",
+            f"{call} did not finish within {operation.timeout_s:g} s: "
+            f"rank {self._core.rank} waited {now - operation.started:.1f} s for {awaited}",
             missing,
             operation.timeout_s,
         )

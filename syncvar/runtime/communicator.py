@@ -1,4 +1,7 @@
-"""A group as the runtime sees it: members, call numbers, prepared plans, one caller at a time."""
+"""The calls of one group: members, call numbers, compiled schedules, cached calls.
+
+Every collective ends in `Communicator.perform` or in a cached call of the group.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar._native import Count
+    from syncvar._native import MessageCounter
     from syncvar.runtime.links.exchange import FrameSink
     from syncvar.runtime.p2p.message_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
@@ -36,36 +39,27 @@ if TYPE_CHECKING:
 
     PreparedCall = Callable[..., NDArray[Any] | None]
 
-__all__ = [
-    "CollectiveSpec",
-    "Communicator",
-    "GroupHosts",
-    "MembershipRoll",
-    "Work",
-    "begin_epochs",
-    "fingerprint",
-]
-
 _PREPARED_MAX = 2048
 _EPOCH_CALLS = 10**6
 
 
 @lru_cache(maxsize=4096)
 def fingerprint(*parts: object) -> int:
-    """Return the 64-bit digest of what a call is, the same in every process."""
-    import hashlib  # it loads OpenSSL; the first call of a job needs it, the import of the package does not
+    """Return the 64-bit signature of a call, the same in every process."""
+    import hashlib  # loads OpenSSL, which importing the package need not do
 
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 class CollectiveSpec:
-    """A checked call, ready to become an operation.
+    """A checked call, ready to become a request.
 
     Args:
-        what: The call in words, for instance "all_reduce(sum, float32[10])".
-        digest: Its fingerprint.
+        what: The call, for instance "all_reduce(sum, float32[10])"; a `CallLabel` where it has
+            fields.
+        digest: Signature that all ranks compare.
         body: Generator of stages.
-        message: Of a call that is one, where it may go through a box.
+        message: Message that may use a ring in shared memory; None for collectives.
     """
 
     __slots__ = ("body", "digest", "message", "what")
@@ -84,16 +78,18 @@ class CollectiveSpec:
 
 
 def _end_of(number: int) -> int:
-    """Return where the block of calls ends before which so many calls were made that they reached beyond their block."""
+    """Return the end of the block of call numbers that `number` is in, or has just completed."""
     return -(-number // _EPOCH_CALLS) * _EPOCH_CALLS - 1
 
 
 def begin_epochs(communicators: Sequence[Communicator]) -> None:
-    """Begin a new block of call numbers in groups of one process, at the start of `strategy.run` and when it returns.
+    """Begin a new block of call numbers in groups of one process.
 
-    Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are at the same
-    number again. A peer that waits in a call of the block before, which this rank never made, is told so when its frame is
-    seen: a value that is read on one rank only between two runs, for instance.
+    At the start and end of `strategy.run`.
+
+    Blocks are counted, not derived from the calls made. So ranks that left an earlier block at
+    different calls have the same number again. A peer may still wait in a call of the old block
+    that this rank never made. It is informed when its frame arrives.
     """
     engine, is_shared = None, True
     for one in communicators:
@@ -107,7 +103,8 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
             continue
         block = one.ended
         if block is not None and block.epoch_end == following - 1 and not block.is_gone:
-            block.epoch_end = end  # no call has been made since; another thread may take the block away, or cut it
+            # No call has been made since. Another thread may remove the block, or shorten it.
+            block.epoch_end = end
         else:
             block = one.ended = EpochRange(one.members, following - 1, end)
             engine.book.blocks(one.identity).append(block)
@@ -117,11 +114,11 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
 
 
 class GroupHosts(NamedTuple):
-    """The hosts of a group that spans several, as this rank sees them.
+    """The hosts of a group that spans several, as seen by this rank.
 
     Args:
         sizes: Ranks of the group on each host, in the group's order.
-        channel: Of this rank and those of its host; None where it is alone there.
+        channel: Channel of this host's ranks; None for the only rank of its host.
     """
 
     sizes: tuple[int, ...]
@@ -129,10 +126,10 @@ class GroupHosts(NamedTuple):
 
 
 class MembershipRoll(Protocol):
-    """What stands before each call of a group inside a block of sv.uneven."""
+    """The membership all-reduce before each call of a group inside a block of sv.uneven."""
 
     def roll(self, name: str, timeout: float | None) -> None:
-        """Learn which ranks still work; the group's communicator has no others then."""
+        """Agree on the active ranks; afterwards the group's communicator has only these."""
 
     def require_all(self, what: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left."""
@@ -145,14 +142,14 @@ class Communicator(CommunicatorState):
     """The calls of one group.
 
     Args:
-        identity: The same number on all ranks.
-        members: Ranks of the group in the world, in the group's order.
+        identity: Number of the group, the same on all ranks.
+        members: World ranks, in the group's order.
         world_rank: This process.
         engine: None in a world of one.
-        channel: Makes this rank's end of the group's channels, where all members share shared memory; else None.
+        channel: This rank's end of the group's channels, if all members share memory; else None.
         forced: Algorithms that the job's setting demands, by collective.
-        recorder: Takes down what happens; None for the engine's.
-        hosts: Of a group that spans several hosts and has shared memory on each; else None.
+        recorder: Flight recorder; None for the engine's.
+        hosts: Hosts of a group that spans several, with shared memory on each; else None.
     """
 
     def __init__(
@@ -170,18 +167,16 @@ class Communicator(CommunicatorState):
         self.members = tuple(members)
         self.size = len(self.members)
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
-        self.whole = (
-            self.members
-        )  # with the ranks that have left a block of sv.uneven, without which its calls are made
+        self.whole = self.members  # members plus the ranks that have left a block of sv.uneven
         self.uneven: MembershipRoll | None = None
-        self.is_pair = False  # its calls are messages
-        self.count: Count | None = None  # of those that go through a box
+        self.is_pair = False  # all calls are messages of a pair
+        self.count: MessageCounter | None = None  # sequence counter of messages in shared memory
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.outlet: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
-        self._block_end = _EPOCH_CALLS - 1  # last number of the block of calls that it is in
-        self.ended: EpochRange | None = None  # the block that has ended last
+        self._block_end = _EPOCH_CALLS - 1  # last number of the current block of calls
+        self.ended: EpochRange | None = None  # the block that ended last
         self.busy = threading.Lock()
         self.channel = channel
         self.hosts = hosts
@@ -189,25 +184,23 @@ class Communicator(CommunicatorState):
         self.plan = Planner(
             self.members, self.rank, dict(forced or {}), is_shared=self.is_shared, host_sizes=sizes
         )
-        self.streams: dict[
-            tuple[int, int, int], Any
-        ] = {}  # messages: a `Line` by (source, dest, tag)
+        self.streams: dict[tuple[int, int, int], Any] = {}  # `P2PChannel` by (source, dest, tag)
         self.last_parts: dict[
             int, NDArray[Any]
-        ] = {}  # by root: an array like the part that a scatter has given last
+        ] = {}  # by root: an array like the latest result of a scatter
         self.own_messages: dict[
             int, Any
-        ] = {}  # by tag: what this rank sends itself, see collectives.mailbox
+        ] = {}  # by tag: messages to this rank itself, see p2p.self_messages
         self.prepares = True
         self.prepared_calls: dict[
             Any, PreparedCall
-        ] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
+        ] = {}  # by (name, op, dtype, shape, reproducible) or another key
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
             self.next_call = engine.book.following(
                 identity
-            )  # 0, but of a pair that was let go and comes back
+            )  # 0, except for a pair that was released and is used again
             engine.book.announce(identity, self.next_call)
             if channel is not None:
                 engine.book.count_by(self)
@@ -215,8 +208,9 @@ class Communicator(CommunicatorState):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         ranks = ", ".join(map(str, self.whole[:8])) + (", …" if len(self.whole) > 8 else "")
         raise TypeError(
-            f"the group of ranks {ranks} cannot be copied or pickled: its sockets and memory belong to this "
-            f"process. Use the same group in the copy, or make another one there: sv.new_group(ranks)"
+            f"the group of ranks {ranks} cannot be copied or pickled: its sockets and memory "
+            "belong to this process. Use the same group in the copy, or make another one there: "
+            "sv.new_group(ranks)"
         )
 
     def forced(self, collective: str) -> str | None:
@@ -224,7 +218,7 @@ class Communicator(CommunicatorState):
         return self.plan.forced.get(collective)
 
     def keep_prepared(self, key: Any, made: PreparedCall | None) -> PreparedCall | None:
-        """Remember the short way of calls, if there is one and calls of this group may be prepared."""
+        """Cache a compiled call, if this group caches calls."""
         if made is None or not self.prepares:
             return None
         if len(self.prepared_calls) >= _PREPARED_MAX:
@@ -234,17 +228,17 @@ class Communicator(CommunicatorState):
 
     @property
     def epoch(self) -> int:
-        """Number of the block of calls, the same on all ranks that have begun and ended the same runs."""
+        """Number of the block of calls; equal on ranks that have begun and ended the same runs."""
         return self._block_end // _EPOCH_CALLS
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether its program has let go of it."""
+        """Whether the program has destroyed the group."""
         return self._destroyed is not None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another rank is seen to be in this group's next call."""
+        """Whether another rank is known to be in this group's next call."""
         channel, engine = self.channel, self.engine
         if channel is None:
             if engine is not None and engine.book.is_awaited(self.identity, self.next_call):
@@ -268,21 +262,21 @@ class Communicator(CommunicatorState):
         """This process's rank in the group.
 
         Raises:
-            UsageError: It is not a member.
+            UsageError: This process is not a member.
         """
         if self.rank is None:
             raise UsageError(
-                f"this rank is not a member of the group of ranks {list(self.members)}: call it on members only "
-                f"(group.is_member tells)"
+                f"this rank is not a member of the group of ranks {list(self.members)}: call it "
+                "on members only (group.is_member tells)"
             )
         return self.rank
 
     @property
     def home_rank(self) -> int:
-        """This process's rank in the whole group.
+        """This process's rank in the whole group, with ranks that have left sv.uneven.
 
         Raises:
-            UsageError: It is not a member.
+            UsageError: This process is not a member.
         """
         return (
             self.member_rank
@@ -300,37 +294,33 @@ class Communicator(CommunicatorState):
         )
 
     def require_all(self, what: str, instead: str = "") -> None:
-        """Look whether all ranks of the group still work, before something that needs them all. Collective in a block of sv.uneven.
-
-        Args:
-            what: Needs them all.
-            instead: What else to do, for the error.
+        """Check that all ranks are active; collective in a block of sv.uneven.
 
         Raises:
-            UsageError: One has left the block; on all that work.
+            UsageError: A rank has left the block; raised on all active ranks.
         """
         if self.uneven is not None:
             self.require_free(what)
             self.uneven.require_all(what, instead)
 
     def roll(self, what: str, timeout: float | None) -> None:
-        """Learn which ranks still work. Collective in a block of sv.uneven; elsewhere nothing.
+        """Agree on the active ranks; does nothing outside a block of sv.uneven.
 
-        Args:
-            what: The call that follows, for messages.
-            timeout: Seconds, or None for the job's default.
+        Collective.
 
         Raises:
-            UsageError: No call can follow here. The others are told of nothing, and wait for the next.
+            UsageError: No call is possible now. The other ranks are not informed and wait for the
+                next call.
         """
         if self.uneven is not None:
             self.require_free(what)
-            self.uneven.roll(
-                what, timeout
-            )  # from here on this is the group of those who still work
+            self.uneven.roll(what, timeout)  # from here on the members are the active ranks
 
     def become(self, other: Communicator) -> None:
-        """Change places with another communicator: whoever has this one makes the other's calls from now on."""
+        """Swap contents with another communicator.
+
+        Holders of this one make the other's calls from now on.
+        """
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
         self.next_call, other.next_call = other.next_call, self.next_call
         note_change()
@@ -347,22 +337,22 @@ class Communicator(CommunicatorState):
         async_op: bool = False,
         after_queued: bool = True,
     ) -> Any:
-        """Make a call: number it, send writes that are queued, check its arguments, run it.
+        """Make a call: number it, send deferred writes, check its arguments, run it.
 
-        A call whose arguments are refused uses up its number and tells the group, so that all ranks stay at the same
-        call and the others raise MismatchError instead of waiting.
+        A call with bad arguments uses up its number and informs the group. So all ranks stay at the
+        same call, and the others raise MismatchError instead of waiting.
 
         Args:
             name: The collective, for messages.
-            check: Looks at the arguments and returns the request; whatever it raises is the caller's error.
-            timeout: Seconds, or None for the job's default.
+            check: Checks the arguments and returns the request; its exceptions reach the caller.
+            timeout: Seconds; None for the job's default.
             async_op: Return a `Work` at once.
-            after_queued: Queued writes go first; False for the call that sends them.
+            after_queued: Send deferred writes before; False for the call that sends them.
         """
         self.roll(name, timeout)
         self.require_free(name)
         engine = self.engine
-        with self.busy:  # nothing can come between taking it and the promise to release it
+        with self.busy:
             call = self.next_call
             self.next_call = call + 1
             try:
@@ -377,7 +367,8 @@ class Communicator(CommunicatorState):
             except Exception as error:
                 if isinstance(error, ConfigError) and self.size > 1:
                     error.add_note(
-                        f"refused on rank {self.members[self.member_rank]}; the other ranks of the group raise MismatchError"
+                        f"refused on rank {self.members[self.member_rank]}; the other ranks of "
+                        "the group raise MismatchError"
                     )
                 self.recorder.refused(
                     CallInfo(name, self.identity, self.members, 0, 0, ""), call, error
@@ -397,18 +388,18 @@ class Communicator(CommunicatorState):
                 operation.site = own_site()
                 engine.start(operation, allowed)
                 if not operation.is_over:
-                    engine.transport.wake()  # the progress thread goes on with it, whatever its caller does
+                    engine.transport.wake()  # the progress thread continues it
                 return Work(engine, operation, sends=not after_queued)
             if not async_op:
                 return engine.run(operation, allowed)
             with contextlib.suppress(
                 MismatchError
-            ):  # in a block of sv.uneven started calls are made at once
+            ):  # blocks of sv.uneven run asynchronous calls at once
                 engine.run(operation, allowed)
             return Work(None, operation)
 
     def require_free(self, name: str) -> None:
-        """Raise an error, before anything is numbered or sent, where no call can be made."""
+        """Raise an error, before anything is numbered or sent, if no call can be made."""
         self.member_rank  # noqa: B018  (raises for non-members)
         if self._destroyed is not None:
             raise self._destroyed
@@ -419,24 +410,18 @@ class Communicator(CommunicatorState):
             raise self._forked
         if self.busy.locked():
             raise UsageError(
-                f"{name}: another call on this group is running in another thread; give each thread its own group "
-                f"(sv.new_group), or take turns"
+                f"{name}: another call on this group is running in another thread; give each "
+                "thread its own group (sv.new_group), or take turns"
             )
 
     def interrupt(self, call: int, begin: int, error: BaseException) -> None:
-        """Break the generation: an exception has left a message that the other rank may have seen, or wait for."""
+        """Break the group: an exception interrupted a message that the other rank may wait for."""
         if self.engine is not None:
             told = CallInfo("a message", self.identity, self.members, 0, 0, "")
             self.engine.interrupted(Request(self.recorder.begin(told, call, begin), None), error)
 
     def operation(self, call: int, request: CollectiveSpec, begin: int | None = None) -> Request:
-        """Return a call as the engine runs it.
-
-        Args:
-            call: Its number.
-            request: What it is.
-            begin: When it began, CLOCK_MONOTONIC; None for now.
-        """
+        """Return a call as a request of the engine."""
         hosts, message = self.hosts, request.message
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
@@ -446,7 +431,7 @@ class Communicator(CommunicatorState):
         )
         links = None if is_shared else LinkExchange(entry, self.outlet)
         if is_shared and self.engine is not None and self.engine.begun:
-            self.engine.adopt()  # those that come before it in the channel's queue
+            self.engine.adopt()  # cached calls that are before it in the channel's queue
         steps = stage_steps(entry, request.body, channel, links)
         if message is None or links is None:
             return Request(entry, steps, channel, links)
@@ -460,7 +445,10 @@ class Communicator(CommunicatorState):
         begin_epochs([self])
 
     def leave_epoch(self, error: BaseException) -> None:
-        """End a block by an exception: the group is told at once. A block of sv.uneven that it is in ends as well."""
+        """End a block after an exception, and inform the group at once.
+
+        Also ends a block of sv.uneven.
+        """
         if self.engine is not None and self.engine.failure is None:
             if self.uneven is not None:
                 self.uneven.left_run(error)
@@ -483,9 +471,10 @@ class Communicator(CommunicatorState):
             engine.book.note(self.identity, self.next_call)
 
     def destroy(self) -> None:
-        """Let go of what the group holds here; later calls are refused. Started calls go on."""
+        """Release the group's resources and refuse later calls. Started calls continue."""
         self._destroyed = UsageError(
-            f"this group of ranks {list(self.members)} has been destroyed; make it again with sv.new_group or split"
+            f"this group of ranks {list(self.members)} has been destroyed; make it again with "
+            "sv.new_group or split"
         )
         if self.engine is not None and self.is_shared:
             self.engine.book.note(self.identity, self.next_call)

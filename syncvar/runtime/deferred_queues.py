@@ -1,7 +1,7 @@
-"""Writes that wait in queues, as the runtime sees them: every call that may wait sends them first.
+"""Queues of deferred writes, as the runtime sees them: a call that may wait sends them first.
 
-A replica that waits in any call has told its writes to the others before; so a replica that reads, and needs the
-writes of all up to its own last one, gets them as soon as the others wait for anything, write again, or end a run.
+So a replica that waits in any call has sent its writes before. A replica that needs the writes of
+all others gets them when they wait, write again or end a run.
 """
 
 from __future__ import annotations
@@ -9,38 +9,35 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
-__all__ = ["Queued", "send_queued"]
-
 
 class Queued(Protocol):
-    """A queue of one group."""
+    """The queue of one group."""
 
     identity: int
-    writer: threading.Thread
-    """Who has written last."""
+    writer: threading.Thread  # the thread that wrote last
 
     def begin_beside(self) -> None:
-        """Start to send from another thread than the writer's, unless that one is sending."""
+        """Start to send from a thread other than the writer, unless the writer is sending."""
 
     def start(self) -> Any:
-        """Start to send what the replicas have in common, and return its `Work`; None where nothing waits."""
+        """Start to send; return the `Work`, or None if the queue is empty."""
 
     def finish(self, work: Any) -> None:
-        """Wait for it, and write what has come."""
+        """Wait for the work, and apply the received writes."""
 
     def send(self) -> None:
         """Start and finish."""
 
 
 def send_queued(waiting: list[Queued], also: Queued | None = None) -> None:
-    """Send all that this thread has in this process's queues: those of several groups at once, so that their order is free.
+    """Send everything that this thread has deferred; all groups at once, so their order is free.
 
-    What other threads have written is started to be sent, and not waited for: on another rank the thread that writes there may wait
-    for what this one writes here.
+    Writes of other threads are started, but not waited for: on another rank, the thread that writes
+    there may wait for this one.
 
     Args:
-        waiting: The engine's `queues`; a queue that has nothing left leaves them.
-        also: A queue that is waited for, whoever has written.
+        waiting: The engine's `queues`; a queue that becomes empty removes itself.
+        also: A queue to wait for, whichever thread has written.
 
     Raises:
         MismatchError: The replicas have made different writes.

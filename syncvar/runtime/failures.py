@@ -1,4 +1,7 @@
-"""What others say of this rank's calls: verdicts and losses that the launcher tells, lost links, calls that this rank has gone on without."""
+"""Reactions to the launcher's messages, to lost links, and to calls that this rank skipped.
+
+The driver of the engine calls `Verdicts`.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +21,29 @@ if TYPE_CHECKING:
     from syncvar.runtime.sequence import SkippedCall
     from syncvar.runtime.state import Core
 
-__all__ = ["VERDICT_GRACE_S", "Verdicts"]
-
-VERDICT_GRACE_S = 0.03  # what a peer may have been told already
-_DETAIL_GRACE_S = 0.2  # how long a silent loss waits for the launcher to say what happened
+VERDICT_GRACE_S = 0.03  # time for a peer to hear the same from the launcher
+_DETAIL_GRACE_S = 0.2  # time for the launcher to explain a silent disconnection
 
 
 class Verdicts:
-    """What is known from others about the calls of this process.
-
-    Args:
-        core: Has the running operations, and breaks where a rank is lost.
-        started: Lets go of operations that are over.
-        questions: Those to a rank that left are not answered.
-    """
+    """What this process knows from others about its calls."""
 
     def __init__(self, core: Core, started: StartedCalls, questions: GetRequests) -> None:
-        self.late: dict[
-            tuple[int, int], float
-        ] = {}  # calls of peers that this rank has passed: when to tell
+        self.late: dict[tuple[int, int], float] = {}  # skipped calls of peers: when to report them
         self._core = core
         self._book = core.book
         self._started = started
         self._questions = questions
         self._suspects: dict[
             int, tuple[str, float]
-        ] = {}  # peers whose link was lost: why, and when to believe it
-        self._cut: dict[int, str] = {}  # peers that have left and whose link was lost: why
+        ] = {}  # disconnected peers: reason, and when to believe it
+        self._cut: dict[int, str] = {}  # disconnected peers that had finished: reason
 
-    # -- the launcher's word -----------------------------------------------------------------------
+    # -- messages of the launcher
+    # --------------------------------------------------------------------
 
     def hear(self, message: Message) -> None:
-        """Do what a message of the launcher's says."""
+        """Act on a message of the launcher."""
         kind = message["kind"]
         if kind == "abort":
             self._aborted(message)
@@ -61,7 +55,6 @@ class Verdicts:
             self._core.tell("here", **self._core.recorder.whereabouts())
 
     def _call(self, operation: Request) -> str:
-        """Return a call in words, with its number as the program counts."""
         return self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
 
     def _aborted(self, message: Message) -> None:
@@ -69,10 +62,11 @@ class Verdicts:
         operation = active.get((message["group"], message["call"]))
         rank = message["rank"]
         host = message["host"] or self._core.hosts.get(rank, "")
-        if rank == self._core.rank:  # it was stopped, and is awake again
+        if rank == self._core.rank:  # this process was stopped and runs again
             self._core.break_generation(
                 HandshakeError(
-                    f"the job goes on without this rank, or ends: rank {rank} was given up, {message['reason']}"
+                    f"the job continues without this rank, or ends: rank {rank} was given up, "
+                    f"{message['reason']}"
                 )
             )
             return
@@ -97,7 +91,7 @@ class Verdicts:
     def _judged(self, verdict: Message) -> None:
         self._core.recorder.note("verdict", verdict["text"])
         group = verdict["group"]
-        if verdict["waits"]:  # a rank is in that call, and the arbiter has seen it first
+        if verdict["waits"]:  # a rank waits in that call, and the deadlock detector saw it first
             block = self._book.overtaken(group, verdict["call"], self._core.active)
             if block is not None:
                 self._refuse_following(group, block, block.epoch_end, self._gone_on(group, block))
@@ -120,17 +114,21 @@ class Verdicts:
                 operation.fail(book.ended(rank, self._call(operation)))
                 self._started.retire(operation)
 
-    # -- lost links --------------------------------------------------------------------------------
+    # -- lost links
+    # --------------------------------------------------------------------------------
 
     def suspect(self, peer: int, reason: str) -> None:
-        """Note that the link to a peer is lost; the launcher may say in a moment what has happened."""
+        """Record that the link to a peer is lost; the launcher may explain it in a moment."""
         self._suspects.setdefault(peer, (reason, time.monotonic() + _DETAIL_GRACE_S))
 
     def _expire_suspects(self, now: float, due: float) -> float:
-        """Break the generation where a suspect's grace is over; return when the next one's is, or `due`."""
+        """Break the group if a suspect's grace period is over.
+
+        Return when the next one ends, or `due`.
+        """
         core = self._core
         for peer, (reason, until) in list(self._suspects.items()):
-            if core.failure is not None:  # it has been told
+            if core.failure is not None:  # the launcher has explained it
                 del self._suspects[peer]
             elif now < until:
                 due = min(due, until)
@@ -139,7 +137,7 @@ class Verdicts:
                 self._cut[peer] = reason
             else:
                 core.break_generation(PeerLost(peer, core.hosts.get(peer, ""), reason))
-                # Else the others would hear first that this rank ended, and take it for the lost one.
+                # Otherwise the others would first hear that this rank ended, and blame it.
                 core.tell(
                     "broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer]
                 )
@@ -147,31 +145,42 @@ class Verdicts:
         return now if self._cut and self._fail_without_cut_peers() else due
 
     def _fail_without_cut_peers(self) -> bool:
-        """Fail the calls that wait for frames of a rank that has left and whose link is lost; return whether there were any."""
+        """Fail the calls that wait for frames of a finished rank whose link is lost.
+
+        Return whether there were any.
+        """
         core, has_failed = self._core, False
         for operation in list(core.active.values()):
             awaited = () if operation.links is None else operation.links.awaiting
             for peer in self._cut.keys() & set(awaited):
                 what = self._call(operation)
-                detail = f"{what} waits for what it sent, and its link was lost before that arrived: {self._cut[peer]}"
+                detail = (
+                    f"{what} waits for what it sent, and its link was lost before that arrived: "
+                    f"{self._cut[peer]}"
+                )
                 operation.fail(PeerLost(peer, core.hosts.get(peer, ""), "finished", detail))
                 self._started.retire(operation)
                 has_failed = True
                 break
         return has_failed
 
-    # -- calls that this rank has gone on without --------------------------------------------------
+    # -- calls that this rank skipped
+    # -------------------------------------------------------------
 
     def passed(self, group: int, call: int) -> None:
-        """Look, a little later, whether a peer makes a call that this rank has gone on without.
+        """Check, a little later, whether a peer waits in a call that this rank skipped.
 
-        The peer may know by then: what other ranks tell comes by way of the launcher, and its frame came straight.
+        The peer may learn it meanwhile: frames arrive directly, but news of other ranks travel
+        through the launcher.
         """
         if self._core.failure is None:
             self.late.setdefault((group, call), time.monotonic() + VERDICT_GRACE_S)
 
     def expire(self, now: float, due: float) -> float:
-        """Tell of the calls, and believe the losses, whose grace is over; return when the next one's is, or `due`."""
+        """Report skipped calls and believe losses whose grace period is over.
+
+        Return when the next one ends, or `due`.
+        """
         for (group, call), late in list(self.late.items()):
             if now >= late:
                 del self.late[group, call]
@@ -182,7 +191,7 @@ class Verdicts:
         return self._expire_suspects(now, due)
 
     def _tell_passed(self, group: int, call: int) -> None:
-        """Tell the group if a peer makes a call that this rank has gone on without, past the end or begin of a run."""
+        """Report a peer that waits in a call which this rank skipped at a begin or end of a run."""
         block = (
             None
             if self._core.failure is not None
@@ -200,19 +209,20 @@ class Verdicts:
         return f"{GONE_ON}, and {place}"
 
     def _refuse_following(self, group: int, block: SkippedCall, last: int, reason: str) -> None:
-        """Let all calls after `last` fail on the other ranks, and here the call after the block.
+        """Fail all calls after `last` on the other ranks, and here the call after the block.
 
-        The others hear of both at once: who knew only that its call in the block has failed would make the next one, which
-        might succeed there, because this rank is in it already.
+        The others learn both at once. A rank that knew only of the failed call would make the next
+        one. That one might succeed, because this rank is already in it.
         """
         self._core.left_run(group, block.members, last, block.following, reason)
+        rank = self._core.rank
         self._judged(
             {
                 "group": group,
                 "call": block.epoch_end + 1,
                 "last_call": block.following,
-                "text": f"another rank made a call before it that rank {self._core.rank} did not make",
-                "table": {self._core.rank: reason},
+                "text": f"another rank made a call before it that rank {rank} did not make",
+                "table": {rank: reason},
                 "waits": False,
             }
         )

@@ -1,11 +1,13 @@
-"""The engine of a process: one lock, one driver at a time, every group advanced by every wait.
+"""The progress engine of a process: one lock, one driver at a time.
 
-A caller that waits takes the engine's lock and drives: it drains the transport, hands frames to operations, and looks at
-deadlines. Other waiting threads follow; when the driver leaves, one of them takes over. A progress thread drives when
-nobody waits, so that started operations go on and the launcher is heard while the program computes.
+Every wait advances every group.
 
-What all parts share is in `core`. Each part has one matter: `started` the operations that run, `flow` the credit of the
-links, `one_sided` the questions, `verdicts` what others say of this rank's calls.
+A caller that waits takes the engine's lock and drives: it drains the transport, passes frames to
+requests and checks deadlines. Other threads wait for it; when it leaves, one of them takes over. A
+progress thread drives when no caller waits.
+
+`state` holds the shared state. `active_requests` handles requests, `flow_control` credit, `rma_get`
+remote reads, `failures` decisions and losses.
 """
 
 from __future__ import annotations
@@ -41,43 +43,26 @@ if TYPE_CHECKING:
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
-__all__ = ["ProgressEngine"]
-
 _log = logging.getLogger("syncvar")
-_APPEAR_S = 2.0  # how long a question for what is not there is repeated
+_APPEAR_S = 2.0  # how long `ask` retries while the key is not published
 _APPEAR_LOOK_S = 0.001
 _CALLER_RECENT_S = 0.005
-_HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
+_HEAR_S = 0.005  # interval at which waiting calls poll the launcher
 _IDLE_S = 1.0
-_KEPT_S = 0.1  # so long a call that has begun is its caller's alone, who may be about to end it
-_IDLE_SHARED_S = (
-    0.002  # while started calls go through shared memory, where nothing tells of an arrival
-)
-_IDLE_MOVING_S = (
-    0.0002  # while one of them moves: both sides have to look at the same time to go on
-)
-_BEGUN_S = 0.001  # so long a started call is its caller's alone, who may be about to wait for it
-_MOVES_S = 0.02  # so long after its last move
-_LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
-_SLEEP_MIN_S = 0.001  # shorter waits are no business of the transport
+_KEPT_S = 0.1  # a cached call belongs to its caller for this long
+_IDLE_SHARED_S = 0.002  # polling interval while started calls use shared memory
+_IDLE_MOVING_S = 0.0002  # polling interval while one of them makes progress
+_BEGUN_S = 0.001  # a started call belongs to its caller for this long
+_MOVES_S = 0.02
+_LOOK_S = 0.005  # spin time of a wait in shared memory, before it sleeps
+_SLEEP_MIN_S = 0.001  # shorter waits do not use the transport
 
 
 class ProgressEngine(Core):
-    """Everything that runs in a process of a world larger than one. Its progress thread runs from the beginning.
-
-    Args:
-        rank: This process in the world.
-        world_size: Ranks of the world.
-        generation: Version of the membership.
-        transport: Opened transport.
-        control: Channel to the launcher.
-        config: Deadlines and limits.
-        hosts: Host of each rank, for messages.
-        shm: The memory shared with the ranks of this host, if there is any.
-        recorder: Takes down what happens.
+    """Everything that runs in a process of a world larger than one, with a progress thread.
 
     Attributes:
-        around: What the progress thread works in; a simulated rank's says whose thread it is, for ops that ask.
+        around: Context manager for the progress thread; a simulated rank binds its context to it.
     """
 
     def __init__(
@@ -100,8 +85,8 @@ class ProgressEngine(Core):
         self._started = StartedCalls(self, self.flow)
         self._verdicts = Verdicts(self, self._started, self._questions)
         self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        self._heard = 0.0  # when the launcher was heard last
-        self._last_caller = 0.0  # when a caller drove last: it may come again at once
+        self._heard = 0.0  # when the launcher's channel was last polled
+        self._last_caller = 0.0  # when a caller last drove; it may come again at once
         self._stopped = threading.Event()
         self._is_disowned = False
         self._progress = threading.Thread(
@@ -111,7 +96,7 @@ class ProgressEngine(Core):
 
     @property
     def frames_sent(self) -> int:
-        """How many data frames this process has sent, questions and answers included."""
+        """Number of data frames sent, including remote gets and their answers."""
         return self.flow.frames_sent + self._questions.frames_sent
 
     # -- calls -------------------------------------------------------------------------------------
@@ -119,7 +104,13 @@ class ProgressEngine(Core):
     def start(
         self, operation: Request, timeout_s: float | None, began: float | None = None
     ) -> None:
-        """Start an operation, which may have begun a while ago; it advances whenever somebody drives."""
+        """Start an operation; it advances whenever a thread drives.
+
+        Args:
+            operation: The operation.
+            timeout_s: Seconds; None for the job's default.
+            began: Start time of a cached call that continues here, monotonic seconds.
+        """
         now = time.monotonic() if began is None else began
         operation.started = now
         operation.timeout_s = self.config.collective_timeout_s if timeout_s is None else timeout_s
@@ -140,16 +131,16 @@ class ProgressEngine(Core):
             raise
 
     def wait(self, operation: Awaited) -> Any:
-        """Drive until an operation or question is over; return its result or raise its error.
+        """Drive until an operation is over; return its result or raise its error.
 
         Raises:
-            SyncvarError: What failed. Any other exception that interrupts the wait (KeyboardInterrupt, an alarm
-                handler's) breaks the generation and is passed on.
-            UsageError: This process is a forked copy, and what it waits for is its parent's.
+            SyncvarError: The error of the operation. Any other exception that interrupts the wait
+                (KeyboardInterrupt, an alarm handler's) breaks the group and is passed on.
+            UsageError: This process is a forked copy; the operation belongs to its parent.
         """
         if not operation.is_over:
             self._require_own()
-        me = operation.thread = threading.get_ident()  # several threads may wait for one
+        me = operation.thread = threading.get_ident()  # several threads may wait for one operation
         try:
             while not operation.is_over:
                 if self.seize():
@@ -187,13 +178,16 @@ class ProgressEngine(Core):
         return self.wait(operation)
 
     def take_over(self, operation: Request, timeout_s: float | None) -> Any:
-        """Go on with an operation that its caller has begun without the lock."""
+        """Continue an operation that its caller has begun without the lock, and wait for it."""
         operation.thread = threading.get_ident()
         self.start(operation, timeout_s)
         return self.wait(operation)
 
     def _inline(self, operation: Request) -> bool:
-        """Run an operation in shared memory without the lock; False when it takes long, for the engine to go on."""
+        """Run an operation in shared memory without the lock.
+
+        Return False if it has to wait long.
+        """
         channel = operation.channel
         if channel is None:
             return False
@@ -215,17 +209,11 @@ class ProgressEngine(Core):
     def ask(
         self, peer: int, key: int, what: str, timeout_s: float | None
     ) -> tuple[bytes, bytes] | None:
-        """Ask another process for what it publishes under a key; it takes no part, its engine answers.
-
-        Args:
-            peer: The rank that is asked, not this one.
-            key: Under which it was published.
-            what: The call in words.
-            timeout_s: Seconds, or None for the job's default.
+        """Read what another process publishes under a key (one-sided; its engine answers).
 
         Returns:
-            The description and the bytes; None when there is no such thing there, and none came up within a short
-            grace: processes that do not meet reach the same line at different times.
+            The description and the bytes; None if the key was not published within a short grace
+            period.
 
         Raises:
             DeadlineExceeded: No answer in time. Only this call fails; the group stays usable.
@@ -249,26 +237,29 @@ class ProgressEngine(Core):
             pause = min(2 * pause, _APPEAR_S / 20)
 
     def publish(self, find: Callable[[int], Answer | None]) -> None:
-        """Name the function that finds what this process publishes, by key; the engine's driver calls it."""
+        """Set the function that finds published data by key; the driver calls it."""
         self._questions.find = find
 
     def is_idle(self, group: int) -> bool:
-        """Return whether no call of a group is running or waits to be started."""
+        """Return whether no call of a group runs or waits to begin."""
         self.adopt()
         return all(operation.group != group for operation in self._started.all)
 
     def settle(self, group: int) -> None:
-        """Wait until no call of a group is running or waits to be started; who waits for it hears of its errors."""
+        """Wait until no call of a group runs or waits to begin.
+
+        Their errors reach those who wait for them.
+        """
         self.adopt()
         for operation in self._started.all:
             if operation.group == group:
                 with contextlib.suppress(SyncvarError):
                     self.wait(operation)
 
-    # -- ends --------------------------------------------------------------------------------------
+    # -- shutdown ----------------------------------------------------------------------------------
 
     def leave(self, deadline: float) -> None:
-        """Finish started operations until `deadline` (monotonic seconds), then tell the others that this rank leaves.
+        """Complete started operations, then announce that this rank leaves.
 
         Raises:
             SyncvarError: A started operation failed.
@@ -277,7 +268,7 @@ class ProgressEngine(Core):
         left = [f"{one.what} started at {one.site}" for one in self._started.all if one.site]
         if left and self.failure is None:
             _log.warning(
-                "%d started call%s not waited for, and so waited for now: %s%s",
+                "%d started call%s not waited for; waiting for them now: %s%s",
                 len(left),
                 " was" if len(left) == 1 else "s were",
                 "; ".join(left[:5]),
@@ -297,14 +288,17 @@ class ProgressEngine(Core):
                 )
 
     def disown(self, failure: UsageError) -> None:
-        """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
+        """Make every later call raise `failure`.
+
+        This process is a forked copy without sockets and threads.
+        """
         self.failure = failure
         self.is_quiet = False
         self._is_disowned = True
         self._stopped.set()
 
     def _require_own(self) -> None:
-        """Raise in a forked copy, which may not drive: what is under way is the parent's, and so are the sockets."""
+        """Raise in a forked copy: running operations and sockets belong to the parent."""
         if self._is_disowned:
             assert self.failure is not None
             raise self.failure
@@ -345,7 +339,7 @@ class ProgressEngine(Core):
                     self.adopt(_KEPT_S)
                     self.look()
                     self.timers(time.monotonic())
-            except Exception as error:  # of no call in particular: those end with their own
+            except Exception as error:  # no call's own error: those fail their call
                 self.fall(error, "the progress thread")
             finally:
                 self.let_go()
@@ -357,7 +351,7 @@ class ProgressEngine(Core):
         return VERDICT_GRACE_S if self._verdicts.late or self.begun else _IDLE_S
 
     def poll(self) -> None:
-        """Drive once, if nobody else does."""
+        """Drive once, if no other thread drives."""
         self._require_own()
         if self.seize():
             try:
@@ -394,7 +388,10 @@ class ProgressEngine(Core):
                 self._hear()
 
     def look(self, until: Awaited | None = None) -> None:
-        """Take what has arrived and advance what it concerns: everything, or until this operation is over."""
+        """Handle arrived frames and advance their operations.
+
+        All of them, or until `until` is over.
+        """
         started = self._started
         if self.inbox:
             started.begin_waiting()
@@ -415,7 +412,7 @@ class ProgressEngine(Core):
             if header.kind in (
                 FrameType.DATA,
                 FrameType.KNOCK,
-            ):  # a peer that knocks waits in a call: this rank may have gone on without it
+            ):  # a peer that knocks waits in a call that this rank may have skipped
                 operation = self.active.get((header.group, header.call))
                 if operation is None:
                     if not self.book.keep(arrival):
@@ -435,7 +432,7 @@ class ProgressEngine(Core):
             started.look_at_shared()
 
     def timers(self, now: float) -> float:
-        """Do what is due; return when the next thing is (`now` when something has changed)."""
+        """Do what is due; return when the next thing is due (`now` if something has changed)."""
         due = self._started.expire(now, now + _IDLE_S)
         due = self._verdicts.expire(now, due)
         return self._questions.expire(now, due)

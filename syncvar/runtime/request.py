@@ -1,10 +1,10 @@
-"""A started call: its steps, and where it stands in them.
+"""A started call and the state of its steps.
 
-The steps are a generator. It does as much of the call as it can, and yields what has to be reached before it goes on: a
-word of the group's channel, where the bytes go through shared memory, or something else that can say whether it is reached: the
-frames of a round (`links`), an answer in a box (`messages`). `stages` walks through both.
+The steps are a generator. Each step works until it needs other ranks, and yields what it waits for.
+That is a word of the group's channel in shared memory, or a `Wait` (frames of a round, an answer in
+a message ring). `stage_executor` and `p2p.message_requests` write the steps.
 
-An operation never waits. Whoever has the time drives it: the caller, inline and without the engine's lock, or the engine.
+A request never blocks. The caller drives it inline without the engine's lock, or the engine does.
 """
 
 from __future__ import annotations
@@ -35,17 +35,11 @@ if TYPE_CHECKING:
 
     Steps = Generator[int | "Wait", None, Any]
 
-__all__ = ["BodyError", "Request", "RequestState", "Stage", "Wait"]
-
-_START = 1  # what is reached at once: words of a channel begin at 2
+_START = 1  # a wait that is over at once; words of a channel begin at 2
 
 
 class BodyError(Exception):
-    """What the body of a call raised after the ranks had agreed on the call: each of them raises it.
-
-    Args:
-        error: The error itself.
-    """
+    """Error of a call after all ranks had agreed on the call: every rank raises it."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -53,26 +47,26 @@ class BodyError(Exception):
 
 
 class RequestState(IntEnum):
-    """Where an operation stands."""
+    """State of a request."""
 
     CREATED = 0
     RUNNING = 1
-    DRAINING = 2  # the result is there; memory lent to the transport is not all back yet
+    DRAINING = 2  # the result is there, but the transport still reads some of our memory
     DONE = 3
     FAILED = 4
 
 
 class Stage(NamedTuple):
-    """A plan with what it works on.
+    """A schedule with its buffers.
 
     Args:
-        plan: The prepared plan, for links, for shared memory, or for several hosts.
-        work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
-        ufunc: Combines two operands; None for plans that only move data.
-        vector: Of an all-reduce in shared memory: arrays that take the place of `work`, and where the result goes.
-        movement: Of a call in shared memory that moves blocks side by side; it takes the place of the plan.
-        brought: Of a plan over links that has rounds for it: what `work` would hold before the first round; only read.
-        several: Small vectors of several kinds in shared memory, beside `vector` or in its place.
+        plan: Compiled schedule for links, for shared memory, or for several hosts.
+        work: Flat array of `plan.work_count` elements, changed in place.
+        ufunc: Combines two operands; None for schedules that only move data.
+        vector: Input and output buffers of an all-reduce in shared memory, instead of `work`.
+        movement: Blocks to move concurrently in shared memory, instead of the schedule.
+        brought: Input that a schedule over links reads, instead of a copy of it in `work`.
+        several: Small vectors of other dtypes in shared memory, besides `vector` or instead of it.
     """
 
     plan: Prepared | Published | PreparedStages
@@ -85,40 +79,41 @@ class Stage(NamedTuple):
 
 
 class Wait(Protocol):
-    """What an operation waits for, where it is no word of its channel."""
+    """Condition that a request waits for, if it is no word of a channel."""
 
     @property
     def need(self) -> int:
-        """A number that changes whenever the call has gone on."""
+        """Number that changes whenever the call makes progress."""
 
     @property
     def needs_looks(self) -> bool:
-        """Whether nothing tells when it is reached, so that somebody has to look."""
+        """Whether the wait needs polling, because nothing signals its end."""
 
     @property
     def is_told(self) -> bool:
-        """Whether others may have seen this rank in this call."""
+        """Whether other ranks may have seen this rank in this call."""
 
     @property
     def awaiting(self) -> tuple[int, ...]:
-        """Ranks that this one is waiting for."""
+        """World ranks that this rank waits for."""
 
     def is_reached(self) -> bool:
-        """Return whether the call can go on."""
+        """Return whether the call can continue."""
 
     def look(self) -> bool:
-        """Look for a short while whether something has changed."""
+        """Spin for a short while; return whether something has changed."""
 
 
 class Request:
     """A started call.
 
     Args:
-        entry: The call, in the flight recorder.
-        steps: What it does; None of a call that is over when it is made.
-        channel: This rank's end of the group's channels, where its bytes go through shared memory: it waits there for its turn.
-        links: What it sends and gets in frames, where it may.
-        wait: What has to be reached before its next step.
+        entry: Record of the call in the flight recorder.
+        steps: Generator of the call's steps; None for a call that is already over.
+        channel: This rank's end of the group's channel, for calls in shared memory; calls wait
+            there for their turn.
+        links: Exchange of frames, for calls that use links.
+        wait: Condition of the next step.
     """
 
     def __init__(
@@ -140,38 +135,39 @@ class Request:
         self.links = links
         self.is_shared = (
             channel is not None
-        )  # its bytes go through memory, where somebody has to look: no frame arrives
+        )  # No frame arrives for calls in shared memory, so they need polling.
         self.state = RequestState.CREATED
         self.result: Any = None
         self.error: BaseException | None = None
         self.accident: Exception | None = (
-            None  # the error, where it is this rank's alone and the others must be told
+            None  # an error of this rank only, to report to the others
         )
-        self.held: Any = None  # what others may read as long as the call is under way
-        self.abandon: Callable[[], None] | None = None  # called when it fails
+        self.held: Any = None  # buffers that others may read until the call is over
+        self.abandon: Callable[[], None] | None = None
         self.deadline = 0.0
         self.timeout_s = 0.0
         self.started = 0.0
         self.report_at = 0.0
         self.reported = False
         self.mismatch = False
-        self.site = ""  # file:line, of a call that was started and not waited for at once
-        self.thread = 0  # the thread that waits for this operation; 0 when nobody does
+        self.site = ""  # file:line where an asynchronous call was started
+        self.thread = 0  # identity of the waiting thread; 0 for none
         self._steps = steps
         self._wait = wait
         if channel is not None:
             channel.queue.append(self)
 
-    # -- what the engine asks ----------------------------------------------------------------------
+    # -- state, as the engine asks for it
+    # ---------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """Whether the caller may take the result or the error."""
+        """Whether the result or the error is there."""
         return self.state >= RequestState.DONE
 
     @property
     def is_published(self) -> bool:
-        """Whether others may have seen this rank in this call."""
+        """Whether other ranks may have seen this rank in this call."""
         if self.channel is not None and self.channel.last >= (self.call + 1) << 1:
             return True
         if self.links is not None and self.links.is_told:
@@ -180,7 +176,7 @@ class Request:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether other ranks may be reading and writing this rank's memory for this call."""
+        """Whether other ranks may be accessing this rank's memory for this call."""
         channel, need = self.channel, self._wait
         if channel is None:
             return False
@@ -190,13 +186,13 @@ class Request:
 
     @property
     def need(self) -> int:
-        """What the others have to reach, a word of the channel or minus a phase; or a number that changes when the call goes on."""
+        """Word of the channel or minus a phase to reach, or a number that changes with progress."""
         wait = self._wait
         return wait if isinstance(wait, int) else wait.need
 
     @property
     def awaiting(self) -> tuple[int, ...]:
-        """Ranks that this one is waiting for."""
+        """World ranks that this rank waits for."""
         channel, wait = self.channel, self._wait
         first: Request | None = None if channel is None else channel.first
         if channel is not None and first is not None:
@@ -208,20 +204,20 @@ class Request:
             return wait.awaiting
         if channel is None:
             return ()
-        if wait == DISAGREE:  # who is past this call has to hear of it
+        if wait == DISAGREE:  # ranks that are past this call have to report too
             return tuple(channel.members[rank] for rank in channel.passed())
         return channel.missing(wait)
 
     @property
     def may_look(self) -> bool:
-        """Whether it is this call's turn, and looking at the others' words can end the wait."""
+        """Whether it is this call's turn, and polling the words of the others can end the wait."""
         return (
             self._is_first and isinstance(self._wait, int) and self._wait not in (DISAGREE, _START)
         )
 
     @property
     def needs_looks(self) -> bool:
-        """Whether nothing tells of what this call waits for, so that somebody has to look."""
+        """Whether this call needs polling, because nothing signals the end of its wait."""
         if not self.is_shared or self.state >= RequestState.DRAINING:
             return False
         wait = self._wait
@@ -233,11 +229,11 @@ class Request:
 
     @property
     def is_unheard(self) -> bool:
-        """Whether nothing tells others that this call waits: it does so in the channel, where no frames go."""
+        """Whether this call waits in the channel: it sends no frames, so others do not know."""
         return self.channel is not None and (isinstance(self._wait, int) or not self._is_first)
 
     def look(self) -> bool:
-        """Look for a short while whether the others have come as far as this call needs."""
+        """Spin for a short while; return whether the others have come as far as this call needs."""
         channel, wait = self.channel, self._wait
         if self.is_over:
             return False
@@ -254,10 +250,11 @@ class Request:
         channel = self.channel
         return channel is None or (channel.first is self and channel.is_open)
 
-    # -- going on ----------------------------------------------------------------------------------
+    # -- progress
+    # -----------------------------------------------------------------------------------
 
     def advance(self) -> RequestState:
-        """Go on as far as possible without waiting."""
+        """Make as much progress as possible without waiting."""
         if self.state == RequestState.CREATED:
             self.state = RequestState.RUNNING
         if self.state == RequestState.RUNNING:
@@ -267,31 +264,34 @@ class Request:
         return self.state
 
     def accept(self, frame: Frame) -> None:
-        """Take a frame of this call; the caller has compared the fingerprints."""
+        """Use a frame of this call; the caller has compared the signatures."""
         links = self.links
         if links is None:
-            raise InternalError(f"{self.what}: a frame came to a call that sends none")
+            raise InternalError(
+                f"{self.what}: a frame arrived for a call that uses shared memory only"
+            )
         if self.state != RequestState.RUNNING or not links.expects(frame):
             links.put_aside(frame)
         else:
             self._go_on(frame)
 
     def fail(self, error: BaseException) -> None:
-        """End without a result. What this rank has published stays; its next call is past it.
+        """End with an error. What this rank has published stays; its next call is past it.
 
-        Any thread may come, also while another one is in a step: that step ends, and nothing follows it.
+        Any thread may call this, even while another thread executes a step: that step ends, and no
+        step follows.
         """
         self._end(error)
 
     def unused_frames(self) -> list[Frame]:
-        """Return frames that arrived and will not be looked at, to give their credit back."""
+        """Return frames that will never be used, so that the caller can return their credit."""
         return [] if self.links is None else self.links.take_aside()
 
     def _go_on(self, frame: Frame | None = None) -> None:
-        """Use a frame of this round, if there is one, and take the steps that can be taken now."""
+        """Use a frame of this round, if there is one, and take all steps that are possible now."""
         steps, links = self._steps, self.links
         if steps is None:
-            raise InternalError(f"{self.what}: a call without steps was begun")
+            raise InternalError(f"{self.what}: the engine began a call that has no steps")
         try:
             if frame is None and not self._is_its_turn():
                 return
@@ -306,9 +306,10 @@ class Request:
                 self.state = RequestState.DRAINING
                 self._leave_queue()
                 self._drain()
-        except BodyError as wrapped:  # all ranks came to it, from what they have told each other
+        except BodyError as wrapped:
+            # all ranks raise it, because it follows from data that all have
             self._end(wrapped.error, is_agreed=True)
-        except Exception as error:  # this rank alone; the engine tells the others
+        except Exception as error:  # only this rank; the engine reports it
             if not self.is_over:
                 self.accident = error
                 self._end(error)
@@ -317,7 +318,7 @@ class Request:
         self.mismatch = self.mismatch or self._wait == DISAGREE
 
     def _is_its_turn(self) -> bool:
-        """Return whether no other call has the channel, which all ranks have opened."""
+        """Return whether this call is first in the channel's queue and the channel is open."""
         channel = self.channel
         return channel is None or (
             channel.first is self and (channel.is_open or not channel.open())
@@ -346,7 +347,7 @@ class Request:
             if self.held is not None and not isinstance(error, MismatchError):
                 channel.keep(
                     self.held
-                )  # others may still read it; of calls that the ranks do not make alike nobody reads anything
+                )  # Others may still read it; after a mismatch no rank reads anything.
         self._leave_queue()
         self.state = RequestState.FAILED
         self.entry.end(error)
@@ -355,10 +356,10 @@ class Request:
         if self._steps is not None:
             with contextlib.suppress(
                 ValueError
-            ):  # another thread is in a step, and closes them after it
+            ):  # another thread executes a step and closes them after it
                 self._steps.close()
 
     def _leave_queue(self) -> None:
         if self.channel is not None and self in self.channel.queue:
-            with contextlib.suppress(ValueError):  # another thread has ended it meanwhile
+            with contextlib.suppress(ValueError):  # another thread has removed it meanwhile
                 self.channel.queue.remove(self)

@@ -1,11 +1,12 @@
-"""Questions between two processes, outside every group's calls: one asks for a thing by its key, the other's engine answers.
+"""Remote gets between two processes, outside all groups.
 
-The process that is asked takes no part: whoever drives its engine, at worst its progress thread, answers from what was
-published. A question is no call of a group. It has a number of its own, disturbs nobody's call numbers, and when it is
-not answered in time only the asking call fails, with the group as usable as before.
+One asks by key, the other's engine answers.
 
-An answer of k frames carries their count in the header's `round` and each frame's place in `segment`: first a
-description, then the bytes. The answer "there is no such thing" is a frame of count 0.
+The target process takes no part: the driver of its engine, at worst the progress thread, answers
+from published data. A get has a number of its own. If no answer comes in time, only the get fails.
+
+An answer of k frames carries k in the header's `round` and the index in `segment`: first a
+description, then the bytes. k = 0 means that the key is not published.
 """
 
 from __future__ import annotations
@@ -26,21 +27,11 @@ if TYPE_CHECKING:
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
-__all__ = ["Answer", "GetRequest", "GetRequests"]
-
 Answer = tuple[bytes, memoryview]  # a description, and the bytes; nobody writes them any more
 
 
 class GetRequest:
-    """A question that waits for its answer; what an engine's `wait` needs of it is named as an operation's.
-
-    Args:
-        peer: The rank that is asked.
-        key: Of what.
-        what: The call in words.
-        deadline: Monotonic seconds.
-        timeout_s: The time allowed, for messages.
-    """
+    """A remote get that waits for its answer; it has the attributes that the engine's `wait` needs."""
 
     __slots__ = (
         "_parts",
@@ -64,7 +55,7 @@ class GetRequest:
         self.deadline = deadline
         self.timeout_s = timeout_s
         self.call = -1
-        self.entry = UNRECORDED  # in the flight recorder
+        self.entry = UNRECORDED
         self.thread = 0
         self.is_over = False
         self.error: BaseException | None = None
@@ -72,7 +63,7 @@ class GetRequest:
         self._parts: dict[int, bytes | memoryview] = {}
 
     def look(self) -> bool:
-        """Return False: an answer comes by itself."""
+        """Return False: answers arrive through the engine."""
         return False
 
     def fail(self, error: BaseException) -> None:
@@ -83,7 +74,7 @@ class GetRequest:
             self.entry.end(error)
 
     def accept(self, frame: Frame) -> None:
-        """Take a frame of the answer; frames may come in any order."""
+        """Use a frame of the answer; frames may come in any order."""
         count = frame.header.round
         if frame.header.segment < count:
             self._parts[frame.header.segment] = frame.payload
@@ -100,13 +91,10 @@ class GetRequest:
 
 
 class GetRequests:
-    """The questions of a process, those that it asks and those that it is asked.
-
-    Args:
-        core: Has the transport, the book of the ranks that have left, and what broke the generation.
+    """The remote gets of a process: its own, and those that it answers.
 
     Attributes:
-        find: Finds what this process publishes, by key; the driver calls it.
+        find: Finds published data by key; the driver calls it.
     """
 
     def __init__(self, core: Core) -> None:
@@ -114,7 +102,7 @@ class GetRequests:
         self.find: Callable[[int], Answer | None] = _nothing
         self.asked: collections.deque[GetRequest] = (
             collections.deque()
-        )  # by any thread, for the driver to send
+        )  # appended by any thread, sent by the driver
         self._core = core
         self._segment_bytes = core.config.segment_bytes
         self._numbers = itertools.count()
@@ -122,7 +110,7 @@ class GetRequests:
         core.when_broken.append(self.fail)
 
     def send_asked(self) -> None:
-        """Send the questions that were asked, but those that cannot be answered any more."""
+        """Send the waiting requests, and fail those that cannot be answered any more."""
         core = self._core
         while self.asked:
             question = self.asked.popleft()
@@ -136,7 +124,7 @@ class GetRequests:
                 self._send(FrameType.ASK, question.peer, question.call, question.key, 0, 0, None)
 
     def answer(self, header: Header) -> None:
-        """Answer a question that has come."""
+        """Answer a request of another rank."""
         source, call, key = header.source, header.call, header.fingerprint
         found = self.find(key)
         if found is None:
@@ -151,7 +139,10 @@ class GetRequests:
             self._send(FrameType.ANSWER, source, call, key, count, segment, piece)
 
     def accept(self, frame: Frame) -> bool:
-        """Take a frame of an answer; return whether it ended a question. Answers that come too late are dropped."""
+        """Use a frame of an answer; return whether it completed a request.
+
+        Late answers are dropped.
+        """
         question = self._open.get(frame.header.call)
         if question is None or question.key != frame.header.fingerprint:
             return False
@@ -161,14 +152,14 @@ class GetRequests:
         return question.is_over
 
     def expire(self, now: float, due: float) -> float:
-        """Fail the questions whose time is over; return when the next one's is, or `due`."""
+        """Fail the requests past their deadline; return when the next one is due, or `due`."""
         for number, question in list(self._open.items()):
             if now >= question.deadline:
                 del self._open[number]
                 question.fail(
                     DeadlineExceeded(
-                        f"{question.what} was not answered within {question.timeout_s:g} s by rank {question.peer}; "
-                        f"the group is not affected",
+                        f"{question.what} was not answered within {question.timeout_s:g} s by "
+                        f"rank {question.peer}; the group is not affected",
                         (question.peer,),
                         question.timeout_s,
                     )
@@ -179,7 +170,7 @@ class GetRequests:
         return due
 
     def fail(self, error: SyncvarError, peer: int | None = None) -> None:
-        """Fail the questions to a rank, or all."""
+        """Fail the requests to a rank, or all."""
         for number, question in list(self._open.items()):
             if peer is None or question.peer == peer:
                 del self._open[number]
@@ -204,4 +195,4 @@ class GetRequests:
 
 
 def _nothing(_key: int) -> None:
-    """Find nothing: no variable has been published."""
+    pass

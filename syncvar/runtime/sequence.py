@@ -1,6 +1,6 @@
-"""Where the calls of each group stand: their numbers, frames that came early, calls that cannot succeed, ranks that left.
+"""Sequence numbers of calls, early frames, calls that must fail, and ranks that have left.
 
-Bookkeeping only: nothing here sends, waits or reads a clock. The engine asks, and does what follows.
+Pure bookkeeping for the engine: nothing here sends, waits or reads a clock.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Request
     from syncvar.transports.base import Frame
 
-__all__ = ["Counting", "EpochRange", "SequenceTracker", "SkippedCall", "SkippedRange"]
-
-_BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
-_SKIPPED_MAX = 1300  # blocks named in one, each by three numbers
+_BLOCKS_MAX = 16  # per group; a peer may lag by several blocks whose calls failed here
+_SKIPPED_MAX = 1300  # blocks in one message, three numbers each
 
 
 class Counting(Protocol):
-    """Who counts the calls of a group, while it lives: a communicator, or what counts messages."""
+    """Sequence counter of a group: a communicator, or the counter of a message stream."""
 
     identity: int
     next_call: int
@@ -43,12 +41,9 @@ class SkippedRange(Counting, Protocol):
 
 
 class EpochRange:
-    """A block of calls that this rank ended after call `last`; it grows by the blocks after it in which no call is made.
+    """A block of call numbers that this rank ended after call `last`.
 
-    Args:
-        members: The group.
-        last: The last call that was made in it here.
-        epoch_end: Its last number.
+    Following blocks without calls extend it.
     """
 
     __slots__ = ("epoch_end", "is_gone", "last", "members")
@@ -57,17 +52,17 @@ class EpochRange:
         self.members = members
         self.last = last
         self.epoch_end = epoch_end
-        self.is_gone = False  # it has been told, or refused, and grows no more
+        self.is_gone = False  # reported or refused; it is extended no more
 
 
 class SkippedCall(NamedTuple):
-    """A block of calls that this rank left while a peer made one more.
+    """A block of calls that this rank left while a peer made one more call of it.
 
     Args:
-        members: The group.
-        last: The last call of the block made here.
-        epoch_end: The last number of the block.
-        following: The first call after the block that is running or comes next.
+        members: World ranks of the group.
+        last: Last call of the block made on this rank.
+        epoch_end: Last number of the block.
+        following: First call after the block that is running or comes next.
     """
 
     members: tuple[int, ...]
@@ -77,12 +72,7 @@ class SkippedCall(NamedTuple):
 
 
 class SequenceTracker:
-    """The calls of all groups of a process.
-
-    Args:
-        hosts: Host of each rank, for messages.
-        numbers: The numbers of calls, for messages.
-    """
+    """The calls of all groups of a process."""
 
     def __init__(self, hosts: dict[int, str], numbers: CallNumbers) -> None:
         self._numbers = numbers
@@ -91,13 +81,12 @@ class SequenceTracker:
         self._hosts = hosts
         self._next_call: dict[int, int] = {}
         self._doomed: list[Message] = []
-        # Of verdicts, and what is looked up in blocks: a peer's calls are followed while the user's thread makes its own. That
-        # thread ends a block without it, by one step of the interpreter, and looks for verdicts after that. A signal's
-        # handler may make calls, so that the thread which has the lock may come again.
+        # Protects decisions and searches in blocks: the progress thread follows a peer's calls
+        # while the user's thread makes its own. The user's thread ends a block without the lock,
+        # in one step of the interpreter, and looks for decisions afterwards. Reentrant, because a
+        # signal handler may make calls in the thread that holds it.
         self._lock = threading.RLock()
-        self._skipped: dict[
-            int, dict[int, list[tuple[int, int]]]
-        ] = {}  # by rank that left, by group
+        self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._passed: dict[int, deque[EpochRange]] = {}
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Counting] = weakref.WeakValueDictionary()
@@ -110,7 +99,10 @@ class SequenceTracker:
         )
 
     def may_refuse(self, group: int, call: int) -> bool:
-        """Return whether a call may have to be refused: there is a verdict, or a rank has left."""
+        """Return whether a call may have to be refused.
+
+        There is a decision on it, or a rank has left.
+        """
         return bool(self.left) or any(
             old["group"] == group and old["last_call"] >= call for old in self._doomed
         )
@@ -118,27 +110,33 @@ class SequenceTracker:
     # -- numbers -----------------------------------------------------------------------------------
 
     def announce(self, group: int, next_call: int) -> None:
-        """Note that calls of a group below `next_call` will not begin here any more; their frames are dropped.
+        """Record that calls of a group below `next_call` will not begin here any more.
 
-        A call that is started announces itself, under the engine's lock: its frames may have come before, and the progress
-        thread must not take them for frames of a call that is over.
+        Their frames are dropped.
+
+        Started calls announce themselves under the engine's lock. Their frames may have arrived
+        before, and the progress thread must not drop them.
         """
         self._next_call[group] = next_call
         self._has_skipped = True
 
     def note(self, group: int, next_call: int) -> None:
-        """Note the number of a group's next call."""
-        self._next_call.pop(group, None)  # groups stand in the order of their last use
+        """Record the number of a group's next call."""
+        self._next_call.pop(group, None)  # keep groups in order of their last use
         self._next_call[group] = next_call
 
     def count_by(self, counting: Counting) -> None:
-        """Take the number of a group's next call from who counts them: calls in shared memory pass this book by."""
+        """Read the number of a group's next call from `counting`.
+
+        Calls in shared memory do not report to the tracker.
+        """
         self.counted[counting.identity] = counting
 
     def entered(self) -> dict[int, int]:
-        """Return the last call entered in each group, of those used last."""
+        """Return the last call entered in each group, for the groups used last."""
         while True:
-            # Other threads may make groups meanwhile, and the garbage collector run, and a group's finalizer note its number here.
+            # Other threads may create groups meanwhile, and the finalizer of a group may record
+            # its number.
             with contextlib.suppress(RuntimeError):
                 for group in list(self.counted):
                     self._next_call[group] = self.following(group)
@@ -146,9 +144,9 @@ class SequenceTracker:
                 return {group: following - 1 for group, following in recent}
 
     def skipped(self) -> list[int]:
-        """Return (group, last, epoch_end) of the blocks that this rank ended after call `last`, one after another; the oldest are left out of many.
+        """Return (group, last, epoch_end) of the latest blocks ended here after `last`, flattened.
 
-        Those who wait in a later call of such a block, when this rank has left, wait in vain.
+        A rank that waits in a later call of such a block waits in vain once this rank has left.
         """
         with self._lock:
             passed = [(group, list(blocks)) for group, blocks in self._passed.items()]
@@ -157,7 +155,7 @@ class SequenceTracker:
             for group, blocks in passed
             for place, block in enumerate(reversed(blocks))
         ]
-        found.sort(key=lambda one: one[0])  # the last block of each group at the end
+        found.sort(key=lambda one: one[0])  # the newest block of each group last
         return [
             number
             for _, group, block in found[-_SKIPPED_MAX:]
@@ -165,7 +163,10 @@ class SequenceTracker:
         ]
 
     def leave(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
-        """Note that a rank has left: the last call that it entered in each group, and its `skipped`."""
+        """Record that a rank has left.
+
+        The last call that it entered in each group, and its `skipped`.
+        """
         self.left[rank] = entered
         groups = self._skipped[rank] = {}
         for group, last, epoch_end in zip(
@@ -174,7 +175,7 @@ class SequenceTracker:
             groups.setdefault(group, []).append((last, epoch_end))
 
     def following(self, group: int) -> int:
-        """Return the number of the next call of a group; calls in shared memory are counted by their communicator."""
+        """Return the number of the next call of a group."""
         following = self._next_call.get(group, 0)
         caller = self.counted.get(group)
         return following if caller is None else max(following, caller.next_call)
@@ -182,13 +183,16 @@ class SequenceTracker:
     # -- frames before their call ------------------------------------------------------------------
 
     def keep(self, frame: Frame) -> bool:
-        """Keep a frame for a call that has not begun; False for one of a call that lies behind."""
+        """Keep a frame for a call that has not begun.
+
+        Return False if the call is over or was skipped.
+        """
         header = frame.header
         if header.call < self.following(header.group):
             return False
         if header.kind == FrameType.KNOCK:
             self._has_skipped = (
-                True  # a call in shared memory may begin and end without a word to this book
+                True  # a call in shared memory may begin and end without telling the tracker
             )
         self.early.setdefault((header.group, header.call), []).append(frame)
         return True
@@ -214,18 +218,21 @@ class SequenceTracker:
     # -- blocks of calls ---------------------------------------------------------------------------
 
     def blocks(self, group: int) -> deque[EpochRange]:
-        """Return the blocks of a group's calls that have ended; who ends one adds it, without the lock."""
+        """Return the ended blocks of a group's calls.
+
+        The thread that ends a block appends it without the lock.
+        """
         found = self._passed.get(group)
         return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX)) if found is None else found
 
     def passed_over(
         self, groups: Iterable[SkippedRange], reason: str, rank: int
     ) -> list[SkippedRange]:
-        """Look at the blocks that have just been ended, where there are verdicts or calls over links.
+        """Check blocks that have just been ended against decisions.
 
         Returns:
-            Those groups of which it is known already that a rank is in a call which this one has passed over: the call
-            after the block is refused here then, with what this `rank` has done as its `reason`, and has to be by all.
+            Groups in which a rank is known to be in a call that this rank skipped. The call after
+            the block fails here, with `reason` for this `rank`, and has to fail on all ranks.
         """
         refused: list[SkippedRange] = []
         with self._lock:
@@ -242,7 +249,10 @@ class SequenceTracker:
     def _is_refused(
         self, blocks: deque[EpochRange], group: int, block: EpochRange, table: dict[int, str]
     ) -> bool:
-        """Note a block that ends while there are verdicts; return whether the call after it is refused here."""
+        """Record a block that ends while there are decisions.
+
+        Return whether the call after it fails here.
+        """
         last, epoch_end = block.last, block.epoch_end
         overlapping = [
             old
@@ -251,14 +261,14 @@ class SequenceTracker:
         ]
         known = [old for old in overlapping if old["call"] <= last + 1]
         if not known:
-            # Who left the block later than this rank may still be in one of the calls between.
+            # A rank that left the block later may still be in one of the calls in between.
             block.epoch_end = min([epoch_end, *(old["call"] - 1 for old in overlapping)])
             blocks.append(block)
         else:
             block.is_gone = True
         if not any(
             old["waits"] for old in overlapping
-        ):  # else ranks have left the block, and wait for nothing
+        ):  # otherwise the ranks have left the block, and no rank waits
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
@@ -277,12 +287,9 @@ class SequenceTracker:
     def overtaken(
         self, group: int, call: int, active: Iterable[tuple[int, int]]
     ) -> SkippedCall | None:
-        """Return the block of `call`, if this rank left it without making that call; told once for each block.
+        """Return the block of `call` if this rank left it without making that call.
 
-        Args:
-            group: Of the call.
-            call: That a peer has made.
-            active: (group, call) of the calls that are running.
+        Each block is returned once.
         """
         with self._lock:
             blocks = self._passed.get(group, deque())
@@ -299,24 +306,30 @@ class SequenceTracker:
     # -- calls that cannot succeed -----------------------------------------------------------------
 
     def doom(self, verdict: Message) -> None:
-        """Note a verdict: the calls it names fail, also those that have not begun."""
+        """Record a decision of the coordinator.
+
+        The calls that it names fail, also those that have not begun.
+        """
         with self._lock:
             blocks = self._passed.get(verdict["group"], deque())
             for block in list(blocks):
                 if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
                     block.epoch_end = (
                         verdict["call"] - 1
-                    )  # the group knows already, and later calls shall not fail for it
+                    )  # the group knows it; later calls must not fail because of it
                     if block.epoch_end <= block.last:
                         _remove(blocks, block)
-            # Verdicts on calls that lie behind are of no use any more.
+            # Decisions on calls that are over are of no use any more.
             self._doomed = [
                 old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1
             ]
             self._doomed.append(verdict)
 
     def refusal(self, operation: Request) -> SyncvarError | None:
-        """Return why a call cannot succeed, if that is known: a verdict, or a rank that left before it."""
+        """Return why a call cannot succeed, if that is known.
+
+        A decision, or a rank that left before the call.
+        """
         for verdict in self._doomed:
             if self.concerns(verdict, operation):
                 return self.sentence(verdict, operation)
@@ -328,19 +341,19 @@ class SequenceTracker:
 
     @staticmethod
     def concerns(verdict: Message, operation: Request) -> bool:
-        """Return whether a verdict is on this call."""
+        """Return whether a decision concerns this call."""
         return bool(
             verdict["group"] == operation.group
             and verdict["call"] <= operation.call <= verdict["last_call"]
         )
 
     def sentence(self, verdict: Message, operation: Request) -> MismatchError:
-        """Return the error of a call on which there is a verdict."""
+        """Return the error for a call on which there is a decision."""
         call = self._numbers.text(operation.what, operation.group, operation.call)
         return MismatchError(f"{call}: {verdict['text']}", verdict["table"])
 
     def is_without(self, rank: int, operation: Request) -> bool:
-        """Return whether a rank has left before it entered this call."""
+        """Return whether a rank left before it entered this call."""
         entered = self.left.get(rank)
         if entered is None or rank not in operation.members:
             return False
@@ -350,13 +363,11 @@ class SequenceTracker:
         )
 
     def ended(self, rank: int, before: str) -> PeerLost:
-        """Return the error of something for which a rank that left would be needed."""
+        """Return the error for something that needs a rank that has left."""
         return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
 
 
 def _remove(blocks: deque[EpochRange], block: EpochRange) -> None:
     block.is_gone = True
-    with contextlib.suppress(
-        ValueError
-    ):  # newer ones have come meanwhile, so that it is gone already
+    with contextlib.suppress(ValueError):  # newer blocks have pushed it out
         blocks.remove(block)

@@ -1,12 +1,11 @@
-"""The walk through a call's stages: each is run where its plan was made for, in shared memory of one host, over links, or both.
+"""Runs the stages of a call in shared memory, over links, or both.
 
-Phase 0 of every call in shared memory compares what the ranks are doing; over links every frame has the call's fingerprint.
-Nothing of a rank's data is used, and nothing of its own is changed, before all have said the same.
+Signature check: phase 0 of a call in shared memory compares signatures; over links every frame
+carries the signature. Before that, no rank uses another rank's data or changes its own.
 
-A call of a group that spans several hosts has stages on the host and stages between hosts, as `syncvar.algorithms.hierarchical`
-says. On the host it publishes and waits for words of the channel, between hosts it sends and waits for frames, in turn; a
-collective that has no such stages goes over links alone. Before a rank ends, those of its host have agreed in phase 0, and
-those of other hosts by fingerprints; what a call writes is a buffer of its own until then.
+A group over several hosts alternates stages on the host (words of the channel) and between hosts
+(frames), see `algorithms.hierarchical`. Until the check is complete, a call writes only its own
+work buffer.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage, Steps
     from syncvar.shm.group_channel import Channel
 
-__all__ = ["stage_steps"]
-
 
 def stage_steps(
     entry: PendingRecord,
@@ -42,20 +39,21 @@ def stage_steps(
     *,
     is_begun: bool = False,
 ) -> Steps:
-    """Return the steps of a call: they run its stages, and return what the body returns.
+    """Return the steps of a call: they run its stages, and return the result of the body.
 
     Args:
-        entry: The call, in the flight recorder.
-        body: Its stages. An error of ours that it raises is raised by all ranks, once this one has spoken.
-        channel: This rank's end of its host's channels; None where the call has no stage there.
-        links: What it sends and gets in frames; None where it has no stage over links.
-        is_begun: Phase 0 is over: all ranks of the host make this call.
+        entry: Record of the call.
+        body: Generator of stages. If it raises a SyncvarError after this rank has published, all
+            ranks raise it.
+        channel: This rank's end of its host's channel; None if the call has no stage there.
+        links: Exchange of frames; None if the call has no stage over links.
+        is_begun: Phase 0 is over.
     """
     check = check_of(entry.told.fingerprint, entry.call)
     opening = (
         None if channel is None or is_begun else (entry.call, check)
-    )  # what the first stage on the host begins with
-    is_read = True  # by everybody, what this rank has put in the stage before
+    )  # arguments of phase 0, which the first stage on the host executes
+    is_read = True  # all ranks have read what this rank published in the stage before
     try:
         if channel is not None and opening is not None and links is None:
             yield from settled(channel)
@@ -67,7 +65,7 @@ def stage_steps(
                     channel is not None
                     and opening is not None
                     and (links is None or not links.is_told)
-                ):  # nothing was said yet
+                ):
                     if links is not None:
                         yield from settled(channel, to_its_end=False)
                     yield from agreed(channel, check, channel.begin(*opening))
@@ -83,12 +81,12 @@ def stage_steps(
                 opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
             elif isinstance(stage.plan, Prepared):
                 if links is None:
-                    raise InternalError("a plan for links was given to a call in shared memory")
+                    raise InternalError("a call in shared memory has a schedule for links")
                 yield from links.run(stage.plan, stage.work, stage.ufunc, stage.brought)
             elif channel is None:
-                raise InternalError("a plan for shared memory was given to a call over links")
+                raise InternalError("a call over links has a schedule for shared memory")
             else:
-                if not is_read:  # this stage writes where some may still be reading
+                if not is_read:  # this stage overwrites data that others may still read
                     yield channel.publish()
                 is_read = yield from _on_host(entry, stage, channel, opening)
                 opening = None
@@ -99,10 +97,12 @@ def stage_steps(
 def _on_host(
     entry: PendingRecord, stage: Stage, channel: Channel, opening: tuple[int, int] | None
 ) -> Generator[int, None, bool]:
-    """Run a stage in shared memory; return whether everybody has read what this rank has put."""
+    """Run a stage in shared memory; return whether all ranks have read what this rank published."""
     if stage.movement is not None:
         if opening is None:
-            raise InternalError("blocks are moved side by side in the first stage of a call only")
+            raise InternalError(
+                "blocks can be moved concurrently in the first stage of a call only"
+            )
         entry.stage(
             "side by side", stage.movement.layout.elements * stage.movement.layout.dtype.itemsize
         )
@@ -116,7 +116,7 @@ def _on_host(
     vector, several = stage.vector, stage.several
     if several and opening is None:
         raise InternalError(
-            "vectors of several kinds are reduced in the first stage of a call only"
+            "vectors of several dtypes can be reduced in the first stage of a call only"
         )
     if vector is None and opening is not None and several:
         entry.stage(plan.algorithm, sum([one.nbytes for one in several]))
@@ -124,7 +124,7 @@ def _on_host(
         return True
     if vector is None:
         if stage.ufunc is None:
-            raise InternalError("a reduction was given no op")
+            raise InternalError("a reduction has no op")
         vector = ReduceBuffers.of(
             [stage.work], [stage.work], stage.ufunc, stage.work.dtype, ends=plan.ends
         )
@@ -142,18 +142,16 @@ def _over_hosts(
 ) -> Generator[Any, None, tuple[int, int] | None]:
     """Run the stages on this host and between hosts; return what is left of the opening."""
     if channel is not None and opening is not None and stage.work.nbytes:
-        channel.reserve_segments()  # where there is no room, nothing has been said yet
+        channel.reserve_segments()  # may raise, so before anything is published
     for ready in plan.stages:
         work = stage.work[ready.start : ready.stop]
         if isinstance(ready.plan, Prepared):
             yield from links.run(ready.plan, work, stage.ufunc)
         elif ready.plan is not None:
             if channel is None:
-                raise InternalError("a stage on the host was given to a rank that is alone there")
+                raise InternalError("the only rank of a host has a stage in shared memory")
             entry.stage(plan.algorithm, stage.work.nbytes)
-            if (
-                opening is not None
-            ):  # not before: a call over links alone says nothing in the channel
+            if opening is not None:  # only here: a call over links alone publishes nothing
                 yield from settled(channel, to_its_end=False)
             yield from run_rounds(channel, opening, ready.plan, work, stage.ufunc)
             opening = None

@@ -1,11 +1,14 @@
-"""What all parts of an engine share: whether calls may begin, whose turn it is to drive, the launcher, and the break of a generation.
+"""State that all parts of the engine share.
 
-Persistent calls and the C runners read `is_quiet`, `queues` and `begun` at every call, so that these are attributes of the
-very object that they have.
+Admission of calls, the driver's lock, the launcher's channel and the failure.
 
-One thread at a time drives: it holds `lock`, and the transport and the launcher's channel are its own. The others follow
-it, or leave it an errand. The first loss, missed deadline or interruption breaks the generation: every running operation
-fails with it, and every later call raises it.
+Cached calls and C code read `is_quiet`, `queues` and `begun` at every call. So these are attributes
+of one C object.
+
+One thread at a time drives: it holds `lock` and owns the transport and the launcher's channel.
+Other threads wait for it, or post callbacks to it. The first lost rank, missed deadline or
+interruption breaks the group: every running operation fails, and every later call raises the same
+failure.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from syncvar.runtime.sequence import SequenceTracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncvar._native import Begun
+    from syncvar._native import AsyncCall
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.deferred_queues import Queued
@@ -34,63 +37,54 @@ if TYPE_CHECKING:
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
-__all__ = ["GONE_ON", "Awaited", "Core"]
-
 GONE_ON = "has gone on without making a call that another rank made"
 _REASON_MAX = 2000  # characters
 _FOLLOW_S = 1.0
 
 
 class Awaited(Protocol):
-    """What a thread may wait for: an operation, a question, or the first of several operations that ends."""
+    """Something that a thread may wait for.
+
+    An operation, a remote get, or the first of several operations.
+    """
 
     what: str
     call: int
     entry: PendingRecord
-    thread: int
-    """The thread that waits; 0 when none does."""
+    thread: int  # identity of the waiting thread; 0 for none
 
     @property
     def is_over(self) -> bool:
-        """Whether the caller may take the result or the error."""
+        """Whether the result or the error is there."""
 
     @property
     def error(self) -> BaseException | None:
-        """What has failed."""
+        """The error, or None."""
 
     @property
     def result(self) -> Any:
-        """What the caller gets."""
+        """The result for the caller."""
 
     def look(self) -> bool:
-        """Look for a short while whether something has changed."""
+        """Spin for a short while; return whether something has changed."""
 
 
 class Core(AdmissionState):
-    """What all parts of an engine share.
-
-    Args:
-        rank: This process in the world.
-        generation: Version of the membership.
-        transport: Opened transport.
-        control: Channel to the launcher.
-        config: Deadlines and limits.
-        hosts: Host of each rank, for messages.
-        shm: The memory shared with the ranks of this host, if there is any.
-        recorder: Takes down what happens.
+    """State that all parts of the engine share.
 
     Attributes:
-        is_quiet: Nothing is known that would refuse a call, and no writes are queued.
-        failure: What broke this generation; None as long as it goes on.
-        queues: Those that hold writes: calls that may wait send them first.
-        before_calls: Each is told of a call, its group and its name, before it begins.
-        begun: Calls that only their callers know of, and wait for later.
-        book: Where the calls of each group stand.
-        lock: Whoever holds it drives: see `seize`.
-        driver: The thread that has it, or is about to get it; 0 where none does.
-        active: The operations that run, by group and call; the driver's.
-        inbox: Operations that any thread has started, and that wait to begin.
-        under_way: Running operations that somebody has to look at, because no frame tells of them.
+        is_quiet: No call can be refused, and no writes are queued: cached calls may skip the
+            engine.
+        failure: Error that broke the group; None while it works.
+        queues: Queues with deferred writes. A call that may wait sends them first.
+        before_calls: Functions called with group and name before each call.
+        begun: Cached calls that wait for other ranks, and that only their callers know.
+        book: Sequence numbers of the calls of each group.
+        lock: Held by the driver, see `seize`.
+        driver: Identity of the driving thread; 0 for none.
+        active: Running operations by group and call; only the driver changes it.
+        inbox: Operations that any thread has started and the driver has not begun.
+        under_way: Running operations that need polling, because no frame announces their progress.
     """
 
     def __init__(
@@ -117,31 +111,26 @@ class Core(AdmissionState):
         self.is_quiet = True
         self.queues: list[Queued] = []
         self.before_calls: list[Callable[[int, str], None]] = []
-        self.begun: list[Begun] = []
+        self.begun: list[AsyncCall] = []
         self.lock = threading.Lock()
         self.driver = 0
         self.active: dict[tuple[int, int], Request] = {}
         self.inbox: collections.deque[Request] = collections.deque()
         self.under_way: list[Request] = []
-        self.when_broken: list[
-            Callable[[TransportError | UsageError], None]
-        ] = []  # let go of what they hold
-        self._adopting = (
-            threading.RLock()
-        )  # before a call that is queued after one of them, and by the progress thread
+        self.when_broken: list[Callable[[TransportError | UsageError], None]] = []
+        self._adopting = threading.RLock()
         self._failure_raised = False
         self._followers: list[threading.Event] = []
-        self._errands: collections.deque[Callable[[], None]] = (
-            collections.deque()
-        )  # of threads that do not drive
+        self._errands: collections.deque[Callable[[], None]] = collections.deque()
 
     # -- whether a call may begin ------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what broke this generation, if anything did.
+        """Raise the failure that broke the group, if there is one.
 
         Raises:
-            TransportError: The first call after the break raises the failure itself; later ones GroupBroken.
+            TransportError: The group broke. Only the first call raises the failure itself; later
+                calls raise GroupBroken.
             UsageError: This process was forked from the one that joined.
         """
         failure = self.failure
@@ -153,24 +142,31 @@ class Core(AdmissionState):
         raise GroupBroken(f"this group broke earlier: {failure}", failure)
 
     def allows(self, group: int, call: int) -> bool:
-        """Return whether nothing is known that would refuse a call: it may run without the lock."""
+        """Return whether a call may run without the lock: nothing is known that would refuse it."""
         is_good = self.failure is None and not self.book.has_refusals
         self.is_quiet = is_good and not self.queues and not self.before_calls
         if self.failure is not None or self.book.has_refusals or self.queues or self.before_calls:
-            self.is_quiet = False  # since another thread has looked: whatever unsettles it comes before it says so
+            # Another thread may have looked in between. It sets the state first and `is_quiet`
+            # after.
+            self.is_quiet = False
         return is_good or (self.failure is None and not self.book.may_refuse(group, call))
 
     def before_each_call(self, listener: Callable[[int, str], None]) -> None:
-        """Call `listener(group, name)` before each call that may wait, from now on; none takes a prepared way any more."""
+        """Call `listener(group, name)` before each call that may wait.
+
+        From now on no call takes the cached path.
+        """
         self.before_calls.append(listener)
         self.is_quiet = False
 
     # -- calls that have begun without the engine --------------------------------------------------
 
     def adopt(self, after_s: float = 0.0) -> None:
-        """Go on with the calls that have begun without the engine, so long ago: somebody else than their callers has to know of them."""
+        """Continue in the engine all cached calls that have been waiting for `after_s` seconds."""
         if not self._adopting.acquire(blocking=after_s == 0.0):
-            return  # who looks at times does not wait: a handler that has struck in the other thread may wait for this one
+            # Do not block here: a signal handler in the other thread may be waiting for this
+            # thread.
+            return
         try:
             for begun in list(self.begun):
                 if after_s == 0.0 or time.monotonic_ns() - begun.begin > after_s * 1e9:
@@ -178,27 +174,30 @@ class Core(AdmissionState):
         finally:
             self._adopting.release()
 
-    def adopted(self, begun: Begun) -> Request | None:
-        """Go on with a call that has begun without the engine, and return its operation; None if it is over.
+    def adopted(self, begun: AsyncCall) -> Request | None:
+        """Continue a cached call in the engine; return its operation, or None if the call is over.
 
         Raises:
-            TransportError: An exception has struck while the engine was about to go on with it.
+            TransportError: An exception interrupted the engine while it took over the call.
         """
         with self._adopting:
             begun.adopt()
         operation: Request | None = begun.operation
         if operation is None and not begun.is_over:
             self.check()
-            raise InternalError("nobody goes on with a call that has begun")
+            raise InternalError("a cached call waits, but the engine has not taken it over")
         return operation
 
     # -- whose turn it is to drive -----------------------------------------------------------------
 
     def seize(self) -> bool:
-        """Take the lock without waiting; return whether it is this thread's. Who lets go of it calls `hand_over` then.
+        """Try to take the driver's lock without waiting.
 
-        A signal's handler that strikes in this thread finds `driver` set before the lock is taken, and until it is free again: it could not
-        wait for a thread that it interrupts. Nothing comes between the look and the mark, where threads take turns at calls only.
+        After unlocking, the caller calls `hand_over`.
+
+        `driver` is set before the lock is taken and until after it is free. So a signal handler in
+        this thread knows that it must not wait. No other thread can run between the check and the
+        assignment, because threads switch at calls only.
         """
         me = threading.get_ident()
         if self.driver:
@@ -211,23 +210,23 @@ class Core(AdmissionState):
         return False
 
     def let_go(self) -> None:
-        """Let go of the lock."""
+        """Release the driver's lock."""
         self.lock.release()
         self.driver = 0
 
     def leave_errand(self, errand: Callable[[], None]) -> None:
-        """Let the driver do something, from any thread; do it now where nobody drives."""
+        """Let the driver call a function, from any thread; call it now if no thread drives."""
         self._errands.append(errand)
         self.transport.wake()
         self.hand_over()
 
     def run_errands(self) -> None:
-        """Do what was left for the driver, as the driver."""
+        """Call the posted functions, as the driver."""
         while self._errands:
             self._errands.popleft()()
 
     def follow(self, operation: Awaited) -> None:
-        """Wait until the driver leaves, or has ended this operation."""
+        """Wait until the driver stops driving or has completed this operation."""
         event = threading.Event()
         self._followers.append(event)
         try:
@@ -237,21 +236,21 @@ class Core(AdmissionState):
             self._followers.remove(event)
 
     def refuse_in_handler(self, name: str) -> None:
-        """Raise where this very thread drives, or takes memory: a signal's handler has interrupted it, and nobody would drive what it calls.
+        """Raise UsageError in a signal handler that interrupted this thread in the engine.
 
-        Raises:
-            UsageError: It does.
+        This thread drives or allocates memory, so no thread would progress the handler's call.
         """
         if self.driver == threading.get_ident() or (
             self.shm is not None and self.shm.is_changing_here
         ):
             raise UsageError(
-                f"{name} on rank {self.rank}: a signal's handler has interrupted this thread in another call, which cannot go on "
-                f"before the handler returns; let the handler set a flag, and make the call after that one"
+                f"{name} on rank {self.rank}: a signal's handler has interrupted this thread in "
+                f"another call, which cannot continue before the handler returns; let the handler "
+                f"set a flag, and make the call after that one"
             )
 
     def hand_over(self) -> None:
-        """Let others go on, after the lock has been released: waiting threads, and errands that came meanwhile."""
+        """Wake waiting threads and run posted callbacks, after the lock has been released."""
         while self._errands and self.seize():
             try:
                 self.run_errands()
@@ -269,14 +268,17 @@ class Core(AdmissionState):
         self.control.send(pack_message(kind, **fields))
 
     def tell_beside(self, kind: str, **fields: Any) -> None:
-        """Send a message to the launcher from any thread: the channel belongs to whoever holds the lock."""
+        """Send a message to the launcher from any thread; only the driver may use the channel."""
         data = pack_message(kind, **fields)
         self.leave_errand(lambda: self.control.send(data))
 
     def poison(
         self, group: int, members: tuple[int, ...], call: int, what: str, reason: str
     ) -> None:
-        """Tell the group that this rank's call had a bad argument: the others raise MismatchError at once."""
+        """Report that this rank's call had a bad argument.
+
+        The other ranks raise MismatchError at once.
+        """
         self.tell_beside(
             "poison",
             group=group,
@@ -289,7 +291,7 @@ class Core(AdmissionState):
     def left_run(
         self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str
     ) -> None:
-        """Tell the group that this rank makes none of its calls after `call`, up to `epoch_end`; from any thread."""
+        """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
         if self.begun:
             self.adopt()
         self.tell_beside(
@@ -302,10 +304,11 @@ class Core(AdmissionState):
         )
 
     def passed_over(self, groups: Sequence[SkippedRange]) -> None:
-        """Look at blocks of calls that this rank has just ended. From any thread.
+        """Check blocks of calls that this rank has just ended, from any thread.
 
-        When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
-        well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
+        If a peer has already sent a frame of a later call of the block, the ranks did not make the
+        same calls. Then the group is informed, and this rank's next call fails too. Otherwise
+        nothing is sent.
         """
         if self.begun:
             self.adopt()
@@ -316,7 +319,7 @@ class Core(AdmissionState):
     # -- what breaks the generation ----------------------------------------------------------------
 
     def break_generation(self, failure: TransportError, but: Awaited | None = None) -> None:
-        """End the generation: nothing that has begun in it goes on, and nothing more begins. The operation `but` ends by itself."""
+        """Fail all running operations except `but`, and refuse all later calls."""
         first = self.failure = self.failure or failure
         self.is_quiet = False
         for operation in list(self.active.values()):
@@ -333,14 +336,14 @@ class Core(AdmissionState):
         self.recorder.broke(failure)
 
     def interrupted(self, operation: Awaited, error: BaseException) -> None:
-        """Break the generation because an exception has left a started call."""
+        """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
         group = operation.entry.told.group
         place = self.recorder.numbers.text(operation.what, group, operation.call)
         self.fall(error, place, but=operation)
 
     def fall(self, error: BaseException, place: str, but: Awaited | None = None) -> None:
-        """Break the generation because of an exception of this rank's own, and tell the others."""
+        """Break the group because of an exception on this rank, and inform the other ranks."""
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {place}"
             self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
@@ -349,7 +352,7 @@ class Core(AdmissionState):
             )
 
     def tell_accident(self, operation: Request) -> None:
-        """Tell the group what has gone wrong on this rank alone, if anything has: it cannot go on without this rank."""
+        """Report an error of this rank alone to the group, if the operation has one."""
         error = operation.accident
         if error is None:
             return

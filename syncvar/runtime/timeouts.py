@@ -1,4 +1,4 @@
-"""How long a call may wait, as the caller says it."""
+"""Checks of the `timeout` argument of calls."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError
 
-__all__ = ["checked_timeout", "is_seconds"]
-
 
 def checked_timeout(timeout: Any) -> float:
     """Return a timeout in seconds.
 
     Raises:
-        ConfigError: It is no positive number.
+        ConfigError: The timeout is not a positive number.
     """
     if (
         isinstance(timeout, bool)
@@ -31,7 +29,7 @@ def checked_timeout(timeout: Any) -> float:
 
 
 def is_seconds(timeout: Any) -> bool:
-    """Return whether a timeout is plainly one that `checked_timeout` takes; of any other that decides, on the long way.
+    """Return whether `checked_timeout` surely accepts a timeout; in doubt the slow path decides.
 
     Example:
         >>> is_seconds(5), is_seconds(0.5), is_seconds(0), is_seconds(True), is_seconds("5")

@@ -1,4 +1,4 @@
-"""Wait for several started calls: for all of them, or for the first that ends."""
+"""`sv.wait_any` and `sv.wait_all`: wait for several asynchronous calls."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ if TYPE_CHECKING:
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Request
 
-__all__ = ["wait_all", "wait_any"]
-
 
 def wait_any(works: Iterable[Work | None]) -> int:
-    """Wait until one of several started calls has ended, and return its index.
+    """Wait until one of several asynchronous calls has ended, and return its index.
 
-    The result, or the error, of that call is what `works[index].wait()` then returns or raises at once. The other calls
-    go on. Where several calls have ended, the first of them in `works` is returned. Each call keeps its own deadline:
-    a call that meets it has ended too.
+    `works[index].wait()` then returns its result or raises its error at once. The other calls
+    continue. If several calls have ended, the function returns the first of them in `works`. Each
+    call keeps its own deadline; a call that misses it has ended too.
 
     Args:
-        works: What calls with `async_op=True` have returned. None stands for a call whose result has been taken.
+        works: `Work` objects of calls with `async_op=True`; None for a call whose result has been
+            taken.
 
     Returns:
-        An index into `works`.
+        Index into `works`.
 
     Raises:
-        ConfigError: `works` holds no started call, or something that is not one.
-        UsageError: All of them receive from this rank itself, which has sent nothing.
+        ConfigError: `works` holds no asynchronous call, or something else.
+        UsageError: All calls receive from this rank itself, which has sent nothing.
 
     Cost: no message. The calling thread sleeps while nothing arrives.
     Source: MPI_Waitany.
@@ -50,7 +49,8 @@ def wait_any(works: Iterable[Work | None]) -> int:
     started = [(index, work) for index, work in enumerate(listed) if work is not None]
     if not started:
         raise ConfigError(
-            f"wait_any: works holds no started call, but {len(listed)} times None: end the loop when every call has been waited for"
+            f"wait_any: works holds no started call, but {len(listed)} times None: end the loop "
+            "when every call has been waited for"
         )
     for index, work in started:
         if work.done():
@@ -58,7 +58,7 @@ def wait_any(works: Iterable[Work | None]) -> int:
     engines = [work._engine for _, work in started]  # noqa: SLF001 - two files of one room
     engine = next((one for one in engines if one is not None), None)
     if engine is None:
-        started[0][1].wait()  # raises: only this thread could send what it receives from itself
+        started[0][1].wait()  # raises: only this thread could send the message
     else:
         operations = [work._operation for _, work in started]  # noqa: SLF001
         first = _FirstEnded(engine, operations)
@@ -68,7 +68,9 @@ def wait_any(works: Iterable[Work | None]) -> int:
 
 
 class _FirstEnded:
-    """A wait that is over when one of several operations is; the engine asks it what it asks an operation.
+    """A wait for the first of several operations.
+
+    It has the attributes that the engine's `wait` needs.
 
     Args:
         engine: Drives the operations.
@@ -94,24 +96,25 @@ class _FirstEnded:
         return any(operation.is_over for operation in self._operations)
 
     def look(self) -> bool:
-        """Look for a short while whether an operation in shared memory can go on."""
+        """Spin for a short while; return whether an operation in shared memory can continue."""
         return any(operation.needs_looks and operation.look() for operation in self._operations)
 
 
 def wait_all(works: Iterable[Work | None]) -> list[Any]:
-    """Wait until all of several started calls have ended, and return their results.
+    """Wait until all of several asynchronous calls have ended, and return their results.
 
-    Each call keeps its own deadline. Where one fails, the others are waited for before its error is raised.
+    Each call keeps its own deadline. If one fails, the function waits for the others before it
+    raises the error.
 
     Args:
-        works: What calls with `async_op=True` have returned. The result for None is None.
+        works: `Work` objects of calls with `async_op=True`. The result for None is None.
 
     Returns:
         The results, in the order of `works`.
 
     Raises:
-        ConfigError: Something in `works` is not a started call.
-        SyncvarError: What the first call in `works` that failed has raised.
+        ConfigError: Something in `works` is not an asynchronous call.
+        SyncvarError: The error of the first call in `works` that failed.
 
     Cost: no message.
     Source: MPI_Waitall.
@@ -140,11 +143,13 @@ def _checked(name: str, works: Any) -> list[Work | None]:
         listed = list(works)
     except TypeError:
         raise ConfigError(
-            f"{name} takes a list of what calls with async_op=True return, not {reprlib.repr(works)}"
+            f"{name} takes a list of what calls with async_op=True return, not "
+            f"{reprlib.repr(works)}"
         ) from None
     for index, work in enumerate(listed):
         if work is not None and not isinstance(work, Work):
             raise ConfigError(
-                f"{name}: works[{index}] must be what a call with async_op=True returns, not {reprlib.repr(work)}"
+                f"{name}: works[{index}] must be what a call with async_op=True returns, not "
+                f"{reprlib.repr(work)}"
             )
     return listed

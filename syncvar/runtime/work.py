@@ -1,11 +1,11 @@
-"""The handle of a started call."""
+"""The handle of an asynchronous call."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar._native import Begun
+from syncvar._native import AsyncCall
 from syncvar.core.errors import SyncvarError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.deferred_queues import send_queued
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Request
 
-__all__ = ["Work"]
-
 
 class Work(MigrationHintsMixin):
-    """A started collective.
+    """An asynchronous collective or message.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -30,22 +28,22 @@ class Work(MigrationHintsMixin):
         array([1., 1.])
     """
 
-    _begun: Begun | None = None  # as long as only this object knows of the call
+    _begun: AsyncCall | None = None  # while the engine does not know the call
     _finish: Callable[[Any], Any] | None = None
     _operation: Request
 
     def __init__(
-        self, engine: ProgressEngine | None, operation: Request | Begun, *, sends: bool = False
+        self, engine: ProgressEngine | None, operation: Request | AsyncCall, *, sends: bool = False
     ) -> None:
         self._engine = engine
-        self._sends = sends  # queued writes: others need not go before
-        if isinstance(operation, Begun):
+        self._sends = sends  # this call sends deferred writes
+        if isinstance(operation, AsyncCall):
             self._begun = operation
         else:
             self._operation = operation
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
-        """Make what `finish` makes of the result the result; returns this work."""
+        """Apply `finish` to the result; return this work."""
         self._finish = finish
         return self
 
@@ -53,11 +51,12 @@ class Work(MigrationHintsMixin):
         """Wait for the result.
 
         Args:
-            timeout: Seconds from now; None leaves the deadline that the call was given. When they have passed the call has failed, as
-                one that meets its deadline, and the group is broken: to look without ending it, ask `done`.
+            timeout: Seconds from now; None keeps the deadline of the call. If the time passes, the
+                call has failed as one that misses its deadline, and the group is broken. To poll,
+                use `done`.
 
         Raises:
-            SyncvarError: What the collective itself would have raised.
+            SyncvarError: The error of the collective.
         """
         begun = self._begun
         if begun is not None:
@@ -88,20 +87,27 @@ class Work(MigrationHintsMixin):
                 operation.deadline, operation.timeout_s = until, allowed
         return engine.wait(operation)
 
-    def _taken(self, begun: Begun, *, waits: bool) -> Any:
-        """Return the result of a call that only this object has known of; None where the engine goes on with it now."""
+    def _taken(self, begun: AsyncCall, *, waits: bool) -> Any:
+        """Return the result of a call unknown to the engine.
+
+        None if the engine continues it now.
+        """
         made = begun.end(waits)
         if made is None:
             assert self._engine is not None
             operation = self._engine.adopted(begun)
             if operation is None:
-                return begun.end(False)  # it has ended meanwhile
-            self._operation = operation  # first: another thread may wait for the same
+                return begun.end(False)  # the call has ended meanwhile
+            # set before `_begun`: another thread may wait for the same call
+            self._operation = operation
             self._begun = None
         return made
 
     def done(self) -> bool:
-        """Return whether the collective has ended, well or badly; drives it a little."""
+        """Return whether the collective has ended, with or without error.
+
+        Makes a little progress.
+        """
         begun = self._begun
         if begun is not None and self._taken(begun, waits=False) is not None:
             return True
@@ -117,6 +123,6 @@ class Work(MigrationHintsMixin):
         """Wait for the end and return the error, or None."""
         try:
             self.wait(timeout)
-        except Exception as error:  # the caller asked for it as a value
+        except Exception as error:  # returned, as asked
             return error
         return None

@@ -119,15 +119,10 @@ class Channels:
         self._open: dict[int, tuple[int, tuple[int, ...]]] = {}  # entry -> (group, regions)
         self._rings: dict[int, int] = {}  # entry -> offset of its slot ring; 0: there was no room
         self._free: deque[int] = deque()  # closed entries, which others may still read
-        self.wait = waiter(
-            self.words,
-            ABORT,
-            PHASE,
-            DONE,
-            has_own_core=shm.local_world_size <= shm.usable_cores,
-        )
+        has_own_core = shm.local_world_size <= shm.usable_cores
+        self.wait = waiter(self.words, ABORT, PHASE, DONE, has_own_core=has_own_core)
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
-        self.shares_cores = shm.local_world_size > shm.usable_cores
+        self.shares_cores = not has_own_core
         shm.populate(self._table * 8, PAGE_BYTES)
         self.words[self._table + _RUNNER] = self.is_native  # before others find an entry
         if reaches:

@@ -153,8 +153,8 @@ class ProcessReader:
                     return False
                 reason = os.strerror(number) if number else "it ends there"
                 raise SyncvarError(
-                    f"the memory of rank {rank} of the group (process {process}) cannot be read any "
-                    f"more ({reason}); set SYNCVAR_SINGLE_COPY=off for all ranks"
+                    f"the memory of rank {rank} of the group (process {process}) cannot be read "
+                    f"any more ({reason}); set SYNCVAR_SINGLE_COPY=off for all ranks"
                 )
             into, address, nbytes = into + done, address + done, nbytes - done
         return True

@@ -154,7 +154,7 @@ class Handing:
     # -- inside ------------------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
+        connection.settimeout(0)
         if _peer_user(connection) != os.getuid():
             self.refused_requests += 1
             connection.close()

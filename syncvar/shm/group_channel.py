@@ -187,11 +187,9 @@ class Channel(ChannelState):
         """Return the world ranks that have not published `need` yet."""
         if not self.is_open:
             return tuple(self.members[rank] for rank in range(self.size) if not self._entries[rank])
-        return tuple(
-            self.members[rank]
-            for rank, entry in enumerate(self._entries)
-            if rank != self.rank and not self._is_at(entry, need)
-        )
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        late = [rank for rank in others if not self._is_at(self._entries[rank], need)]
+        return tuple(self.members[rank] for rank in late)
 
     def passed(self) -> tuple[int, ...]:
         """Return the ranks of the group that have begun a later call."""

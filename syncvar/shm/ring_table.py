@@ -2,8 +2,8 @@
 
 An ordered pair of ranks has one ring for all groups and tags, in the sender's region. The sender
 makes it with its first message, so pairs that send nothing cost nothing. Word 5 of a rank's table
-is the offset of its list of rings: a word for each receiver, 0 while there is no ring, 1 if the
-segment had no room and all messages go over links.
+is the offset of its list of rings. The list has a word for each receiver: 0 while there is no ring, 1
+if the segment had no room and all messages go over links.
 
 Cost: 2 MiB of shared memory for each pair; down to 256 KiB with more than eight ranks on the host,
     or without room.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import mmap
 import os
@@ -31,7 +30,12 @@ from syncvar.shm import segment_layout
 from syncvar.shm.allocator import Extents, Range, Taken
 from syncvar.shm.debug_check import AllocationMap
 from syncvar.shm.host_limits import MemoryLimits
-from syncvar.shm.segment_file import why_not_here
+from syncvar.shm.segment_file import (
+    check_header,
+    check_machine,
+    checked_size,
+    mapping_refused,
+)
 from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
@@ -113,11 +117,8 @@ class SharedSegment:
         self.local_world_size = self.words[segment_layout.LOCAL_WORLD_SIZE]
         self.usable_cores = self.words[segment_layout.USABLE_CORES]
         self.generation = self.words[segment_layout.GENERATION]
-        self.segment = SegmentId(
-            self.words[segment_layout.HOST],
-            self.generation,
-            self.words[segment_layout.SEGMENT_TOKEN],
-        )
+        host, token = self.words[segment_layout.HOST], self.words[segment_layout.SEGMENT_TOKEN]
+        self.segment = SegmentId(host, self.generation, token)
         self.local_rank = local_rank
         self.layout = SegmentLayout(self.shm_bytes, self.local_world_size)
         self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
@@ -174,8 +175,8 @@ class SharedSegment:
         The segment owns the descriptor, also after a failure.
         """
         try:
-            _check_machine()
-            size = _checked_size(fd)
+            check_machine()
+            size = checked_size(fd)
             memory = mmap.mmap(
                 fd, size, mmap.MAP_SHARED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             )
@@ -185,9 +186,9 @@ class SharedSegment:
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             size = os.fstat(fd).st_size
             os.close(fd)
-            raise SharedMemoryUnavailable(_mapping_refused(size, error)) from error
+            raise SharedMemoryUnavailable(mapping_refused(size, error)) from error
         try:
-            _check_header(memory, size, local_rank)
+            check_header(memory, size, local_rank)
         except SharedMemoryUnavailable:
             memory.close()
             os.close(fd)
@@ -439,60 +440,3 @@ class SharedSegment:
             f"for it (the ranks of this host hold {bytes_in_words(held)}): "
             f"{_REMEDY.format('the size of /dev/shm or the memory limit of the container')}"
         )
-
-
-def _check_machine() -> None:
-    reason = why_not_here(os.uname().machine)
-    if reason:
-        raise SharedMemoryUnavailable(reason)
-
-
-def _checked_size(fd: int) -> int:
-    size = os.fstat(fd).st_size
-    if size < segment_layout.HEADER_BYTES:
-        raise SharedMemoryUnavailable(
-            f"the launcher's descriptor is no shared memory: it has {size} bytes"
-        )
-    if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
-        needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
-            raise SharedMemoryUnavailable(
-                "the size of the shared memory is not sealed: another process could shrink it"
-            )
-    return size
-
-
-def _check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
-    with memoryview(memory) as whole, whole.cast("Q") as words:
-        if words[segment_layout.MAGIC] != segment_layout.MAGIC_VALUE:
-            raise SharedMemoryUnavailable(
-                "the launcher's descriptor is no shared memory: it begins with other bytes"
-            )
-        version = words[segment_layout.VERSION]
-        if version != segment_layout.LAYOUT_VERSION:
-            raise SharedMemoryUnavailable(
-                f"the launcher's shared memory has layout {version}, this process reads "
-                f"{segment_layout.LAYOUT_VERSION}: use the same version of syncvar for both"
-            )
-        if words[segment_layout.SHM_BYTES] != size:
-            raise SharedMemoryUnavailable(
-                f"the shared memory has {size} bytes, but its header says "
-                f"{words[segment_layout.SHM_BYTES]}"
-            )
-        ranks = words[segment_layout.LOCAL_WORLD_SIZE]
-        if local_rank >= ranks:
-            raise SharedMemoryUnavailable(
-                f"the shared memory is for {ranks} ranks, so there is no local rank {local_rank}"
-            )
-
-
-def _mapping_refused(size: int, error: Exception) -> str:
-    import resource  # only a refusal needs it
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limit = ""
-    if soft != resource.RLIM_INFINITY:
-        limit = f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    failure = f"the system refused to map {bytes_in_words(size)}: {why}{limit}"
-    return f"{failure}; a smaller SYNCVAR_SHM_BYTES may fit"

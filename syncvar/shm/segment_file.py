@@ -1,6 +1,6 @@
-"""Creates the segment that the ranks of a host share.
+"""Creates the segment that the ranks of a host share, and checks one before its mapping.
 
-The launcher runs this, so it imports no NumPy.
+The launcher creates it, so it imports no NumPy.
 
 The segment has no name that a process could open or leave behind: it is a memfd, or a file unlinked
 at once. The launcher passes the descriptor to the workers.
@@ -15,10 +15,12 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
+from syncvar.core.errors import SharedMemoryUnavailable
 from syncvar.shm import segment_layout
-from syncvar.shm.segment_layout import SegmentLayout
+from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable
 
 _SHARED_FOLDER = "/dev/shm"  # noqa: S108  (a random name, O_EXCL and O_NOFOLLOW, unlinked at once)
@@ -167,3 +169,64 @@ def _open_unlinked(folder: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def check_machine() -> None:
+    """Raise SharedMemoryUnavailable if this machine cannot use shared memory."""
+    reason = why_not_here(os.uname().machine)
+    if reason:
+        raise SharedMemoryUnavailable(reason)
+
+
+def checked_size(fd: int) -> int:
+    """Return the size of the segment behind a descriptor, which must be unable to shrink."""
+    size = os.fstat(fd).st_size
+    if size < segment_layout.HEADER_BYTES:
+        raise SharedMemoryUnavailable(
+            f"the launcher's descriptor is no shared memory: it has {size} bytes"
+        )
+    if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
+        needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
+            raise SharedMemoryUnavailable(
+                "the size of the shared memory is not sealed: another process could shrink it"
+            )
+    return size
+
+
+def check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
+    """Raise SharedMemoryUnavailable if the header does not belong to this process."""
+    with memoryview(memory) as whole, whole.cast("Q") as words:
+        if words[segment_layout.MAGIC] != segment_layout.MAGIC_VALUE:
+            raise SharedMemoryUnavailable(
+                "the launcher's descriptor is no shared memory: it begins with other bytes"
+            )
+        version = words[segment_layout.VERSION]
+        if version != segment_layout.LAYOUT_VERSION:
+            raise SharedMemoryUnavailable(
+                f"the launcher's shared memory has layout {version}, this process reads "
+                f"{segment_layout.LAYOUT_VERSION}: use the same version of syncvar for both"
+            )
+        if words[segment_layout.SHM_BYTES] != size:
+            raise SharedMemoryUnavailable(
+                f"the shared memory has {size} bytes, but its header says "
+                f"{words[segment_layout.SHM_BYTES]}"
+            )
+        ranks = words[segment_layout.LOCAL_WORLD_SIZE]
+        if local_rank >= ranks:
+            raise SharedMemoryUnavailable(
+                f"the shared memory is for {ranks} ranks, so there is no local rank {local_rank}"
+            )
+
+
+def mapping_refused(size: int, error: Exception) -> str:
+    """Return the error text for a failed mapping."""
+    import resource  # only a refusal needs it
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = ""
+    if soft != resource.RLIM_INFINITY:
+        limit = f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    failure = f"the system refused to map {bytes_in_words(size)}: {why}{limit}"
+    return f"{failure}; a smaller SYNCVAR_SHM_BYTES may fit"

@@ -52,9 +52,14 @@ def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core
         done: Distance from a rank's word to its last phase of the call before.
         has_own_core: Whether there are as many usable cores as ranks on this host.
     """
-    give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
+    make = _own_core_waiter if has_own_core else _shared_core_waiter
+    return make(words, abort, phase, done)
 
-    def alone(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+
+def _own_core_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
+    give_way, clock = os.sched_yield, time.perf_counter
+
+    def wait(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
         offset, need = (0, need) if need > 0 else (phase, -need)
         for index in indices:
             place = index + offset
@@ -75,7 +80,13 @@ def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core
                             return False
         return True
 
-    def shared(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+    return wait
+
+
+def _shared_core_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
+    give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
+
+    def wait(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
         offset, need = (0, need) if need > 0 else (phase, -need)
         for index in indices:
             place = index + offset
@@ -101,7 +112,7 @@ def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core
                         return False
         return True
 
-    return alone if has_own_core else shared
+    return wait
 
 
 def holding_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:

@@ -17,6 +17,7 @@ from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError
 from syncvar.core.rank_text import rank_list
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,7 +89,9 @@ class ActiveGroup:
                 f"function that strategy.run calls, or around the block"
             )
         if len(self.working) > 1:
-            description = f"{name} inside sv.uneven", _DIGEST
+            collective = f"{collective_of(name)} inside sv.uneven"
+            label = CallLabel(f"{name} inside sv.uneven", CallFields(collective))
+            description = label, _DIGEST
             rolls, no_bits = self._membership(), self._no_bits()
             try:
                 left_bits = agree(rolls, _ROLL, "or", no_bits, timeout, description)

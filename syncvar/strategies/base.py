@@ -22,7 +22,7 @@ from syncvar.strategies.scope_check import model_ids, refuse_new_models
 from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
 from syncvar.variables.policy import CallContext
 from syncvar.variables.registry import VariableRegistry
-from syncvar.variables.scope import ScopeEntry, current_place, places, stacks
+from syncvar.variables.scope import ScopeEntry, ScopeStack, current_place, places, stacks
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
 
@@ -70,12 +70,12 @@ class Strategy(MigrationHintsMixin):
                 raise ConfigError(f"{name} must be True or False, not {flag!r}")
         self._communicator = communicator
         self.context = current()
-        self.places = stacks(self.context)
-        self.strict = strict
-        self.check_cross_writes = check_cross_writes
-        self.reproducible = reproducible
-        self.timeout = None if timeout is None else checked_timeout(timeout)
-        self.is_default = is_default
+        self.places: ScopeStack = stacks(self.context)
+        self.strict: bool = strict
+        self.check_cross_writes: bool = check_cross_writes
+        self.reproducible: bool = reproducible
+        self.timeout: float | None = None if timeout is None else checked_timeout(timeout)
+        self.is_default: bool = is_default
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.roster: VariableRegistry | None = None

@@ -17,23 +17,14 @@ _LARGEST = (1 << 64) - 1
 
 
 class BatchHeader(NamedTuple):
-    """One replica's input for a step.
+    """One replica's input for a step."""
 
-    Args:
-        has_batch: Whether it has a batch; else its dataset has ended.
-        rows: Rows of the batch.
-        epoch: Epoch that the iterator reads.
-        position: Batches that it has returned before.
-        kind: Digest of the batch's pytree and dtypes, or of the last known one; 0 for none.
-        content: Digest of an iterator's first batch, for global batches; else 0.
-    """
-
-    has_batch: bool
-    rows: int
-    epoch: int
-    position: int
-    kind: int
-    content: int = 0
+    has_batch: bool  # whether it has a batch; else its dataset has ended
+    rows: int  # rows of the batch
+    epoch: int  # epoch that the iterator reads
+    position: int  # batches that it has returned before
+    kind: int  # digest of the batch's pytree and dtypes, or of the last known one; 0 for none
+    content: int = 0  # digest of an iterator's first batch, for global batches; else 0
 
     def sides(self, *, is_global: bool) -> NDArray[np.uint64]:
         """Return the fields and their complements, for `is_unanimous`.
@@ -57,32 +48,17 @@ class BatchHeader(NamedTuple):
 
 
 class BatchDecision(NamedTuple):
-    """What all replicas do in a step.
+    """What all replicas do in a step."""
 
-    Args:
-        disagreement: Why the headers do not fit together; empty if they do.
-        is_over: Whether all datasets have ended.
-        teacher: Replica that describes its batch to replicas without one; None if all know it.
-        differs: Whether replicas read different contents of global batches.
-    """
-
-    disagreement: str = ""
-    is_over: bool = False
+    disagreement: str = ""  # why the headers do not fit together; empty if they do
+    is_over: bool = False  # whether all datasets have ended
+    # replica that describes its batch to replicas without one; None if all know it
     teacher: int | None = None
-    differs: bool = False
+    differs: bool = False  # whether replicas read different contents of global batches
 
 
 def is_unanimous(largest: NDArray[Any]) -> bool:
-    """Return whether all replicas have equal headers.
-
-    Args:
-        largest: The elementwise maximum of all replicas' `BatchHeader.sides`.
-
-    Example:
-        >>> one, other = BatchHeader(True, 8, 0, 2, kind=7), BatchHeader(True, 8, 0, 3, kind=7)
-        >>> is_unanimous(np.maximum(one.sides(is_global=True), other.sides(is_global=True)))
-        False
-    """
+    """Return whether all replicas have equal headers."""
     numbers = largest.tolist()
     half = len(numbers) // 2
     return all(
@@ -91,20 +67,7 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
 
 
 def verdict(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
-    """Return what all replicas do; a pure function of the headers of all replicas.
-
-    Args:
-        offers: Header of each replica.
-        is_global: Whether all replicas read the same batches and take their part of each.
-
-    Example:
-        >>> batch = BatchHeader(True, 8, 0, 2, kind=77)
-        >>> end = BatchHeader(False, 0, 0, 2, kind=0)
-        >>> verdict([end, batch], is_global=False)
-        BatchDecision(disagreement='', is_over=False, teacher=1, differs=False)
-        >>> verdict([end, batch], is_global=True).disagreement
-        'the dataset has ended on some replicas and not on others'
-    """
+    """Return what all replicas do; a pure function of the headers of all replicas."""
     if len({(offer.epoch, offer.position) for offer in offers}) > 1:
         return BatchDecision("the replicas are at different places of their datasets")
     live = [place for place, offer in enumerate(offers) if offer.has_batch]

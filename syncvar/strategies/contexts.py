@@ -8,6 +8,7 @@ from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import CallContext
 from syncvar.variables.scope import ScopeEntry, context_of, current_owner, current_place, places
@@ -102,7 +103,8 @@ class ReplicaContext(MigrationHintsMixin):
         """
         strategy = self._inside("merge_call")
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        meet(strategy.communicator, f"merge_call({name})", ("merge_call", name), strategy.timeout)
+        label = CallLabel(f"merge_call({name})", CallFields("merge_call"))
+        meet(strategy.communicator, label, ("merge_call", name), strategy.timeout)
         stack = places()
         stack.append(ScopeEntry(strategy, CallContext.MERGE))
         try:

@@ -30,6 +30,7 @@ from syncvar.core.pytree import (
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
@@ -178,7 +179,9 @@ def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
     def assemble(results: list[NDArray[Any]]) -> Any:
         return given_back(part, unflatten(treedef, results, part))
 
-    name = f"strategy.reduce({op.name}, axis={axes})"
+    name = CallLabel(
+        f"strategy.reduce({op.name}, axis={axes})", CallFields("strategy.reduce", op.name)
+    )
     if axes is None:
         return _Reduction(op.value, name, treedef, arrays, assemble)
     own_axes = [_normalized(axes, array.ndim) for array in arrays]
@@ -236,7 +239,14 @@ def _structured(
     shapes = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4])
     more = ", …" if len(parts) > 4 else ""
     inside = "" if treedef.kind == "leaf" else f" in {describe(treedef)}"
-    return CollectiveSpec(f"{name} of {shapes}{more}{inside}", digest, run())
+    text = f"{name} of {shapes}{more}{inside}"
+    collective = collective_of(name) if isinstance(name, CallLabel) else text
+    fields = CallFields(collective)
+    if parts:
+        first = parts[0]
+        dtype = first.dtype.name
+        fields = CallFields(collective, "", dtype, first.shape, first.size, first.nbytes)
+    return CollectiveSpec(CallLabel(text, fields), digest, run())
 
 
 def _checked_axes(axis: Any) -> tuple[int, ...] | None:

@@ -1,9 +1,8 @@
-"""Workers and servers in one thread and in virtual time, with a network that delays, loses, doubles and reorders, and crashes.
+"""Workers and servers in one thread and virtual time, with crashes and an unreliable network.
 
-It drives the same state machines as the processes of a job. All that happens follows from the seed: the same seed gives the same
-messages at the same times, so a failure is found again.
-
-Example:
+The network delays, drops, duplicates and reorders messages. The cluster drives the same state
+machines as the processes of a job. The seed decides everything: the same seed gives the same
+messages at the same times, so a failure can be reproduced.
     >>> import numpy as np
     >>> from syncvar.parameter_server.client.request_builder import RequestBuilder
     >>> from syncvar.parameter_server.server.shard import Spec
@@ -44,12 +43,12 @@ _RESEND_S = 0.05
 
 
 class Ask(NamedTuple):
-    """What a program yields: a request, to be resumed with its ticket.
+    """A request that a program yields; it resumes with the request's ticket.
 
     Args:
-        asking: What is asked.
-        snapshot: All reads are of one version.
-        waits: Go on when it is over, not at once.
+        asking: The request.
+        snapshot: Whether all its reads see one version.
+        waits: Whether the program resumes when the request is over, not at once.
     """
 
     asking: RequestBuilder
@@ -58,7 +57,7 @@ class Ask(NamedTuple):
 
 
 class _SimulatedWorker:
-    """A worker that runs: its client, its program and the request that it waits for."""
+    """A running worker: its client, its program and the ticket that it waits for."""
 
     def __init__(self, client: Client, program: Generator[Ask, Ticket, None]) -> None:
         self.client = client
@@ -71,17 +70,17 @@ class Cluster:
     """A job in virtual time.
 
     Args:
-        workers: Ranks; those beyond, up to `workers + evaluators`, are evaluators.
-        servers: How many.
-        seed: Decides everything.
-        program: Called with rank and incarnation; yields an `Ask`, gets its ticket.
-        replicas: 1: each server's ledger has a copy on the next server.
-        evaluators: Workers for which nobody waits.
-        delay_s: Longest time a message takes; each takes any time up to it, so they overtake each other.
-        loss: Probability that a message is lost.
-        double: Probability that it comes twice.
-        notice_s: Longest time after which a crash is told to the others, to each at a time of its own.
-        through_wire: Messages are packed and parsed, as between processes.
+        workers: Number of workers; higher ranks, up to `workers + evaluators`, are evaluators.
+        servers: Number of servers.
+        seed: Seed of all random decisions.
+        program: Generator function of (rank, incarnation) that yields `Ask` and gets its ticket.
+        replicas: 1 if each server's state has a replica on the next server, else 0.
+        evaluators: Number of workers for which nobody waits.
+        delay_s: Longest delay of a message, in seconds; delays are random, so messages overtake.
+        loss: Probability that a message is dropped.
+        double: Probability that a message is duplicated.
+        notice_s: Longest time until a process learns of a crash, in seconds.
+        through_wire: Whether messages are packed and parsed, as between processes.
     """
 
     def __init__(
@@ -122,21 +121,24 @@ class Cluster:
             self._at(self._random.uniform(0, delay_s), partial(self._start, rank, 0))
         self._wakes: dict[Endpoint, float] = {}
 
-    # -- what a test does with it ------------------------------------------------------------------
+    # -- used by tests -----------------------------------------------------------------------------
 
     def kill_worker(self, rank: int, at: float, back_s: float = 0.2) -> None:
-        """Kill a worker at a time, and start it again later; one that has ended is left alone."""
+        """Kill a worker at a time and restart it `back_s` later, unless it has ended."""
         self._at(at, lambda: self._kill_worker(rank, back_s))
 
     def kill_server(self, server: int, at: float) -> None:
-        """Kill a server at a time, or later: once all that it holds is on another one too. The last one is left alone."""
+        """Kill a server at a time, or once others hold all its state; never the last server."""
         self._at(at, lambda: self._kill_server(server))
 
     def run(self, limit_s: float = 1000.0) -> None:
         """Run until all programs have ended.
 
+        Args:
+            limit_s: Limit of virtual time, in seconds.
+
         Raises:
-            AssertionError: They do not end, or one of them raised.
+            AssertionError: They do not end. An exception of a program is raised as it is.
         """
         while self._events and (self._awaited_starts or self._unfinished()):
             at, _, act = heapq.heappop(self._events)
@@ -147,20 +149,19 @@ class Cluster:
             act()
             if self.errors:
                 raise next(iter(self.errors.values()))
-        assert not self._unfinished(), f"workers {self._unfinished()} wait for ever"
+        assert not self._unfinished(), f"workers {self._unfinished()} wait forever"
 
     def value(self, server: int, key: str) -> NDArray[Any]:
-        """Return what a server holds."""
-        place = next(one for one in (server, *self._heirs[server]) if one in self.servers)
-        there = self.servers[place]
-        ledger = (
-            there.primaries[server].ledger if server in there.primaries else there.copies[server]
-        )
-        return ledger.shards[key].array
+        """Return the value of a variable on a server, or on the replica that replaces it."""
+        holder = next(one for one in (server, *self._heirs[server]) if one in self.servers)
+        machine = self.servers[holder]
+        if server in machine.primaries:
+            return machine.primaries[server].ledger.shards[key].array
+        return machine.copies[server].shards[key].array
 
     @property
     def digest(self) -> str:
-        """What stands for all that happened so far."""
+        """Digest of all messages so far."""
         return self._digest.hexdigest()
 
     # -- events ------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ class Cluster:
         self._step(rank, process, None)
 
     def _step(self, rank: int, process: _SimulatedWorker, ticket: Ticket | None) -> None:
-        """Let a program go on to its next request that it waits for."""
+        """Run a program up to its next request that it waits for."""
         try:
             while True:
                 ask = next(process.program) if ticket is None else process.program.send(ticket)
@@ -202,24 +203,21 @@ class Cluster:
         for one in outgoing:
             for _ in range(2 if rng.random() < self._double else 1):
                 if rng.random() >= self._loss:
-                    self._at(
-                        self.now + rng.uniform(0, self._delay_s),
-                        partial(self._deliver, sender, one),
-                    )
+                    arrival = self.now + rng.uniform(0, self._delay_s)
+                    self._at(arrival, partial(self._deliver, sender, one))
 
     def _deliver(self, sender: Endpoint, outgoing: OutgoingMessage) -> None:
         kind, index = outgoing.target
         message, arrays = outgoing.message, outgoing.arrays
         self.delivered += 1
-        told = f"{self.now!r} {sender} {outgoing.target} {message['kind']} {message['server']} {message.get('number')}\n"
-        self._digest.update(told.encode())
+        name = f"{message['kind']} {message['server']} {message.get('number')}"
+        self._digest.update(f"{self.now!r} {sender} {outgoing.target} {name}\n".encode())
         if self._through_wire:
             message, arrays = message_of([bytes(frame) for frame in frames_of(message, arrays)])
         if kind == "server":
             if index in self.servers:
-                self._send(
-                    ("server", index), self.servers[index].handle(sender, message, arrays, self.now)
-                )
+                answers = self.servers[index].handle(sender, message, arrays, self.now)
+                self._send(("server", index), answers)
                 self._wake_later(outgoing.target, self.servers[index].wake_at())
             return
         process = self._workers.get(index)
@@ -232,22 +230,25 @@ class Cluster:
             process.awaited = None
             self._step(index, process, ticket)
 
-    def _wake_later(self, who: Endpoint, when: float) -> None:
-        if when < self._wakes.get(who, float("inf")):
-            self._wakes[who] = when
-            self._at(max(when, self.now), lambda: self._wake(who))
+    def _wake_later(self, process: Endpoint, when: float) -> None:
+        if when < self._wakes.get(process, float("inf")):
+            self._wakes[process] = when
+            self._at(max(when, self.now), lambda: self._wake(process))
 
-    def _wake(self, who: Endpoint) -> None:
-        self._wakes.pop(who, None)
-        kind, index = who
-        one: Any = self.servers.get(index) if kind == "server" else self._workers.get(index)
-        if one is None:
+    def _machine(self, process: Endpoint) -> Any:
+        kind, index = process
+        if kind == "server":
+            return self.servers.get(index)
+        return self._workers[index].client if index in self._workers else None
+
+    def _wake(self, process: Endpoint) -> None:
+        self._wakes.pop(process, None)
+        machine = self._machine(process)
+        if machine is None:
             return
-        machine = one if kind == "server" else one.client
-        self._send(who, machine.wake(self.now))
-        self._wake_later(
-            who, machine.wake_at() if machine.wake_at() > self.now else self.now + _RESEND_S
-        )
+        self._send(process, machine.wake(self.now))
+        when = machine.wake_at()
+        self._wake_later(process, when if when > self.now else self.now + _RESEND_S)
 
     # -- crashes -----------------------------------------------------------------------------------
 
@@ -262,16 +263,14 @@ class Cluster:
         process.program.close()
         del self._workers[rank]
         for server in list(self.servers):
-            self._at(self._soon(), partial(self._tell_worker_lost, server, rank, incarnation))
-
+            self._at(self._soon(), partial(self._report_worker, server, rank, incarnation))
         self._awaited_starts += 1
         self._at(self.now + back_s, partial(self._start, rank, incarnation + 1))
 
-    def _tell_worker_lost(self, server: int, rank: int, incarnation: int) -> None:
+    def _report_worker(self, server: int, rank: int, incarnation: int) -> None:
         if server in self.servers:
-            self._send(
-                ("server", server), self.servers[server].worker_lost(rank, incarnation, self.now)
-            )
+            messages = self.servers[server].worker_lost(rank, incarnation, self.now)
+            self._send(("server", server), messages)
 
     def _kill_server(self, server: int) -> None:
         others = [one for index, one in self.servers.items() if index != server]
@@ -285,14 +284,12 @@ class Cluster:
         del self.servers[server]
         self.lost.append(server)
         for other in list(self.servers):
-            self._at(self._soon(), partial(self._tell_server_lost, ("server", other), server))
+            self._at(self._soon(), partial(self._report_server, ("server", other), server))
         for rank in list(self._workers):
-            self._at(self._soon(), partial(self._tell_server_lost, ("worker", rank), server))
+            self._at(self._soon(), partial(self._report_server, ("worker", rank), server))
 
-    def _tell_server_lost(self, who: Endpoint, server: int) -> None:
-        one: Any = self.servers.get(who[1]) if who[0] == "server" else self._workers.get(who[1])
-        if one is None:
-            return
-        machine = one if who[0] == "server" else one.client
-        self._send(who, machine.server_lost(server, self.now))
-        self._wake_later(who, machine.wake_at())
+    def _report_server(self, process: Endpoint, server: int) -> None:
+        machine = self._machine(process)
+        if machine is not None:
+            self._send(process, machine.server_lost(server, self.now))
+            self._wake_later(process, machine.wake_at())

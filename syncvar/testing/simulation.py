@@ -1,8 +1,8 @@
-"""A world in one thread: operations stepped by a seeded scheduler, frames that come late, reordered and read late.
+"""A world in one thread: a seeded scheduler steps collectives and delivers frames late.
 
-What runs plans is pure, so a whole collective of many ranks is a loop. Each step starts a rank's next operation or
-delivers one frame of one link; which, the seed decides. A payload is read from its borrowed memory at the last moment,
-when it is delivered, so that a plan which overwrites what it has sent is found out.
+Each step starts a rank's next call or delivers one frame; the seed decides which. A payload is
+read from its borrowed memory as late as possible, at delivery. So the simulation finds schedules
+that overwrite memory which they have sent but may not reuse yet.
 
 Example:
     >>> import numpy as np, syncvar as sv
@@ -36,11 +36,11 @@ class Simulation:
     """A world of one group whose collectives run step by step.
 
     Args:
-        world_size: Ranks.
-        seed: Decides who steps next and which frame comes next.
-        overtake_max: A frame may overtake up to so many before it on its link; 0 keeps the order of each link.
-        segment_bytes: Largest payload of a frame.
-        async_depth: A rank may start so many calls before the first of them has ended.
+        world_size: Number of ranks.
+        seed: Seed that decides which rank or frame is next.
+        overtake_max: Number of frames that a frame may overtake on its link; 0 keeps the order.
+        segment_bytes: Largest payload of a frame, in bytes.
+        async_depth: Number of calls that a rank may have in progress.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Simulation:
             _Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)
         ]
         for rank, communicator in enumerate(self._groups):
-            communicator.outlet = _Outlet(self, rank, segment_bytes)
+            communicator.outlet = _SimulatedSink(self, rank, segment_bytes)
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
         self._links: dict[tuple[int, int], list[_SimulatedFrame]] = {}
@@ -73,7 +73,8 @@ class Simulation:
         """Add a call that every rank makes.
 
         Args:
-            make: Given a rank and its group, calls one collective of that group; or returns a `CollectiveSpec`.
+            make: Function of a rank and its group that calls one collective of that group, or
+                returns a `CollectiveSpec`.
         """
         for rank, communicator in enumerate(self._groups):
             request: CollectiveSpec = make(rank, Group(communicator))
@@ -81,18 +82,13 @@ class Simulation:
             self._calls[rank].append(communicator.operation(number, request))
 
     def run(self) -> list[list[Any]]:
-        """Step until nothing can step any more.
-
-        Returns:
-            For each call the results by rank.
+        """Step until no rank can step, and return for each call the results by rank.
 
         Raises:
             AssertionError: A call did not end, a frame was left over, or credit was lost.
         """
         while True:
-            choices: list[tuple[int, int]] = [
-                link for link, flying in self._links.items() if flying
-            ]
+            choices = [link for link, flying in self._links.items() if flying]
             choices += [(rank, -1) for rank in range(self.world_size) if self._may_start(rank)]
             if not choices:
                 break
@@ -103,10 +99,9 @@ class Simulation:
             else:
                 self._deliver((rank, target))
         self._check_end()
-        numbers = range(len(self._calls[0]))
         return [
             [self._calls[rank][number].result for rank in range(self.world_size)]
-            for number in numbers
+            for number in range(len(self._calls[0]))
         ]
 
     # -- steps -------------------------------------------------------------------------------------
@@ -130,9 +125,8 @@ class Simulation:
         flying = self._links[link]
         last = min(self._overtake_max, len(flying) - 1)
         item = flying.pop(self._random.randint(0, last) if last else 0)
-        frame = Frame(
-            parse_header(item.header), bytes(item.payload) if item.payload is not None else b""
-        )
+        payload = b"" if item.payload is None else bytes(item.payload)
+        frame = Frame(parse_header(item.header), payload)
         item.is_read = True
         sender = self._calls[link[0]][item.call]
         if sender.state == RequestState.DRAINING:
@@ -145,10 +139,10 @@ class Simulation:
             self._hand(target, self._calls[target][number], frame)
 
     def _hand(self, rank: int, operation: Request, frame: Frame) -> None:
-        assert frame.header.fingerprint == operation.fingerprint, (
-            f"{operation.what}: a frame of another call"
-        )
-        assert not operation.is_over, f"{operation.what}: a frame came after the end on rank {rank}"
+        name = operation.what
+        is_same = frame.header.fingerprint == operation.fingerprint
+        assert is_same, f"{name}: a frame of another call"
+        assert not operation.is_over, f"{name}: a frame came after the end on rank {rank}"
         operation.accept(frame)
         if operation.state == RequestState.DRAINING:
             operation.advance()
@@ -159,18 +153,18 @@ class Simulation:
                 if operation.error is not None:
                     raise operation.error
                 assert operation.state == RequestState.DONE, (
-                    f"rank {rank} stands in {operation.what} (call {operation.call + 1}), waiting for {operation.awaiting}"
+                    f"rank {rank} is in {operation.what} (call {operation.call + 1}), waiting for "
+                    f"{operation.awaiting}"
                 )
-                assert not operation.unused_frames(), (
-                    f"{operation.what}: frames were left over on rank {rank}"
-                )
+                unused = operation.unused_frames()
+                assert not unused, f"{operation.what}: frames were left over on rank {rank}"
         assert not any(self._early), "frames of calls that were never made"
         lost = {link: nbytes for link, nbytes in self._unused.items() if nbytes}
-        assert not lost, f"bytes whose use was not told: {lost}"
+        assert not lost, f"bytes that no rank reported as consumed: {lost}"
 
 
 class _SimulatedFrame:
-    """A frame on its way, and the loan of its payload."""
+    """A frame on its way; it borrows its payload."""
 
     __slots__ = ("call", "header", "is_read", "payload")
 
@@ -184,7 +178,7 @@ class _SimulatedFrame:
         return self.is_read
 
 
-class _Outlet:
+class _SimulatedSink:
     generation = 0
 
     def __init__(self, world: Simulation, rank: int, segment_bytes: int) -> None:
@@ -211,7 +205,7 @@ class _Outlet:
 
 
 class _Recorder(Communicator):
-    """A group whose calls are checked and handed out instead of performed."""
+    """A group that checks calls and returns their specs instead of running them."""
 
     def perform(
         self,

@@ -1,7 +1,6 @@
-"""One checker for every implementation of the `Transport` contract; see `syncvar.transports.base` for its text.
+"""Checks of the `Transport` contract (see `syncvar.transports.base`) for any implementation.
 
-Each check takes a factory of connected worlds and raises AssertionError when the contract is broken. `check_transport`
-runs them all; a test suite may run those of `TRANSPORT_CHECKS` one by one, so that each has a name of its own.
+`check_transport` runs all checks. A test suite may run those of `TRANSPORT_CHECKS` one by one.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _PATIENCE_S = 20.0
-_QUIET_S = (
-    0.1  # what has been sent on one machine has arrived, and what must not come would have come
-)
+_QUIET_S = 0.1  # long enough for any frame to arrive on one machine
 _SOON_S = 2.0
 _GENERATION = 7
 
 
 class TransportFactory:
-    """How to make connected worlds of a transport, and how large its frames may be.
+    """Factory of connected worlds of a transport.
 
     Args:
-        connect: Given a number of ranks and a generation, a context manager that yields one opened transport for each
-            rank, and closes them.
-        nbytes_max: Largest payload of a frame.
-        lose: Makes a rank vanish without a goodbye; by default its transport is closed with a linger of 0.
+        connect: Function of a number of ranks and a generation. It returns a context manager that
+            yields one open transport for each rank, and closes them.
+        nbytes_max: Largest payload of a frame, in bytes.
+        lose: Function that disconnects a rank abruptly; by default it closes with a linger of 0.
     """
 
     def __init__(
@@ -50,10 +47,10 @@ def check_transport(factory: TransportFactory) -> None:
     """Check that a transport fulfils its contract.
 
     Args:
-        factory: Makes its worlds.
+        factory: Factory of its worlds.
 
     Raises:
-        AssertionError: It does not; the message names the check and what was seen.
+        AssertionError: It does not; the message names the check and the observation.
 
     Example:
         >>> import contextlib
@@ -78,7 +75,7 @@ def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory)
     sizes = [0, 1, 3, 1000, 5000, 200_000]
     count = 120
     with factory.connect(3, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         for number in range(count):
             for source in range(3):
                 for target in range(3):
@@ -106,7 +103,7 @@ def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory)
 def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
     most = factory.nbytes_max
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         sizes = [0, 1, 2, 4095, 4096, 65_537, most - 1, most]
         number = 0
         for nbytes in sizes:
@@ -124,7 +121,7 @@ def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
 def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
     big, long = (1 << 32) - 1, (1 << 64) - 1
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         wanted = [
             Header(FrameType.DATA, 1, _GENERATION, long, long - 1, big, big - 1, long - 2, 3),
             Header(FrameType.DATA, 1, _GENERATION, 0, 0, 0, 0, 0, 0),
@@ -137,17 +134,17 @@ def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
         assert [one.header for one in seen.frames[0]] == wanted, seen.frames[0]
 
 
-def _many_peers_hear_each_other(factory: TransportFactory) -> None:
+def _many_peers_receive_from_each_other(factory: TransportFactory) -> None:
     size = 12
     with factory.connect(size, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         for source in range(size):
             for target in range(size):
                 if source != target:
                     for number in range(3):
                         _send(world, source, target, number, 10 * source + target)
         seen.until(
-            lambda: all(len(got) == 3 * (size - 1) for got in seen.frames), "all peers to be heard"
+            lambda: all(len(got) == 3 * (size - 1) for got in seen.frames), "frames of all peers"
         )
         for target in range(size):
             for source in range(size):
@@ -160,12 +157,12 @@ def _many_peers_hear_each_other(factory: TransportFactory) -> None:
         seen.check_nobody_lost()
 
 
-# -- who owns memory -------------------------------------------------------------------------------
+# -- ownership of memory ---------------------------------------------------------------------------
 
 
 def _borrowed_memory_may_be_reused_when_its_loan_is_done(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         memory = bytearray(factory.nbytes_max)
         for number in range(6):
             memory[:] = bytes([number + 1]) * len(memory)
@@ -183,7 +180,7 @@ def _borrowed_memory_may_be_reused_when_its_loan_is_done(factory: TransportFacto
 
 def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         memory = bytearray(factory.nbytes_max)
         for number in range(6):
             memory[:] = bytes([number + 1]) * len(memory)
@@ -200,7 +197,7 @@ def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory
 
 def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         for number in range(20):
             _send(world, 0, 1, number, 30_000, borrow=True)
         seen.until(lambda: len(seen.frames[1]) == 20, "the frames to arrive")
@@ -217,7 +214,7 @@ def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
 
 def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         _send(world, 0, 1, 0, 1)  # opens the link
         seen.until(lambda: len(seen.frames[1]) == 1, "the first frame")
         _send(world, 0, 1, 1, 1)
@@ -279,7 +276,7 @@ def _wait_idle_ends_at_a_wake_beside_a_driver(factory: TransportFactory) -> None
 
 def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         _send(world, 0, 1, 0, 1)
         seen.until(lambda: len(seen.frames[1]) == 1, "the first frame")
         began = time.monotonic()
@@ -294,13 +291,11 @@ def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
         )
 
 
-def _what_could_not_go_at_once_goes_while_the_sender_waits_idle(factory: TransportFactory) -> None:
+def _queued_frames_leave_while_the_sender_waits_idle(factory: TransportFactory) -> None:
     for has_driven in (False, True):
         with factory.connect(2, _GENERATION) as world:
-            seen = _Seen(world)
-            _send(
-                world, 0, 1, 0, 10
-            )  # its link is opened by this: the frame may have to wait for that
+            seen = _Arrivals(world)
+            _send(world, 0, 1, 0, 10)  # opens the link; the frame may have to wait for that
             if has_driven:
                 world[0].wait_idle(0.0)
                 world[0].wait(0.5)
@@ -333,28 +328,30 @@ def _what_could_not_go_at_once_goes_while_the_sender_waits_idle(factory: Transpo
 def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) -> None:
     for answers in (False, True):
         with factory.connect(3, _GENERATION) as world:
-            seen = _Seen(world)
+            seen = _Arrivals(world)
             if answers:
                 _send(world, 0, 1, 0, 10)
                 seen.until(lambda: len(seen.frames[1]) == 1, "the frame of rank 0")  # noqa: B023
             for number in range(40):
                 _send(world, 1, 0, number, min(60_000, factory.nbytes_max), borrow=number % 2 == 1)
             world[1].close(5.0)
-            time.sleep(_QUIET_S)  # the frames and the close are there, and nobody has looked
+            time.sleep(
+                _QUIET_S
+            )  # the frames and the close have arrived, and nobody has received them
             world[0].wait(0.0)
             seen.until(lambda: len(seen.frames[0]) == 40, "what was sent before the close", [0, 2])  # noqa: B023
             assert [one.header.call for one in seen.frames[0]] == list(range(40))
             seen.quietly([0, 2])
             seen.check_nobody_lost()
             for number in range(3):
-                _send(world, 0, 1, number, 10)  # nobody is there any more: dropped
+                _send(world, 0, 1, number, 10)  # the peer is closed: dropped
             _send(world, 0, 2, 0, 10)
             seen.until(lambda: len(seen.frames[2]) == 1, "the frame to rank 2", [0, 2])  # noqa: B023
 
 
-def _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived(factory: TransportFactory) -> None:
+def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: TransportFactory) -> None:
     with factory.connect(3, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         for source, target in ((0, 1), (1, 0), (0, 2), (2, 0)):
             _send(world, source, target, 0, 10)
         seen.until(
@@ -362,15 +359,17 @@ def _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived(factory: Transpo
         )
         for number in range(1, 31):
             _send(world, 1, 0, number, 1000)
-        time.sleep(_QUIET_S)  # they arrive, and nobody takes them
+        time.sleep(_QUIET_S)  # they arrive, and nobody receives them
         seen.take([1])
         factory.lose(world, 1)
-        time.sleep(_QUIET_S)  # nor the loss
+        time.sleep(_QUIET_S)  # the disconnect arrives too
         world[0].wait(0.0)
-        seen.until(lambda: bool(seen.lost[0]), "the loss to be told", [0, 2])
+        seen.until(lambda: bool(seen.lost[0]), "the disconnect", [0, 2])
         numbers = [one.header.call for one in seen.frames[0] if one.header.source == 1]
-        assert numbers == list(range(31)), f"before the loss arrived {numbers}"
-        assert len(seen.order[0]) == 33, f"the loss was told before a frame: {seen.order[0]}"
+        assert numbers == list(range(31)), f"before the disconnect arrived {numbers}"
+        assert len(seen.order[0]) == 33, (
+            f"the disconnect was reported before a frame: {seen.order[0]}"
+        )
         for number in range(5):
             loan = world[0].send(
                 1,
@@ -378,17 +377,17 @@ def _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived(factory: Transpo
                 memoryview(bytes(9)),
                 borrow=True,
             )
-            assert loan is None or loan.is_done(), "memory is lent to a link that is gone"
+            assert loan is None or loan.is_done(), "the transport borrowed memory for a closed link"
         _send(world, 0, 2, 1, 10)
         seen.until(lambda: len(seen.frames[2]) == 2, "another link to go on", [0, 2])
         seen.quietly([0, 2])
         assert [one.peer for one in seen.lost[0]] == [1], seen.lost[0]
-        assert all(one.reason for one in seen.lost[0]), "a loss needs a reason"
+        assert all(one.reason for one in seen.lost[0]), "a disconnect needs a reason"
 
 
 def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
-        seen = _Seen(world)
+        seen = _Arrivals(world)
         _send(world, 0, 1, 0, 10)
         _send(world, 1, 0, 0, 10)
         seen.until(
@@ -400,7 +399,7 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
         for number in range(1, 5):
             header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
             loans.append(world[0].send(1, header, memory, borrow=True))
-        seen.until(lambda: bool(seen.lost[0]), "the loss to be told", [0])
+        seen.until(lambda: bool(seen.lost[0]), "the disconnect", [0])
         seen.until(
             lambda: all(loan is None or loan.is_done() for loan in loans), "the loans to end", [0]
         )
@@ -421,7 +420,7 @@ TRANSPORT_CHECKS: Mapping[str, Callable[[TransportFactory], None]] = {
         _links_keep_order_lose_nothing_and_double_nothing,
         _payloads_of_every_size_arrive_whole,
         _header_fields_arrive_as_they_were_sent,
-        _many_peers_hear_each_other,
+        _many_peers_receive_from_each_other,
         _borrowed_memory_may_be_reused_when_its_loan_is_done,
         _memory_that_is_not_borrowed_may_be_reused_at_once,
         _a_received_payload_stays_as_it_was,
@@ -430,21 +429,20 @@ TRANSPORT_CHECKS: Mapping[str, Callable[[TransportFactory], None]] = {
         _wait_ends_at_its_timeout,
         _wait_idle_ends_at_a_wake_beside_a_driver,
         _wait_idle_ends_at_an_arrival,
-        _what_could_not_go_at_once_goes_while_the_sender_waits_idle,
+        _queued_frames_leave_while_the_sender_waits_idle,
         _an_orderly_close_is_no_loss_and_loses_nothing,
-        _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived,
+        _an_abrupt_disconnect_is_reported_once_and_after_all_frames,
         _loans_of_a_lost_link_end,
         _close_may_be_repeated,
     )
 }
-"""Every check by its name."""
 
 
 # -- inside ----------------------------------------------------------------------------------------
 
 
-class _Seen:
-    """What has arrived at each rank; one thread drives all of them."""
+class _Arrivals:
+    """Frames and disconnects that each rank has received; one thread drives all ranks."""
 
     def __init__(self, world: Sequence[Transport]) -> None:
         self.world = world
@@ -481,7 +479,7 @@ class _Seen:
         self.until(lambda: time.monotonic() >= deadline, "the clock", ranks)
 
     def check_nobody_lost(self) -> None:
-        assert not any(self.lost), f"links were reported lost: {self.lost}"
+        assert not any(self.lost), f"disconnects were reported: {self.lost}"
 
 
 def _pattern(number: int, nbytes: int) -> bytes:
@@ -515,5 +513,5 @@ def _wakes_soon(transport: Transport, wait: Callable[[], object], delay_s: float
     wait()
     waker.join()
     assert time.monotonic() - began < _SOON_S, (
-        f"a wake was heard after {time.monotonic() - began:.1f} s"
+        f"the wake took effect after {time.monotonic() - began:.1f} s"
     )

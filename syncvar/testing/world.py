@@ -1,6 +1,6 @@
-"""A whole world inside one process: each rank a thread with its own context.
+"""A whole world inside one process: each rank is a thread with its own context.
 
-Data go over the in-memory network, or through shared memory that all ranks of the world share.
+Data goes over an in-memory network, or through shared memory that all ranks share.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.local_servers import LocalServers
     from syncvar.shm.segment_file import CreatedSegment
 
-_SHM_BYTES = 64 << 30  # virtual; pages are taken as they are needed
-_TURN_S = 5e-6  # with Python's 5 ms, calls in which ranks wait took ten times as long (measured)
+_SHM_BYTES = 64 << 30  # virtual; pages are allocated at first use
+_SWITCH_S = 5e-6  # with Python's 5 ms, calls in which ranks wait take ten times as long
 _counting = threading.Lock()
-_turns: list[float] = []  # the switch interval before each world that is running
+_intervals: list[float] = []  # switch interval before each world that is running
 
 
 def run_ranks(
@@ -50,22 +50,22 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(*args)` as every rank of an in-process world and return the results by rank.
 
-    An exception in a rank is reported to the others as the launcher would do it.
+    The other ranks learn of an exception in a rank as they would from the launcher.
 
     Args:
-        world_size: Ranks.
-        fn: Called once for each rank; `sv.rank()` and all collectives work in it.
-        args: Passed to `fn`.
-        faults: What the network does to frames.
+        world_size: Number of ranks.
+        fn: Function to call once for each rank; `sv.rank()` and all collectives work in it.
+        args: Arguments of `fn`.
+        faults: Faults of the network.
         config: Deadlines and limits.
-        timeout_s: Seconds after which the world is given up.
-        shared: The ranks share memory, as those of one host do; only control messages go over the network.
-        shm_bytes: How much, where they do.
-        servers: Hold the variables of a ParameterServerStrategy.
-        hosts: As how many hosts the ranks pose; each has shared memory of its own, where ranks share memory.
+        timeout_s: Time after which the call gives up, in seconds.
+        shared: Whether ranks share memory, as on one host; otherwise data goes over the network.
+        shm_bytes: Size of the shared memory, in bytes.
+        hosts: Number of simulated hosts; each has its own shared memory.
+        servers: Servers for the variables of a ParameterServerStrategy.
 
     Returns:
-        For each rank its result, or the exception it raised.
+        For each rank its result, or the exception that it raised.
 
     Raises:
         TimeoutError: A rank did not end in time.
@@ -118,7 +118,7 @@ def run_ranks(
             results[rank] = error
             for shm in segments:
                 if shm is not None:
-                    shm.abort()  # as the launcher does, before anything else
+                    shm.abort()  # first of all, as the launcher does
             network.ended(rank, f"uncaught {type(error).__name__}: {error}")
             if context is not None:
                 context.close(orderly=False)
@@ -128,7 +128,7 @@ def run_ranks(
         for rank in range(world_size)
     ]
     try:
-        with _no_crowd(), _short_turns(needed=any(shm is not None for shm in segments)):
+        with _expected_thread(), _short_switches(needed=any(shm is not None for shm in segments)):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -144,11 +144,9 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _no_crowd() -> Iterator[None]:
-    """Whoever waits for the ranks here is not what `crowd` means; several worlds may live at the same time."""
-    beside = int(
-        threading.current_thread() is not threading.main_thread()
-    )  # the main thread counts already
+def _expected_thread() -> Iterator[None]:
+    """Tell `crowd` that the waiting thread does not compete; several worlds may run at once."""
+    beside = int(threading.current_thread() is not threading.main_thread())  # main counts already
     with _counting:
         crowd.usual_threads += beside
     try:
@@ -159,20 +157,20 @@ def _no_crowd() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _short_turns(*, needed: bool) -> Iterator[None]:
-    """Let a rank that looks for a word in shared memory not keep the lock from the one that shall write it."""
+def _short_switches(*, needed: bool) -> Iterator[None]:
+    """Switch threads often, so that a rank that polls shared memory does not block the writer."""
     if not needed:
         yield
         return
     with _counting:
-        _turns.append(sys.getswitchinterval())
-        sys.setswitchinterval(_TURN_S)
+        _intervals.append(sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_S)
     try:
         yield
     finally:
         with _counting:
-            sys.setswitchinterval(_turns[0] if len(_turns) == 1 else _TURN_S)
-            _turns.pop()
+            sys.setswitchinterval(_intervals[0] if len(_intervals) == 1 else _SWITCH_S)
+            _intervals.pop()
 
 
 def _create_shm(shm_bytes: int, world_size: int) -> CreatedSegment:
@@ -183,7 +181,7 @@ def _create_shm(shm_bytes: int, world_size: int) -> CreatedSegment:
 
 
 def _attach(shm: CreatedSegment | None, rank: int, *, checks: bool) -> SharedSegment | str:
-    """Map shared memory for a rank, as if in a process of its own."""
+    """Map shared memory for a rank as its own process would."""
     if shm is None:
         return "ranks of an in-process world have links between them"
     return SharedSegment.attach(os.dup(shm.fd), rank, checks=checks)

@@ -1,18 +1,22 @@
-"""The contract of every transport, and of the control channel beside it.
+"""The contract of all transports, and of the control channel.
 
-A transport moves frames between the ranks of one generation. It knows no collective and never calls upward.
+A transport moves frames between the ranks of one generation. It knows no collective and never calls
+upward.
 
-* **Order**: frames of one sender to one receiver arrive in the order sent, once, or the link is reported lost. Frames
-  of different senders arrive in any order. Whoever sits above must not rely on more: `syncvar.testing` also offers
-  transports that reorder.
-* **What blocks**: only `wait` and `wait_idle`, and `close` for at most its linger. `send` queues what cannot go at once.
-* **Who owns memory**: a payload given with `borrow=True` is borrowed until the returned loan says `is_done()`; with
-  `borrow=False` it is copied before `send` returns. A received payload belongs to the receiver.
-* **Failure**: a link never heals. It is reported once as `PeerDisconnected`, after every frame that arrived before; sends to a
-  lost peer are dropped silently, since the report has been made.
-* **Errors**: operating system and ZeroMQ errors surface as children of `TransportError`, their cause kept.
-* **Threads**: one thread at a time may use a transport; only `wake` and `wait_idle` may be called
-  beside it.
+* **Order**: frames of one sender reach one receiver in the order sent, each once, or the transport
+  reports the link as lost. Frames of different senders arrive in any order. Callers must not rely
+  on more: `syncvar.testing` also reorders.
+* **Blocking**: only `wait`, `wait_idle`, and `close` for at most its linger. `send` queues what
+  cannot go at once.
+* **Memory**: with `borrow=True` the transport reads the payload until the returned `BorrowedFrame`
+  says `is_done()`; with `borrow=False` it copies the payload before `send` returns. The receiver
+  owns a received payload.
+* **Failure**: a link never heals. The transport reports the loss once, as `PeerDisconnected`, after
+  all frames that arrived before; it drops later sends to this peer silently.
+* **Errors**: operating system and ZeroMQ errors become children of `TransportError`, with their
+  cause.
+* **Threads**: one thread at a time may use a transport; only `wake` and `wait_idle` may run beside
+  it.
 """
 
 from __future__ import annotations
@@ -25,14 +29,12 @@ if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message
     from syncvar.protocol.frame import Header
 
-__all__ = ["Arrival", "BorrowedFrame", "Control", "Frame", "PeerDisconnected", "Transport"]
-
 
 class Frame(NamedTuple):
     """An arrived frame.
 
     Args:
-        header: Parsed and checked; its source is the peer that really sent it.
+        header: Checked header; its source is the peer that really sent it.
         payload: `header.nbytes` bytes, owned by the receiver.
     """
 
@@ -41,11 +43,11 @@ class Frame(NamedTuple):
 
 
 class PeerDisconnected(NamedTuple):
-    """A link that will deliver nothing more.
+    """A link that delivers nothing more.
 
     Args:
         peer: The rank at its other end.
-        reason: What was seen, for instance "it closed the connection without a goodbye".
+        reason: The observed reason, for instance "it closed the connection without a goodbye".
     """
 
     peer: int
@@ -59,56 +61,56 @@ class BorrowedFrame(Protocol):
     """Memory that a transport still reads."""
 
     def is_done(self) -> bool:
-        """Return whether the memory may be written again."""
+        """Return whether the caller may write the memory again."""
 
 
 class Transport(Protocol):
-    """Frames between ranks; see the module's text for the contract."""
+    """Frames between ranks; the module's text has the contract."""
 
     @property
     def address(self) -> str:
-        """Where peers reach this rank; valid from construction."""
+        """Address of this rank for its peers; valid from construction."""
 
     @property
     def outside(self) -> str:
-        """Where peers of other hosts reach it; empty where they do not."""
+        """Address for peers of other hosts; empty if there are none."""
 
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
-        """Learn where the peers are. Links open when they are first used."""
+        """Set the addresses of the peers. Links open at their first use."""
 
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
     ) -> BorrowedFrame | None:
-        """Send a frame; returns a loan when the payload was borrowed and is still being read."""
+        """Send a frame; return the borrowed payload if the transport still reads it."""
 
     def receive(self) -> Arrival | None:
-        """Return the next arrival, or None when there is none now."""
+        """Return the next arrival, or None."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something may have arrived, `wake` is called, or the time is over.
+        """Wait for an arrival, `wake` or the timeout.
 
         Returns:
             Whether a control message may have arrived too.
         """
 
     def wait_idle(self, timeout_s: float) -> None:
-        """Wait like `wait`, without using the transport: the progress thread may call it beside a driver.
+        """Wait like `wait`, without using the transport: any thread may call it beside a driver.
 
-        It ends too when frames that could not go at once can go: who has sent them may be busy elsewhere.
+        It also ends when the transport can send queued frames, because their sender may be busy.
         """
 
     def wake(self) -> None:
         """Make `wait` and `wait_idle` return, from any thread."""
 
     def close(self, linger_s: float) -> None:
-        """Give up all links; frames already sent are flushed for at most `linger_s` seconds. Idempotent."""
+        """Close all links after flushing sent frames for at most `linger_s` seconds. Idempotent."""
 
 
 class Control(Protocol):
-    """The channel to the process that keeps the roll.
+    """The channel to the process that manages the membership.
 
     Attributes:
-        keeper: The rank whose process keeps the roll; None for the launcher.
+        keeper: The rank of that process; None for the launcher.
     """
 
     keeper: int | None

@@ -1,12 +1,12 @@
-"""Who may connect over tcp: keys and tickets derived from the job's secret, and the gate that knows them.
+"""Authentication of tcp links: keys and tickets from the job's secret, and the gate.
 
-CURVE encrypts and authenticates a link, but by itself only the listener's side of it: whoever knows the listener's
-public key is let in. The gate is ZeroMQ's way to decide about clients (ZAP, RFC 27): it lets the job's own key in, and
-nobody else. One pair of keys serves all members and one all listeners, because all members trust each other.
+CURVE encrypts a link, but a listener accepts every client that knows its public key. So the gate,
+ZeroMQ's authenticator (ZAP, RFC 27), accepts the job's own client key only. All members share one
+client key pair and one listener key pair.
 
-Links that are not to be encrypted (`encryption = control-only`) begin with a ticket instead, one for each pair of ranks,
-which the gate compares (PLAIN, RFC 24): who does not see the network cannot know it. With `encryption = off` nothing is
-asked for, and the gate only counts, and ends those that say nothing.
+With `encryption = control-only`, links begin with a ticket for each pair of ranks, which the gate
+compares (PLAIN, RFC 24). With `encryption = off` the gate accepts all, and only counts and closes
+silent connections.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["Gate", "LinkKeys", "gate_for_hosts", "link_keys"]
-
 _log = logging.getLogger("syncvar")
 _ENDPOINT = "inproc://zeromq.zap.01"
 _DOMAIN = b"syncvar"
 _VERSION = b"1.0"
 _TEST_MS = 5000
-_SAY_EVERY_S = 60.0
+_LOG_EVERY_S = 60.0
 _DIGITS_MAX = 9  # of a rank
 
 
@@ -49,9 +47,9 @@ class LinkKeys(NamedTuple):
     """The keys of a job's tcp links, in ZeroMQ's text form.
 
     Args:
-        member: (public, secret) of whoever connects.
-        listener: (public, secret) of whoever listens.
-        tickets: What the tickets of links that are not encrypted are derived from.
+        member: (public, secret) of clients.
+        listener: (public, secret) of listeners.
+        tickets: Secret from which the tickets of unencrypted links are derived.
     """
 
     member: tuple[bytes, bytes]
@@ -59,54 +57,52 @@ class LinkKeys(NamedTuple):
     tickets: bytes
 
     def listen(self, socket: Any) -> None:
-        """Make the tcp addresses that a socket binds from now on accept members only."""
+        """Make the tcp addresses that a socket binds later accept members only."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.listener[0])
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.listener[1])
 
     def connect(self, socket: Any) -> None:
-        """Make a socket that will connect over tcp prove that it is a member, to a listener that is one too."""
+        """Make a socket authenticate itself and the listener when it connects over tcp."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.listener[0])
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.member[0])
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.member[1])
 
     def listen_for_tickets(self, socket: Any) -> None:
-        """Make the tcp addresses that a socket binds from now on accept those who have a ticket; nothing is encrypted."""
+        """Make the tcp addresses that a socket binds later accept tickets, without encryption."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def connect_by_ticket(self, socket: Any, source: int, target: int) -> None:
-        """Make a socket that will connect over tcp show the ticket of a pair of ranks."""
+        """Make a socket show the ticket of a pair of ranks when it connects over tcp."""
         socket.setsockopt(zmq.PLAIN_USERNAME, b"%d" % source)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self.ticket(source, target))
 
     def connect_host(self, socket: Any, config: RuntimeConfig, source: int, target: int) -> None:
-        """Make a socket that will connect one process to one of another host prove itself as `encryption` asks for."""
+        """Prepare a socket for a connection to another host, as `encryption` demands."""
         if config.encryption == "required":
             self.connect(socket)
         else:
             self.connect_by_ticket(socket, source, target)
 
     def ticket(self, source: int, target: int) -> bytes:
-        """Return what rank `source` shows to rank `target`."""
+        """Return the ticket of rank `source` for rank `target`."""
         return derive(self.tickets, b"%d to %d" % (source, target)).hex().encode()
 
 
 def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
-    """Return the keys that a job's secret stands for; the same in every process of the job.
+    """Return the link keys of a job; equal in every process of the job.
 
-    Args:
-        secret: The job's.
-        job_id: Its identity: a secret may serve several jobs, a ticket serves one.
+    The job's identity makes tickets unique to this job, because a secret may serve several jobs.
 
     Raises:
         HandshakeError: This build of ZeroMQ has no CURVE.
     """
     if not zmq.has("curve"):
         raise HandshakeError(
-            "links between hosts are encrypted with CURVE, which this build of ZeroMQ does not have: install the wheel "
-            "of pyzmq (pip install --force-reinstall pyzmq)"
+            "links between hosts are encrypted with CURVE, which this build of ZeroMQ does not "
+            "have: install the wheel of pyzmq (pip install --force-reinstall pyzmq)"
         )
     pairs = []
     for role in (b"syncvar link member", b"syncvar link listener"):
@@ -123,18 +119,20 @@ def gate_for_hosts(
     number: int,
     who: str,
 ) -> Gate:
-    """Make the tcp addresses that a socket binds from now on accept the processes of other hosts; return the gate.
+    """Make the tcp addresses that a socket binds later accept processes of other hosts.
+
+    Return the gate.
 
     Args:
         context: ZeroMQ context of this process.
-        socket: It may be bound to other addresses already, which stay as they were.
-        keys: Of the job; None only where nothing is encrypted.
-        config: How links between hosts are protected.
-        number: This process, whose tickets are accepted.
-        who: The same in words, for messages.
+        socket: The listening socket; earlier addresses stay as they are.
+        keys: Keys of the job; None only without encryption.
+        config: Protection of links between hosts.
+        number: Number of this process, for its tickets.
+        who: Name of this process, for messages.
 
     Raises:
-        ConfigError: There are no keys, and links are to be protected.
+        ConfigError: Encryption needs keys, and there are none.
     """
     if keys is None and config.encryption != "off":
         raise ConfigError(f"{who} may not listen for other hosts without the job's secret")
@@ -145,19 +143,20 @@ def gate_for_hosts(
 
 
 class Gate:
-    """Decides who may connect to the listeners of a ZeroMQ context: members. One thread, ended by `close`.
+    """Decides which clients may connect to the listeners of a ZeroMQ context.
 
-    It also counts those who are refused, and sees to it that those who connect and say nothing do not use up this process's
-    descriptors.
+    One thread, ended by `close`.
+
+    It also counts refused clients, and limits the descriptors that silent clients use.
 
     Args:
-        context: Whose listeners.
-        keys: Of the job; None where nothing is asked for.
-        clock: Seconds, to say the same not too often.
-        rank: Whose tickets are accepted; None for keys.
+        context: Context of the listeners.
+        keys: Keys of the job; None to accept all clients.
+        clock: Clock in seconds, to limit the rate of log messages.
+        rank: Rank whose tickets the gate accepts; None for keys.
 
     Raises:
-        HandshakeError: It does not answer as it should, so that nothing may listen.
+        HandshakeError: The gate does not work, so nothing may listen.
     """
 
     def __init__(
@@ -169,32 +168,30 @@ class Gate:
         rank: int | None = None,
     ) -> None:
         self.refused_peers = 0
-        self._asked = self._ended = (
-            0  # of those: refused here, and ended without having come so far
-        )
+        # Of those: refused by this gate, and ended before the gate was asked.
+        self._refused = self._ended = 0
         self._keys = keys
         self._rank = rank
-        self._unproved_nbytes = (
-            UNPROVED_NBYTES if keys is not None and rank is None else UNPROVED_PLAIN_NBYTES
-        )
+        is_encrypted = keys is not None and rank is None
+        self._unproved_nbytes = UNPROVED_NBYTES if is_encrypted else UNPROVED_PLAIN_NBYTES
         self._clock = clock
-        self._said, self._said_peers = float("-inf"), 0
+        self._logged_at, self._logged_peers = float("-inf"), 0
         self._counting = threading.Lock()
-        place = f"inproc://end-{id(self)}"
+        address = f"inproc://end-{id(self)}"
         self._socket: Any = context.socket(zmq.REP)
         self._end: Any = context.socket(zmq.PAIR)
-        self._told: Any = context.socket(zmq.PAIR)
+        self._commands: Any = context.socket(zmq.PAIR)
         try:
             if keys is not None:
                 self._socket.bind(_ENDPOINT)
         except zmq.ZMQError as error:
-            for one in (self._socket, self._end, self._told):
+            for one in (self._socket, self._end, self._commands):
                 one.close(0)
             raise HandshakeError(
                 f"no gate can be set up for links between hosts: {error}"
             ) from error
-        self._end.bind(place)
-        self._told.connect(place)
+        self._end.bind(address)
+        self._commands.connect(address)
         self._thread = threading.Thread(target=self._serve, name="syncvar-gate", daemon=True)
         self._thread.start()
         try:
@@ -205,83 +202,75 @@ class Gate:
             raise
 
     def guard(self, endpoint: str) -> None:
-        """Keep the number of strangers small at an address that is listened on: "tcp://<address>:<port>"."""
+        """Limit the unauthenticated connections at a listening address "tcp://<address>:<port>"."""
         self._end.send(endpoint.rpartition(":")[2].encode())
 
     def refuse(self, place: str) -> None:
-        """Count a stranger of whom something is known; from any thread."""
+        """Count an unauthenticated client with a known address; from any thread."""
         self._count(1, f"a stranger at {place!r}")
 
     def unproved(self, count: int) -> None:
-        """Note how many connections have ended without proving to be a member's, as far as that is certain; from any thread.
+        """Count connections that have certainly ended without authentication; from any thread.
 
-        Args:
-            count: All that have ended, less those that had been proved, by the events of the socket, and those that are there and
-                have been heard of. Events do not tell which connection was proved: one that is there and silent hides one that
-                has failed, so no member is ever taken for a stranger.
+        `count` is all ended connections, minus the authenticated ones by the socket's events, plus
+        known open ones. Events do not say which connection authenticated. So an open silent
+        connection hides a failed one, and a member never counts as a stranger.
         """
-        new = count - self._ended - self._asked
+        new = count - self._ended - self._refused
         if new > 0:
             self._ended += new
             self._count(new, "a stranger, whose connection did not prove to be a member's,")
 
     def _count(self, new: int, who: str) -> None:
-        """Count strangers, and say so once in a while."""
+        """Count strangers, and log it at most once a minute."""
         with self._counting:
             self.refused_peers += new
             now = self._clock()
-            if now - self._said < _SAY_EVERY_S:
+            if now - self._logged_at < _LOG_EVERY_S:
                 return
-            self._said, self._said_peers = now, self.refused_peers
+            self._logged_at, self._logged_peers = now, self.refused_peers
             count = self.refused_peers
         _log.warning("%s was refused (%d so far)", who, count)
 
     def close(self) -> None:
-        """End the thread; say how many strangers there were, where that has not been said. Idempotent."""
+        """End the thread, and log refused connections that were not logged yet. Idempotent."""
         if not self._end.closed:
             self._end.send(b"")
             self._thread.join()
             self._end.close(0)
-            if self.refused_peers > self._said_peers:
-                self._said_peers = self.refused_peers
+            if self.refused_peers > self._logged_peers:
+                self._logged_peers = self.refused_peers
                 _log.warning("%d connections of strangers were refused in all", self.refused_peers)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._told, zmq.POLLIN)
+        poller.register(self._commands, zmq.POLLIN)
         guarded: list[UnauthenticatedPeers] = []
         look_at = float("inf")
         try:
             while True:
-                now = time.monotonic()
-                ready = dict(
-                    poller.poll(
-                        None if look_at == float("inf") else int(max(0.0, look_at - now) * 1000) + 1
-                    )
-                )
+                wait_s = max(0.0, look_at - time.monotonic())
+                ready = dict(poller.poll(int(wait_s * 1000) + 1 if guarded else None))
                 if self._socket in ready:
                     with contextlib.suppress(zmq.ZMQError):
                         self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
-                if self._told in ready:
-                    port = self._told.recv()
+                if self._commands in ready:
+                    port = self._commands.recv()
                     if not port:
                         return
                     guarded.append(UnauthenticatedPeers(int(port), self._unproved_nbytes))
                     if guarded[-1].listener is not None:
                         poller.register(guarded[-1].listener, zmq.POLLIN)
                 now = time.monotonic()
-                if guarded and (
-                    now >= look_at
-                    or any(isinstance(item, int) for item in ready)
-                    or self._told in ready
-                ):
+                has_client = any(isinstance(item, int) for item in ready)
+                if guarded and (now >= look_at or has_client or self._commands in ready):
                     look_at = now + min(one.look(now) for one in guarded)
         finally:
             for one in guarded:
                 one.close()
             self._socket.close(0)
-            self._told.close(0)
+            self._commands.close(0)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         number = request[1] if len(request) > 1 else b""
@@ -292,7 +281,7 @@ class Gate:
             and self._is_member(request[5], request[6:])
         ):
             return [_VERSION, number, b"200", b"OK", b"member", b""]
-        self._asked += 1
+        self._refused += 1
         self.refuse(request[3].decode("ascii", "replace")[:64] if len(request) > 3 else "nowhere")
         return [_VERSION, number, b"400", b"no member of this job", b"", b""]
 
@@ -300,28 +289,20 @@ class Gate:
         if self._keys is None:
             return False
         if self._rank is None:
-            return (
-                mechanism == b"CURVE"
-                and len(credentials) == 1
-                and hmac.compare_digest(credentials[0], z85.decode(self._keys.member[0]))
-            )
-        if (
-            mechanism != b"PLAIN"
-            or len(credentials) != 2
-            or not credentials[0].isdigit()
-            or len(credentials[0]) > _DIGITS_MAX
-        ):
+            if mechanism != b"CURVE" or len(credentials) != 1:
+                return False
+            return hmac.compare_digest(credentials[0], z85.decode(self._keys.member[0]))
+        if mechanism != b"PLAIN" or len(credentials) != 2:
             return False
-        return hmac.compare_digest(
-            credentials[1], self._keys.ticket(int(credentials[0]), self._rank)
-        )
+        number, ticket = credentials
+        if not number.isdigit() or len(number) > _DIGITS_MAX:
+            return False
+        return hmac.compare_digest(ticket, self._keys.ticket(int(number), self._rank))
 
     def _test(self, context: zmq.Context[Any], keys: LinkKeys) -> None:
-        mine = (
-            [b"CURVE", z85.decode(keys.member[0])]
-            if self._rank is None
-            else [b"PLAIN", b"0", keys.ticket(0, self._rank)]
-        )
+        mine = [b"CURVE", z85.decode(keys.member[0])]
+        if self._rank is not None:
+            mine = [b"PLAIN", b"0", keys.ticket(0, self._rank)]
         with context.socket(zmq.REQ) as asks:
             asks.setsockopt(zmq.LINGER, 0)
             asks.setsockopt(zmq.RCVTIMEO, _TEST_MS)

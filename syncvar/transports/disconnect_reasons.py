@@ -1,7 +1,8 @@
-"""Why a connection has ended: the other process closed it, or was silent for too long.
+"""Reasons of disconnections: the other process closed the connection, or was silent for too long.
 
-ZeroMQ says only that a connection is over. A copy of its descriptor outlives ZeroMQ's own, and the system says of
-that whether the other end has closed it. Connections within a host are closed and never silent.
+ZeroMQ only says that a connection has ended. A copy of its descriptor outlives ZeroMQ's own, and
+the system tells from it whether the other end closed the connection. Connections within a host are
+closed and never silent.
 """
 
 from __future__ import annotations
@@ -19,25 +20,23 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["CLOSED", "ConnectionCopy", "Sent", "unanswered"]
-
 CLOSED = "it closed the connection without a goodbye"
 _ENDED_HERE = "this rank closed the connection: what came on it was late, or no message of this job"
 
-# tcp_info: state, retransmits, probes, and milliseconds since data came; numbers of states as in the kernel's tcp_states.h
+# tcp_info: state (numbers of tcp_states.h), retransmits, probes, milliseconds since data came.
 _INFO = struct.Struct("=BxBB48xI")
-_ACKNOWLEDGED = struct.Struct("=120xQ")  # tcp_info: bytes that the other end has acknowledged
+_ACKNOWLEDGED = struct.Struct("=120xQ")  # tcp_info: acknowledged bytes
 _ESTABLISHED, _CLOSE = 1, 7
 _IPPROTO_TCP, _TCP_INFO = 6, 11
 
 
 class Sent(NamedTuple):
-    """What has become of the bytes that were written to a connection.
+    """The state of the bytes written to a connection.
 
     Attributes:
-        acknowledged: How many the other end's host has.
-        held: How many it does not have yet.
-        is_steady: The system would take more, and none was acknowledged during the look.
+        acknowledged: Bytes that the other host has received.
+        held: Bytes that it has not received yet.
+        is_steady: The system would take more, and no acknowledgement came during the look.
     """
 
     acknowledged: int = 0
@@ -46,21 +45,21 @@ class Sent(NamedTuple):
 
     @property
     def written(self) -> int:
-        """How many were written."""
+        """Bytes written."""
         return self.acknowledged + self.held
 
 
 class ConnectionCopy:
-    """A copy of the descriptor of a tcp connection; nothing for another connection, or one that has ended.
+    """A copy of the descriptor of a tcp connection; empty for another type, or one that has ended.
 
     Args:
-        descriptor: ZeroMQ's own.
+        descriptor: ZeroMQ's own descriptor.
     """
 
     __slots__ = ("_socket",)
 
     def __init__(self, descriptor: int) -> None:
-        import socket  # ranks of one host have no tcp connection, and start sooner without it
+        import socket  # ranks of one host start faster without it
 
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError), contextlib.ExitStack() as undoing:
@@ -74,7 +73,7 @@ class ConnectionCopy:
                 copy.close()
 
     def reason(self, config: RuntimeConfig) -> str:
-        """Return in words why the connection is over, and close the copy. Call it when ZeroMQ says that it is over."""
+        """Return why the connection has ended, and close the copy. Call it after ZeroMQ's event."""
         if self._socket is None:
             return CLOSED
         reason = CLOSED
@@ -83,16 +82,15 @@ class ConnectionCopy:
             state, retransmits, probes, idle_ms = _INFO.unpack(info)
             is_late = idle_ms >= 1000 * config.lost_after_s
             if is_late and (state == _ESTABLISHED or (state == _CLOSE and (retransmits or probes))):
-                reason = (
-                    f"silent for {idle_ms / 1000:.1f} s: nothing came from it on its connection"
-                )
+                silence_s = idle_ms / 1000
+                reason = f"silent for {silence_s:.1f} s: nothing came from it on its connection"
             elif state == _ESTABLISHED:  # the other end has not closed it
                 reason = _ENDED_HERE
         self.close()
         return reason
 
     def sent(self) -> Sent:
-        """Return what has become of the bytes that were written; all zero where there is no connection."""
+        """Return the state of the written bytes; all zero without a connection."""
         if self._socket is None:
             return Sent()
         writable = select.poll()
@@ -119,5 +117,5 @@ class ConnectionCopy:
 
 
 def unanswered(seconds: float) -> str:
-    """Return in words that a process has not answered a new connection for so long."""
+    """Return the reason for a process that did not answer a new connection for so long."""
     return f"silent for {seconds:.1f} s: it did not answer a new connection"

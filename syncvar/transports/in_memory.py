@@ -1,15 +1,15 @@
-"""Frames within one process: a whole world as threads (or as steps of one thread), with seeded faults.
+"""Frames within one process: a world as threads, or as steps of one thread, with seeded faults.
 
-The network's decisions (how long a frame is delayed, whether it is lost or reordered, when a link is cut) depend only
-on the seed, the link and the frame's number on that link, never on how threads happen to run.
+The network's decisions (delay, loss, reordering, cut links) depend on the seed, the link and the
+frame's number on that link. They never depend on how threads happen to run.
 """
 
 from __future__ import annotations
 
-import collections
 import random
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
     from syncvar.transports.base import BorrowedFrame
 
-__all__ = ["Faults", "MemoryControl", "MemoryNetwork", "MemoryTransport"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What the network does to frames.
+    """The faults that the network causes.
+
+    Each decision depends on the seed, the link, whether the frame is DATA, and its number among
+    such frames.
 
     Args:
         seed: Seed of all decisions.
-        delay_max: A frame arrives up to this many looks of its receiver later.
+        delay_max: Largest delay of a frame, in looks of its receiver.
         reorder: Probability that a frame overtakes the one before it on its link.
-        loss: Probability that a DATA frame vanishes without a trace (no real transport here does that; a call must
-            then end by its deadline).
-        cut: (source, target, number): the link is cut before its frame of that number; both ends see `PeerDisconnected`.
-
-    What happens to a frame depends on the seed, its link, whether it is data, and its number among such frames there.
+        loss: Probability that a DATA frame vanishes. No real transport does that; the call must end
+            by its deadline.
+        cut: (source, target, number): the link is cut before its frame of that number; both ends
+            see `PeerDisconnected`.
     """
 
     seed: int = 0
@@ -55,12 +55,12 @@ class _FrameInFlight:
 
 
 class MemoryNetwork:
-    """The links between the ranks of one in-process world, with the launcher's coordinator beside them.
+    """The links between the ranks of one in-process world, with the launcher's coordinator.
 
     Args:
-        world_size: Ranks.
-        faults: What goes wrong; nothing by default.
-        coordinator: Decisions of the launcher; None for a bare network.
+        world_size: Number of ranks.
+        faults: Faults to cause; none by default.
+        coordinator: The launcher's decisions; None for a bare network.
     """
 
     def __init__(
@@ -71,15 +71,10 @@ class MemoryNetwork:
         self.coordinator = coordinator
         self.lock = threading.RLock()
         self.arrived = [threading.Condition(self.lock) for _ in range(world_size)]
-        self.flying: list[collections.deque[_FrameInFlight]] = [
-            collections.deque() for _ in range(world_size)
-        ]
-        self.control: list[collections.deque[bytes]] = [
-            collections.deque() for _ in range(world_size)
-        ]
-        self.events: list[collections.deque[PeerDisconnected]] = [
-            collections.deque() for _ in range(world_size)
-        ]
+        ranks = range(world_size)
+        self.flying: list[deque[_FrameInFlight]] = [deque() for _ in ranks]
+        self.control: list[deque[bytes]] = [deque() for _ in ranks]
+        self.events: list[deque[PeerDisconnected]] = [deque() for _ in ranks]
         self.looks = [0] * world_size
         self.woken = [False] * world_size  # for `wait`
         self.woken_idle = [False] * world_size
@@ -91,7 +86,7 @@ class MemoryNetwork:
         self._generation = 0
 
     def post(self, source: int, target: int, frame: Frame) -> None:
-        """Take a frame from `source` for `target`."""
+        """Queue a frame from `source` for `target`."""
         link = (source, target)
         with self.lock:
             if link in self._dead_links:
@@ -104,7 +99,7 @@ class MemoryNetwork:
                 return
             self.frames_sent += 1
             is_data = frame.header.kind == FrameType.DATA
-            delay, overtakes, is_lost = self._decide(source, target, is_data)
+            delay, overtakes, is_lost = self._decide(source, target, is_data=is_data)
             if is_lost and is_data:
                 return
             queue = self.flying[target]
@@ -115,10 +110,11 @@ class MemoryNetwork:
                 queue.append(item)
             self.arrived[target].notify_all()
 
-    def _decide(self, source: int, target: int, is_data: bool) -> tuple[int, bool, bool]:
+    def _decide(self, source: int, target: int, *, is_data: bool) -> tuple[int, bool, bool]:
         """Return (delay, overtakes, is lost) of the next frame of a link.
 
-        Frames of credit have decisions of their own: when they are sent depends on how threads run.
+        Credit frames have their own decisions, because the time when a rank sends them depends on
+        the threads.
         """
         faults = self.faults
         if not (faults.delay_max or faults.reorder or faults.loss):
@@ -126,12 +122,10 @@ class MemoryNetwork:
         draw = self._random.get((source, target, is_data))
         if draw is None:
             text = f"{faults.seed}/{source}/{target}/{is_data}"
-            draw = self._random[source, target, is_data] = random.Random(text)  # noqa: S311  (faults, not secrets)
-        return (
-            draw.randint(0, faults.delay_max),
-            draw.random() < faults.reorder,
-            draw.random() < faults.loss,
-        )
+            draw = random.Random(text)  # noqa: S311  (faults, not secrets)
+            self._random[source, target, is_data] = draw
+        delay = draw.randint(0, faults.delay_max)
+        return delay, draw.random() < faults.reorder, draw.random() < faults.loss
 
     def open(self, generation: int) -> None:
         """Begin a generation when its first rank opens; all ranks have left the one before."""
@@ -144,7 +138,7 @@ class MemoryNetwork:
                     events.clear()
 
     def leave(self, rank: int, *, orderly: bool) -> None:
-        """Close all links of a rank; without order, the others see them lost."""
+        """Close all links of a rank; if it is not orderly, the others see `PeerDisconnected`."""
         with self.lock:
             for peer in range(self.world_size):
                 if peer != rank and orderly:
@@ -162,7 +156,10 @@ class MemoryNetwork:
                     self.arrived[b].notify_all()
 
     def take(self, rank: int) -> Arrival | None:
-        """Return what has arrived for a rank, in order of each link unless frames are reordered."""
+        """Return the next arrival of a rank.
+
+        Frames of a link keep their order unless faults reorder them.
+        """
         with self.lock:
             self.looks[rank] += 1
             look = self.looks[rank]
@@ -183,24 +180,20 @@ class MemoryNetwork:
         """Wait until something may have arrived for a rank."""
         with self.lock:
             self.tick()
-            if not (
-                self.flying[rank] or self.events[rank] or self.control[rank] or self.woken[rank]
-            ):
+            if not (self._has_news(rank) or self.woken[rank]):
                 self.arrived[rank].wait(min(timeout_s, 0.05))
             self.woken[rank] = False
             return True
 
     def wait_idle(self, rank: int, timeout_s: float) -> None:
-        """Wait for a rank beside its driver."""
+        """Wait like `wait`, without taking part in the driver's work."""
         with self.lock:
-            if not (
-                self.flying[rank]
-                or self.events[rank]
-                or self.control[rank]
-                or self.woken_idle[rank]
-            ):
+            if not (self._has_news(rank) or self.woken_idle[rank]):
                 self.arrived[rank].wait(timeout_s)
             self.woken_idle[rank] = False
+
+    def _has_news(self, rank: int) -> bool:
+        return bool(self.flying[rank] or self.events[rank] or self.control[rank])
 
     def wake(self, rank: int) -> None:
         """Make `wait` and `wait_idle` of a rank return, each once."""
@@ -209,12 +202,12 @@ class MemoryNetwork:
             self.arrived[rank].notify_all()
 
     def tick(self) -> None:
-        """Let the coordinator look at the clock."""
+        """Let the coordinator check its deadlines."""
         if self.coordinator is not None:
             self.carry_out(self.coordinator.tick(time.monotonic()))
 
-    def tell_coordinator(self, rank: int, data: bytes) -> None:
-        """Hand a control message of a rank to the coordinator."""
+    def send_to_coordinator(self, rank: int, data: bytes) -> None:
+        """Pass a control message of a rank to the coordinator."""
         with self.lock:
             if self.coordinator is None:
                 return
@@ -229,13 +222,13 @@ class MemoryNetwork:
                 self.carry_out(self.coordinator.message(rank, message, now))
 
     def ended(self, rank: int, reason: str) -> None:
-        """Tell everybody that a rank has ended badly, as the launcher would."""
+        """Report the failure of a rank to the coordinator, as the launcher would."""
         with self.lock:
             if self.coordinator is not None:
                 self.carry_out(self.coordinator.ended(rank, reason, time.monotonic()))
 
     def carry_out(self, actions: list[Action]) -> None:
-        """Do what the coordinator decided."""
+        """Carry out the decisions of the coordinator."""
         for action in actions:
             if isinstance(action, ShowMessage):
                 self.said.append(action.text)
@@ -251,7 +244,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """One rank's end of a `MemoryNetwork`; see `syncvar.transports.base` for the contract."""
+    """One rank's end of a `MemoryNetwork`; `syncvar.transports.base` has the contract."""
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self._network = network
@@ -265,18 +258,18 @@ class MemoryTransport:
 
     @property
     def outside(self) -> str:
-        """The same: hosts of an in-process world are a matter of what they share."""
+        """The same address: an in-process world has no other hosts."""
         return self.address
 
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
-        """Learn which generation this is; where the peers are is known."""
+        """Begin a generation; the network knows the peers."""
         del addresses
         self._network.open(generation)
 
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
     ) -> BorrowedFrame | None:
-        """Copy a frame over."""
+        """Copy a frame to the peer's queue."""
         del borrow
         data = bytes(payload) if payload is not None else b""
         self._network.post(self._rank, peer, Frame(parse_header(header), data))
@@ -299,14 +292,14 @@ class MemoryTransport:
         self._network.wake(self._rank)
 
     def close(self, linger_s: float) -> None:
-        """Give up all links, with a goodbye unless `linger_s` is 0."""
+        """Close all links, orderly unless `linger_s` is 0."""
         if not self._closed:
             self._closed = True
             self._network.leave(self._rank, orderly=linger_s > 0)
 
 
 class MemoryControl:
-    """One rank's control channel in a `MemoryNetwork`; a new one hears nothing that was said to the one before."""
+    """One rank's control channel; a new channel drops the messages of the one before."""
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self._network = network
@@ -317,7 +310,7 @@ class MemoryControl:
 
     def send(self, data: bytes) -> None:
         """Send a control message."""
-        self._network.tell_coordinator(self._rank, data)
+        self._network.send_to_coordinator(self._rank, data)
 
     def receive(self) -> Message | None:
         """Return the next control message, or None."""

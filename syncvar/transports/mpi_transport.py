@@ -1,14 +1,13 @@
 """Frames as MPI messages, for fabrics that only an MPI library drives.
 
-All messages of a process go through its `Fabric`: a private communicator, so that they never meet the program's own, and a lock,
-so that one thread at a time is in the library, which MPI_THREAD_SERIALIZED allows too. A frame is one message; the payload of a
-large one is a second message of its own, sent from where it lies and received where it stays.
+All messages go through the `Fabric` of the process: a private communicator, and a lock, because
+MPI_THREAD_SERIALIZED allows one thread at a time. A frame is one message; a large payload is a
+second message, sent and received without a copy.
 
-MPI has nothing to wait on: no descriptor tells of an arrival, and the blocking calls of the libraries use a whole core. So waits
-look, and pause between the looks in proportion to how long they have waited already.
-
-MPI does not say that a peer has ended: most libraries end the whole job, others wait for ever. A rank that lets go of its links
-says so itself, as its last message; a process that is killed is told of by the control channel, which does not go through MPI.
+MPI signals no arrivals, and its blocking calls use a whole core. So waits look, and sleep between
+looks in proportion to the time waited. Nor does MPI report the end of a peer: most libraries end
+the job, others wait for ever. A rank that closes sends BYE as its last message, and the control
+channel, which does not use MPI, reports killed processes.
 """
 
 from __future__ import annotations
@@ -37,21 +36,19 @@ if TYPE_CHECKING:
 
     from syncvar.transports.zeromq_control import ZeromqControl
 
-__all__ = ["Fabric", "MpiTransport", "pause_after", "tag_of"]
-
 _SCHEME = "mpi:"
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message with its header
-_MATCHES = 32  # messages taken from MPI before what they brought is looked at
+_MATCHES = 32  # messages received from MPI before their handling
 _YIELD_S = 50e-6
 _PAUSE_MAX_S = 0.001
 _IDLE_PAUSE_MAX_S = 0.005
-_FAREWELL_S = 0.05  # how long a rank that fails waits for its last words to have left
+_FAREWELL_S = 0.05  # how long a failing rank waits for its last messages to leave
 _FINISH_S = 30.0
 _TAGS = 16_384  # MPI guarantees 32 767
 
 
 def pause_after(waited_s: float, most_s: float = _PAUSE_MAX_S) -> float:
-    """Return how long to pause between two looks for a message: a quarter of the time waited so far; 0 to give way only.
+    """Return how long to sleep between two looks: a quarter of the time waited, 0 to yield only.
 
     Example:
         >>> pause_after(0.00001), pause_after(0.002), pause_after(10.0)
@@ -61,7 +58,7 @@ def pause_after(waited_s: float, most_s: float = _PAUSE_MAX_S) -> float:
 
 
 def tag_of(generation: int) -> int:
-    """Return the tag of a generation's messages: what is left of an earlier one is never taken for this one's."""
+    """Return the tag of a generation's messages, so that a rank ignores those of earlier ones."""
     return 1 + generation % _TAGS
 
 
@@ -78,7 +75,7 @@ class _MpiLoan:
 
 
 class _Sending:
-    """A message that MPI has been given and has not sent yet; it keeps the memory from being freed."""
+    """A message that MPI has not sent yet; it keeps the memory alive."""
 
     __slots__ = ("data", "loan", "peer", "request")
 
@@ -90,7 +87,7 @@ class _Sending:
 
 
 class _Incoming:
-    """What has been matched of one peer: messages in order, and the header whose payload comes next."""
+    """The matched messages of a peer in order, and the header whose payload comes next."""
 
     __slots__ = ("header", "messages", "rank")
 
@@ -101,14 +98,14 @@ class _Incoming:
 
 
 class Fabric:
-    """This process's end of MPI, for as long as it lives: transports of several generations follow each other on it.
+    """This process's end of MPI; the transports of successive generations share it.
 
     Args:
         mpi: The module `mpi4py.MPI`, initialized with MPI_THREAD_SERIALIZED at least.
-        comm: A communicator of all ranks that nobody else uses; its errors are raised.
+        comm: A private communicator of all ranks; it raises its errors.
 
     Attributes:
-        is_broken: A transport has let go of its links without a goodbye.
+        is_broken: A transport has closed without a goodbye.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -116,19 +113,17 @@ class Fabric:
         self.comm = comm
         self.lock = threading.Lock()
         self.is_broken = False
-        self._abandoned: list[
-            _Sending
-        ] = []  # of links that have ended: MPI may read them as long as it likes
+        self._abandoned: list[_Sending] = []  # messages of closed links, which MPI may still read
         self._finishing: list[threading.Thread] = []
 
     def abandon(self, sendings: Iterable[_Sending]) -> None:
-        """Keep messages that nobody waits for any more until MPI has done with them; with the lock held."""
+        """Keep messages of closed links until MPI has done with them; the caller holds the lock."""
         self._abandoned = [
             one for one in (*self._abandoned, *sendings) if not self.is_complete(one)
         ]
 
     def finish(self, sendings: Iterable[_Sending]) -> None:
-        """Let MPI send what a transport that has closed in order leaves behind: without calls it would not go on."""
+        """Let MPI send the rest of a closed transport: without calls it makes no progress."""
         thread = threading.Thread(
             target=self._finish, args=(list(sendings),), name="syncvar-mpi-farewell", daemon=True
         )
@@ -145,18 +140,20 @@ class Fabric:
             self.abandon(sendings)
 
     def close(self) -> None:
-        """Wait until what transports have left behind is sent, or will not be, and take what nobody has taken. Idempotent."""
+        """Wait for the messages of closed transports, and receive what remains. Idempotent."""
         while self._finishing:
             self._finishing.pop().join()
         with self.lock, contextlib.suppress(self.mpi.Exception):
             status = self.mpi.Status()
-            while (
-                message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status)
-            ) is not None:
+            source, tag = self.mpi.ANY_SOURCE, self.mpi.ANY_TAG
+            while (message := self.comm.Improbe(source, tag, status)) is not None:
                 message.Irecv([bytearray(status.Get_count(self.mpi.BYTE)), self.mpi.BYTE]).Test()
 
     def is_complete(self, sending: _Sending) -> bool:
-        """Return whether MPI has done with a message, in order or not; with the lock held."""
+        """Return whether MPI has done with a message, also after an error.
+
+        The caller holds the lock.
+        """
         try:
             return bool(sending.request.Test())
         except self.mpi.Exception:
@@ -164,17 +161,17 @@ class Fabric:
 
 
 class MpiTransport:
-    """Frames over MPI; see `syncvar.transports.base` for the contract.
+    """Frames over MPI; `syncvar.transports.base` has the contract.
 
     Args:
         fabric: This process's end of MPI.
-        rank: This process's rank in the world.
-        tag: Of all messages of this generation.
+        rank: World rank of this process.
+        tag: Tag of this generation's messages.
         segment_bytes: Largest payload of a frame.
-        control: Control channel to wait for beside the data.
+        control: Control channel to wait for as well.
 
     Attributes:
-        refused_frames: How many messages were not what they should be.
+        refused_frames: Number of invalid messages.
     """
 
     def __init__(
@@ -196,10 +193,8 @@ class MpiTransport:
         self._generation = 0
         self._is_open = False
         self._targets: dict[int, int] = {}  # rank -> rank in the communicator
-        self._incoming: dict[
-            int, _Incoming
-        ] = {}  # rank in the communicator -> what comes from there
-        self._pending: set[int] = set()  # those of which a matched message is not there yet
+        self._incoming: dict[int, _Incoming] = {}  # by rank in the communicator
+        self._pending: set[int] = set()  # those with incomplete messages
         self._sending: collections.deque[_Sending] = collections.deque()
         self._linked: set[int] = set()
         self._lost: set[int] = set()
@@ -218,29 +213,29 @@ class MpiTransport:
 
     @property
     def outside(self) -> str:
-        """The same: MPI knows the way to other hosts."""
+        """The same address: MPI reaches other hosts."""
         return self.address
 
     # -- the contract ------------------------------------------------------------------------------
 
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
-        """Learn where the peers are."""
+        """Set the addresses of the peers."""
         self._generation = generation
         for rank, address in addresses.items():
             number = address.removeprefix(_SCHEME)
             if number == address or not number.isdecimal() or int(number) >= self._comm.size:
                 raise TransportError(
-                    f"rank {rank} is at {address}, which is no place among {self._comm.size} processes of MPI: give all "
-                    f"ranks the same SYNCVAR_TRANSPORT"
+                    f"rank {rank} has the address {address}, which names none of the "
+                    f"{self._comm.size} MPI processes: give all ranks the same SYNCVAR_TRANSPORT"
                 )
             self._targets[rank] = int(number)
             self._incoming[int(number)] = _Incoming(rank)
-        self._is_open = True  # not before: what a peer that has opened earlier sends is left to MPI
+        self._is_open = True  # until now MPI keeps the messages of peers that opened earlier
 
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
     ) -> BorrowedFrame | None:
-        """Hand a frame to MPI."""
+        """Pass a frame to MPI."""
         if peer in self._lost or peer in self._departed:
             return None
         target = self._targets.get(peer)
@@ -250,9 +245,8 @@ class MpiTransport:
         with self._fabric.lock:
             self._linked.add(peer)
             if payload is None or nbytes <= _JOINED_NBYTES_MAX:
-                self._post(
-                    peer, target, header + payload if payload is not None and nbytes else header
-                )
+                data = header if payload is None or not nbytes else header + payload
+                self._post(peer, target, data)
                 return None
             self._post(peer, target, header)
             loan = _MpiLoan() if borrow else None
@@ -278,10 +272,8 @@ class MpiTransport:
                 return False
             left, pause = began + timeout_s - now, pause_after(now - began)
             whole = pause >= _PAUSE_MAX_S  # a poll counts in milliseconds
-            signals = self._wakeup.arrivals.poll(
-                int(1000 * _PAUSE_MAX_S) if whole and left > 0 else 0
-            )
-            if signals:
+            poll_ms = int(1000 * _PAUSE_MAX_S) if whole and left > 0 else 0
+            if self._wakeup.arrivals.poll(poll_ms):
                 self._wakeup.take()
                 return True
             if left <= 0:
@@ -293,7 +285,7 @@ class MpiTransport:
             now = time.monotonic()
 
     def wait_idle(self, timeout_s: float) -> None:
-        """Look until something has arrived, with pauses of at most five milliseconds, unless a driver is looking."""
+        """Look until something has arrived, with pauses of at most 5 ms, unless a driver looks."""
         until = time.monotonic() + timeout_s
         pause = _PAUSE_MAX_S
         while True:
@@ -315,16 +307,15 @@ class MpiTransport:
         self._wakeup.wake()
 
     def close(self, linger_s: float) -> None:
-        """Say goodbye on every link, or with a `linger_s` of 0 that it ends, and let MPI send what it was given."""
+        """Send BYE on every link, or an empty message if `linger_s` is 0, and flush."""
         if self._closed:
             return
         with self._fabric.lock:
             if linger_s > 0:
                 with contextlib.suppress(TransportError):
-                    self._advance()  # so that peers whose frames nobody took are known, and told
-            last = (
-                pack_header(FrameType.BYE, self._rank, self._generation, 0) if linger_s > 0 else b""
-            )
+                    self._advance()  # so that BYE goes to all peers that sent frames
+            bye = pack_header(FrameType.BYE, self._rank, self._generation, 0)
+            last = bye if linger_s > 0 else b""
             for peer in self._linked - self._lost - self._departed:
                 self._post(peer, self._targets[peer], last)
             began = now = time.monotonic()
@@ -353,9 +344,8 @@ class MpiTransport:
                 loan.done = True
             return
         try:
-            sending = _Sending(
-                self._comm.Isend([data, self._bytes], target, self._tag), peer, data, loan
-            )
+            request = self._comm.Isend([data, self._bytes], target, self._tag)
+            sending = _Sending(request, peer, data, loan)
             if not sending.request.Test():
                 self._sending.append(sending)
             elif loan is not None:
@@ -366,7 +356,7 @@ class MpiTransport:
                 loan.done = True
 
     def _advance(self) -> None:
-        """Let MPI go on, and take what has come."""
+        """Let MPI make progress, and handle arrivals."""
         if not self._is_open:
             return
         try:
@@ -398,7 +388,7 @@ class MpiTransport:
                 sending.loan.done = True
 
     def _take(self, source: int, one: _Incoming) -> None:
-        """Take the messages of a peer that are there, in order."""
+        """Handle the arrived messages of a peer, in order."""
         while one.messages:
             request, buffer = one.messages[0]
             try:
@@ -420,23 +410,21 @@ class MpiTransport:
     def _arrived(self, one: _Incoming, buffer: bytearray) -> None:
         header, one.header = one.header, None
         if not buffer:
-            self._lose(one.rank, "it has let go of its links without a goodbye")
+            self._lose(one.rank, "it closed its links without a goodbye")
             return
         payload = memoryview(buffer)
         if header is None:
             header = parse_header(bytes(payload[:HEADER_NBYTES]), self._nbytes_max)
             payload = payload[HEADER_NBYTES:]
             if header.source != one.rank or header.generation != self._generation:
-                raise WireError(
-                    f"a frame of rank {one.rank} claims rank {header.source}, generation {header.generation}"
-                )
+                claim = f"rank {header.source}, generation {header.generation}"
+                raise WireError(f"a frame of rank {one.rank} claims {claim}")
             if header.kind in CARRIERS and header.nbytes > _JOINED_NBYTES_MAX and not payload:
                 one.header = header
                 return
         if header.kind in CARRIERS and header.nbytes != len(payload):
-            raise WireError(
-                f"a frame of rank {one.rank} announces {header.nbytes} bytes and has {len(payload)}"
-            )
+            sizes = f"announces {header.nbytes} bytes and has {len(payload)}"
+            raise WireError(f"a frame of rank {one.rank} {sizes}")
         self._linked.add(one.rank)
         if header.kind != FrameType.BYE:
             self._ready.append(Frame(header, payload))
@@ -451,7 +439,7 @@ class MpiTransport:
             self._forget(peer)
 
     def _forget(self, peer: int) -> None:
-        """Let go of what is still to be sent to a peer that takes nothing any more."""
+        """Drop the messages to a peer that receives nothing any more."""
         gone = [one for one in self._sending if one.peer == peer]
         if gone:
             self._sending = collections.deque(one for one in self._sending if one.peer != peer)
@@ -460,5 +448,5 @@ class MpiTransport:
     def _let_go(self, sendings: Iterable[_Sending]) -> None:
         for one in sendings:
             if one.loan is not None:
-                one.loan.done = True  # MPI may read on; what it reads then nobody takes
+                one.loan.done = True  # MPI may read on, but no rank receives it
         self._fabric.abandon(sendings)

@@ -1,9 +1,9 @@
-"""Connections to a tcp listener whose other end has not proved that it is a member: few may stay, and not for long.
+"""Limits unauthenticated connections to a tcp listener: few may stay, and not for long.
 
-ZeroMQ accepts every connection and gives it the handshake's time limit. Whoever opens a thousand and says nothing would
-use up this process's descriptors for that long. So connections that have had time to prove themselves are closed, the
-oldest first, until few are left; members are never closed, and no new connection is refused, since it may be a member's.
-A stranger who sends more than a handshake needs is closed at the next look.
+ZeroMQ accepts every connection and gives it the handshake's time limit, so a thousand silent
+connections could use up this process's descriptors. This module closes connections that had time to
+authenticate, the oldest first, until few are left. It never closes members and refuses no new
+connection, which may be a member's. It also closes a client that sends more than a handshake needs.
 """
 
 from __future__ import annotations
@@ -17,35 +17,29 @@ import struct
 
 from syncvar.protocol.message_limits import UNPROVED_NBYTES_MAX
 
-__all__ = ["UNPROVED_NBYTES", "UNPROVED_PLAIN_NBYTES", "WAITING_MAX", "UnauthenticatedPeers"]
-
 WAITING_MAX = 16
-"""How many connections may stay that have not proved themselves within PROVE_S."""
+"""Number of connections that may stay without authentication after PROVE_S."""
 
 PROVE_S = 1.0
-LOOK_EVERY_S = 1.0  # where there are no strangers
+LOOK_EVERY_S = 1.0  # without unauthenticated connections
 _BUSY_S = 0.1
-_DESCRIPTORS_SHARE = (
-    4  # one part in so many of all descriptors may be those of strangers, however new they are
-)
+_DESCRIPTORS_SHARE = 4  # unauthenticated connections may use one in so many of all descriptors
 
-# What a listener sends before a client has proved itself: greeting 64 bytes, WELCOME 170 (RFC 26), or at most 20 of refusal.
-# READY, which a member alone is sent, is longer than what is left up to this number.
+# A listener sends an unauthenticated client 64 bytes of greeting, then 170 of WELCOME (RFC 26) or
+# at most 20 of refusal. READY, which only members receive, exceeds this limit.
 UNPROVED_NBYTES = 256
 
-# Where nothing is encrypted: greeting 64 bytes, at most 20 of refusal. With READY a member has been sent 107 at least.
+# Without encryption: 64 bytes of greeting, at most 20 of refusal. With READY at least 107.
 UNPROVED_PLAIN_NBYTES = 96
-_COUNTERS = struct.Struct(
-    "=120xQQ"
-)  # tcp_info: tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1
+_COUNTERS = struct.Struct("=120xQQ")  # tcp_info: bytes acked and received, since Linux 4.1
 
 
 class UnauthenticatedPeers:
-    """The strangers at one tcp port of this process.
+    """The unauthenticated connections at one tcp port of this process.
 
     Args:
-        port: On which a socket of this process listens.
-        unproved_nbytes: The most that the listener sends before the other end has proved itself.
+        port: Port on which a socket of this process listens.
+        unproved_nbytes: Most bytes that the listener sends before the client authenticates.
     """
 
     def __init__(self, port: int, unproved_nbytes: int = UNPROVED_NBYTES) -> None:
@@ -61,12 +55,12 @@ class UnauthenticatedPeers:
                 one.close()
 
     def close(self) -> None:
-        """Let go of the listener. Idempotent."""
+        """Close the copy of the listener. Idempotent."""
         if self.listener is not None:
             self.listener.close()
 
     def look(self, now: float) -> float:
-        """Close those that are too many; return after how many seconds to look again."""
+        """Close surplus connections; return after how many seconds to look again."""
         unproved: dict[int, socket.socket] = {}
         talkative = set()
         for one in self._sockets():
@@ -89,15 +83,13 @@ class UnauthenticatedPeers:
         for inode, one in unproved.items():
             if inode in ending:
                 with contextlib.suppress(OSError):
-                    one.shutdown(
-                        socket.SHUT_RDWR
-                    )  # ZeroMQ sees the end and closes its own descriptor
+                    one.shutdown(socket.SHUT_RDWR)  # ZeroMQ then closes its own descriptor
             one.close()
         self.closed += len(ending)
         return _BUSY_S if unproved else LOOK_EVERY_S
 
     def _heard_of_stranger(self, one: socket.socket) -> int | None:
-        """Return how many bytes a stranger has sent; None where the other end is a member."""
+        """Return the bytes that an unauthenticated client has sent; None for a member."""
         with contextlib.suppress(OSError, struct.error):
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return None
@@ -107,7 +99,7 @@ class UnauthenticatedPeers:
         return None
 
     def _sockets(self) -> list[socket.socket]:
-        """Return copies of this process's tcp sockets at the port; a copy stays what it is when ZeroMQ closes its own."""
+        """Return copies of this process's tcp sockets at the port; they outlive ZeroMQ's own."""
         found = []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -126,9 +118,8 @@ class UnauthenticatedPeers:
     def _is_here(self, descriptor: int) -> bool:
         one = socket.socket(fileno=descriptor)
         try:
-            is_tcp = (
-                one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-            )
+            is_inet = one.family in (socket.AF_INET, socket.AF_INET6)
+            is_tcp = is_inet and one.type == socket.SOCK_STREAM
             return is_tcp and bool(one.getsockname()[1] == self._port)
         finally:
             one.detach()

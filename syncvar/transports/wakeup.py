@@ -1,4 +1,4 @@
-"""How any thread ends the waits of a transport, which polls descriptors for arrivals."""
+"""Wakeup: ends the waits of a transport, which polls descriptors, from any thread."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import contextlib
 import os
 import select
 
-__all__ = ["Wakeup"]
-
 
 class Wakeup:
-    """Two signals: for the driver, who waits and takes, and for the thread that waits idle beside it.
+    """Two signals: one for the driver, one for the thread that waits idle beside it.
 
     Attributes:
-        driver: The descriptor of the driver's signal; -1 once closed.
-        arrivals: Polls it, and all descriptors that are watched.
-        idle: Polls the idle thread's signal, and the same descriptors.
+        driver: Descriptor of the driver's signal; -1 once closed.
+        arrivals: Polls this signal and all watched descriptors.
+        idle: Polls the idle thread's signal and the same descriptors.
     """
 
     def __init__(self) -> None:
@@ -26,28 +24,28 @@ class Wakeup:
         self.idle.register(self._idler, select.POLLIN)
 
     def watch(self, descriptor: int) -> None:
-        """Let what arrives at a descriptor end both waits."""
+        """Let arrivals at a descriptor end both waits."""
         self.arrivals.register(descriptor, select.POLLIN)
         self.idle.register(descriptor, select.POLLIN)
 
     def wake(self) -> None:
         """End both waits, from any thread."""
-        with contextlib.suppress(OSError, ValueError):  # closed: then nobody waits
+        with contextlib.suppress(OSError, ValueError):  # closed: no thread waits
             os.eventfd_write(self.driver, 1)
             os.eventfd_write(self._idler, 1)
 
     def watch_idle(self, descriptor: int) -> None:
-        """Let what arrives at a descriptor end the idle wait, one that is under way too."""
+        """Let arrivals at a descriptor end the idle wait, also a running one."""
         self.idle.register(descriptor, select.POLLIN)
         os.eventfd_write(self._idler, 1)
 
     def take(self) -> None:
-        """Take the driver's signal, if it was given."""
+        """Clear the driver's signal."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.driver)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait as the idle thread does; return whether there was anything."""
+        """Wait as the idle thread; return whether there was any signal or arrival."""
         ready = self.idle.poll(max(0.0, timeout_s) * 1000)
         for descriptor, _ in ready:
             if descriptor == self._idler:
@@ -56,7 +54,7 @@ class Wakeup:
         return bool(ready)
 
     def close(self) -> None:
-        """Close the signals; waking does nothing from now on."""
+        """Close the signals; later wakes do nothing."""
         os.close(self.driver)
         os.close(self._idler)
         self.driver = self._idler = -1

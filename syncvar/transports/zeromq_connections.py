@@ -1,4 +1,4 @@
-"""Who is at the other end of each connection of a ROUTER, which of them have ended, and how many were strangers."""
+"""The connections of a ROUTER: their peers, their ends, and the number of unauthenticated ones."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import Gate
 
-__all__ = ["Connections"]
-
 
 class Connections:
-    """A ROUTER and what connects to it.
+    """A ROUTER and its connections.
 
     Args:
-        context: Its ZeroMQ context.
-        config: After how long a peer is lost.
+        context: ZeroMQ context of this process.
+        config: Time limits.
 
     Attributes:
         socket: The ROUTER, not bound yet.
-        gate: Who decides about strangers and counts them; None where nobody can come from other hosts.
-        monitor: To wait for what `ended` tells.
+        gate: Authenticates and counts clients; None without other hosts.
+        monitor: Socket to wait for the events of `ended`.
     """
 
     def __init__(self, context: zmq.Context[Any], config: RuntimeConfig) -> None:
@@ -39,31 +37,29 @@ class Connections:
                 context, self.socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             )
         except BaseException:
-            self.socket.close(linger=0)  # else its context would never end
+            self.socket.close(linger=0)  # else the context would never end
             raise
-        self._peers: dict[
-            int, tuple[bytes, ConnectionCopy | None]
-        ] = {}  # by the descriptor of its connection
-        self._balance = 0  # of connections that have ended, less those that had been proved
+        self._peers: dict[int, tuple[bytes, ConnectionCopy | None]] = {}  # by descriptor
+        self._balance = 0  # ended connections minus authenticated ones
 
     def joined(self, identity: bytes, first: zmq.Frame) -> None:
-        """Note that a peer has proved to be a member, by a frame that came from it.
+        """Record an authenticated peer, by the first frame from it.
 
-        What `ended` has to tell must have been taken: it concerns earlier users of this descriptor.
+        Call `ended` before: earlier events concern earlier users of this descriptor.
         """
         with contextlib.suppress(zmq.ZMQError, ValueError):
             descriptor = int(first.get(zmq.SRCFD))
-            self._let_go(self._peers.get(descriptor))  # of one that joins once more
+            self._let_go(self._peers.get(descriptor))  # if the peer joins again
             copy = None if self.gate is None else ConnectionCopy(descriptor)
             self._peers[descriptor] = identity, copy
 
     def refused(self, first: zmq.Frame) -> None:
-        """Count a stranger, by a frame that came from it."""
+        """Count an unauthenticated client, by a frame from it."""
         if self.gate is not None:
             self.gate.refuse(str(first.get("Peer-Address")))
 
     def ended(self) -> dict[bytes, str]:
-        """Return the identities of the peers whose connections have ended since the last call, and why in words."""
+        """Return the peers whose connections ended since the last call, and the reasons."""
         ended = {}
         for event, descriptor in events_of(self.monitor):
             self._balance += 1 if event == zmq.EVENT_DISCONNECTED else -1

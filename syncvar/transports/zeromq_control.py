@@ -1,4 +1,4 @@
-"""The control channel of a worker, to whoever keeps the roll: the launcher, or rank 0's process."""
+"""The control channel of a worker to the launcher, or to rank 0 without a launcher."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
-__all__ = ["ZeromqControl", "control_identity", "parse_control_identity"]
-
 _IDENTITY = struct.Struct("<cI8s")
 _POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
 _REFUSED = (
@@ -40,12 +38,15 @@ _REFUSALS_MAX = 5
 
 
 def control_identity(rank: int, kind: bytes = b"C") -> bytes:
-    """Return a fresh routing identity for a rank's control channel, or, of kind `b"S"`, for one on which it asks for servers."""
+    """Return a fresh routing identity for a rank's control channel.
+
+    Kind `b"S"` asks for servers.
+    """
     return _IDENTITY.pack(kind, rank, os.urandom(8))
 
 
 def parse_control_identity(identity: bytes, kind: bytes = b"C") -> int | None:
-    """Return the rank of a control channel's routing identity, or None when it is none of the kind."""
+    """Return the rank in a routing identity, or None for another kind of identity."""
     if len(identity) != _IDENTITY.size or identity[:1] != kind:
         return None
     return int(_IDENTITY.unpack(identity)[1])
@@ -56,17 +57,18 @@ class ZeromqControl:
 
     Args:
         context: ZeroMQ context of this process.
-        endpoint: Where the launcher listens.
-        rank: This process's rank.
+        endpoint: Address of the launcher.
+        rank: Rank of this process.
         config: Limits and intervals.
-        keys: What a tcp endpoint is protected by.
-        keeper: The rank whose process listens there, where no launcher does: if the channel closes or falls silent, that
-            rank is lost. A launcher watches its workers, and itself, by other means.
-        kind: Of the channel, as `control_identity` has it.
+        keys: Keys for a tcp endpoint.
+        keeper: The rank that listens there instead of a launcher. If the channel closes or falls
+            silent, that rank has failed. A launcher watches its workers, and itself, by other
+            means.
+        kind: Type of the channel, as for `control_identity`.
 
     Attributes:
         keeper: As above.
-        monitor: Tells of the channel's end; None where a launcher listens.
+        monitor: Events of the channel; None for a launcher on this host.
     """
 
     def __init__(
@@ -83,8 +85,8 @@ class ZeromqControl:
         self.monitor: Any = None
         self._config = config
         self.keeper = keeper
-        self._is_up = self._has_told = False
-        self._end = ""  # why the keeper is lost, in words
+        self._is_up = self._has_reported = False
+        self._end = ""  # why the keeper has failed
         self._copy: ConnectionCopy | None = None
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
         limit_frames(self.socket, CONTROL_NBYTES_MAX)
@@ -107,17 +109,20 @@ class ZeromqControl:
         self._has_keys = keys is not None
 
     def send(self, data: bytes) -> None:
-        """Send a control message; dropped when the launcher is gone, since this process is about to be ended then."""
+        """Send a control message.
+
+        Drop it if the launcher is gone, because this process ends soon.
+        """
         self._has_sent = True
         with contextlib.suppress(zmq.Again):
             self.socket.send(data, zmq.NOBLOCK)
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors that tell of arrivals."""
+        """Return the descriptors that signal arrivals."""
         return [one.getsockopt(zmq.FD) for one in (self.socket, self.monitor) if one is not None]
 
     def may_have_more(self) -> bool:
-        """Return whether a message may have come unnoticed: sending takes the descriptor's signal of arrivals away."""
+        """Return whether a message may be unnoticed: sending clears the descriptor's signal."""
         has_sent, self._has_sent = self._has_sent, False
         return has_sent
 
@@ -125,16 +130,14 @@ class ZeromqControl:
         """Return the next control message, or None.
 
         Raises:
-            HandshakeError: Who listens there does not take this process for a member.
+            HandshakeError: The listener refuses this process.
         """
-        if (
-            self.monitor is not None
-        ):  # first: what had come before the end is still there to be taken
+        if self.monitor is not None:  # before messages: those from before the end come first
             self._watch()
         if self.socket.getsockopt(zmq.EVENTS) & _POLLIN:
             return parse_message(self.socket.recv(zmq.NOBLOCK))
-        if self._end and not self._has_told:
-            self._has_told = True
+        if self._end and not self._has_reported:
+            self._has_reported = True
             return {
                 "kind": "abort",
                 "rank": self.keeper,
@@ -148,7 +151,7 @@ class ZeromqControl:
         return None
 
     def close(self, linger_s: float) -> None:
-        """Close the channel; messages already sent are flushed for at most `linger_s` seconds."""
+        """Close the channel after flushing for at most `linger_s` seconds."""
         if not self._closed:
             self._closed = True
             if self._copy is not None:
@@ -167,7 +170,7 @@ class ZeromqControl:
                 self._refused(event, value)
             elif event == zmq.EVENT_CONNECTED:
                 self._copy_connection(value)
-            elif self._is_up and not self._end:  # before, somebody else may have listened there
+            elif self._is_up and not self._end:  # before that another process may have listened
                 self._end = CLOSED if self._copy is None else self._copy.reason(self._config)
 
     def _copy_connection(self, descriptor: int) -> None:
@@ -179,24 +182,23 @@ class ZeromqControl:
         if self._is_up:
             return
         self._refusals += 1
-        if (
-            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-        ):
+        failure = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+        if (event, value) == failure:
             raise HandshakeError(
-                f"{self._endpoint} has another mode of encryption than this process: give all ranks the same setting "
-                f"(SYNCVAR_ENCRYPTION)"
+                f"{self._endpoint} has another mode of encryption than this process: give all "
+                "ranks the same setting (SYNCVAR_ENCRYPTION)"
             )
-        if self._refusals >= _REFUSALS_MAX:  # once or twice, it may have been about to end
-            # Who refuses may reset the connection each time before its greeting has been read here, so that the event above
-            # never comes. Without keys there is no secret that could differ.
-            closed = f"{self._endpoint} has closed the connection {self._refusals} times before it was one"
-            if not self._has_keys:
-                raise HandshakeError(
-                    f"{closed}: either it has another mode of encryption than this process (give all ranks the same "
-                    f"SYNCVAR_ENCRYPTION), or it is not a rank of this job"
-                )
+        if self._refusals < _REFUSALS_MAX:  # the listener may have been about to end
+            return
+        # A listener may reset the connection before this process reads its greeting. Then the event
+        # above never comes. Without keys there is no secret that could differ.
+        closed = f"{self._endpoint} has refused the connection {self._refusals} times"
+        if not self._has_keys:
             raise HandshakeError(
-                f"{closed}: does this process have the same secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY) as the others, and the "
-                f"same mode of encryption (SYNCVAR_ENCRYPTION)?"
+                f"{closed}: either it has another mode of encryption than this process (give all "
+                "ranks the same SYNCVAR_ENCRYPTION), or it is not a rank of this job"
             )
+        raise HandshakeError(
+            f"{closed}: does this process have the same secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY) "
+            "as the others, and the same mode of encryption (SYNCVAR_ENCRYPTION)?"
+        )

@@ -1,4 +1,4 @@
-"""The outgoing half of a pair of ranks: a DEALER that sends frames in order, at once or when it can."""
+"""The sending half of a pair of ranks: a DEALER that sends frames in order, at once or later."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ from syncvar.transports.zeromq_sockets import close_monitor, events_of, monitor_
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["SendLink"]
-
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
-_BORROW_NBYTES_MIN = (
-    128 << 10
-)  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
-_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine flags of pyzmq takes a microsecond
+_BORROW_NBYTES_MIN = 128 << 10  # below, a copy is cheaper than pyzmq's tracking of borrowed memory
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # combining pyzmq flags takes a microsecond
 _DONE = zmq.MessageTracker()
 _EVENTS = (
     zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -31,7 +27,10 @@ _EVENTS = (
 
 
 class _ZeroMQLoan:
-    """A borrowed payload that ZeroMQ reads until its tracker is done; it has none before ZeroMQ has taken the frame."""
+    """A borrowed payload; ZeroMQ reads it until the tracker is done.
+
+    Queued frames have no tracker.
+    """
 
     __slots__ = ("tracker",)
 
@@ -48,14 +47,14 @@ class SendLink:
     Args:
         context: ZeroMQ context of this process.
         socket: A DEALER with its options set.
-        address: Where the peer listens.
+        address: Address of the peer.
 
     Attributes:
-        outbox: Frames that could not go yet, each with its payload and the loan of one that is borrowed.
-        is_connected: It has been connected.
+        outbox: Queued frames, each with its payload and the loan of a borrowed one.
+        is_connected: The connection is open.
         is_answered: The peer has answered on it.
         is_remote: The peer may be on another host.
-        opened: When it was opened, by the monotonic clock.
+        opened: Time of opening, by the monotonic clock.
 
     Raises:
         ZMQError: The system refuses.
@@ -107,7 +106,7 @@ class SendLink:
     def put_off(
         self, header: bytes, payload: memoryview | None, *, borrow: bool
     ) -> _ZeroMQLoan | None:
-        """Keep a frame, to be sent by `flush` behind those that are kept already."""
+        """Queue a frame for `flush`, behind those already queued."""
         loan = None
         if payload is not None:
             if borrow:
@@ -118,7 +117,7 @@ class SendLink:
         return loan
 
     def flush(self) -> None:
-        """Send what was put off, as far as ZeroMQ takes it now."""
+        """Send queued frames, as many as ZeroMQ takes now."""
         while self.outbox:
             header, payload, loan = self.outbox[0]
             try:
@@ -130,7 +129,7 @@ class SendLink:
                 loan.tracker = _DONE if sent is None else sent.tracker
 
     def end(self, config: RuntimeConfig) -> str:
-        """Return in words why the connection has ended since the last call; empty where it has not."""
+        """Return why the connection has ended since the last call; empty if it has not."""
         reason = ""
         for event, value in events_of(self.monitor):
             if event == zmq.EVENT_CONNECTED:
@@ -150,24 +149,23 @@ class SendLink:
         return CLOSED if self._copy is None else self._copy.reason(config)
 
     def sent(self) -> Sent:
-        """Return what has become of the bytes that ZeroMQ has written to another host."""
+        """Return the state of the bytes that ZeroMQ has written to another host."""
         return Sent() if self._copy is None else self._copy.sent()
 
-    def has_said_goodbye(self) -> bool:
-        """Return whether the peer has said goodbye on this link, which is all that comes on one."""
-        said = False
+    def has_received_bye(self) -> bool:
+        """Return whether the peer has sent BYE on this link; a link carries nothing else back."""
+        has_bye = False
         while True:
             try:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.ZMQError:
-                return said
+                return has_bye
             with contextlib.suppress(WireError):
-                said = said or (
-                    len(data) == HEADER_NBYTES and parse_header(data).kind == FrameType.BYE
-                )
+                is_bye = len(data) == HEADER_NBYTES and parse_header(data).kind == FrameType.BYE
+                has_bye = has_bye or is_bye
 
     def close(self, linger_ms: int) -> None:
-        """Close the link, flushing what ZeroMQ has taken for so long; what was put off is not sent any more."""
+        """Close the link, flushing ZeroMQ's frames for so long; drop the queued ones."""
         close_monitor(self.socket, self.monitor)
         if self._copy is not None:
             self._copy.close()

@@ -1,4 +1,4 @@
-"""What all sockets of ZeroMQ here have in common: limits, signs of life, and the events of a connection."""
+"""Options and events that all ZeroMQ sockets share: limits, heartbeats, monitors."""
 
 from __future__ import annotations
 
@@ -17,38 +17,26 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = [
-    "ask_for_signs_of_life",
-    "bind_in_folder",
-    "bound_messages",
-    "close_monitor",
-    "events_of",
-    "job_nonce",
-    "limit_frames",
-    "look_for_silence",
-    "milliseconds",
-    "monitor_of",
-    "set_family",
-]
-
 _MONITORED = struct.Struct("=Hi")  # zmq_socket_monitor(3): event, and its value
 _UNIX_PATH_MAX = 107
 
 
 def job_nonce(job_id: str) -> bytes:
-    """Return what stands for a job in the identities of its processes."""
-    import hashlib  # it loads OpenSSL, which the launcher does without
+    """Return the short hash of a job for the identities of its processes."""
+    import hashlib  # it loads OpenSSL, which the launcher does not need
 
     return hashlib.blake2b(job_id.encode(), digest_size=8).digest()
 
 
 def set_family(socket: Any, endpoint: str) -> None:
-    """Let a socket speak IPv6 where its address is one; an IPv4 address would become another one by that."""
+    """Enable IPv6 on a socket if its address needs it; an IPv4 address would change its meaning."""
     socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
 
 
 def bind_in_folder(socket: Any, folder: str, name: str) -> str:
-    """Let a socket listen for this user's processes on this host, in a private folder; return its endpoint.
+    """Bind a socket for this user's processes on this host, in a private folder.
+
+    Return its endpoint.
 
     Raises:
         ConfigError: The folder's path is too long.
@@ -61,29 +49,29 @@ def bind_in_folder(socket: Any, folder: str, name: str) -> str:
             f"set XDG_RUNTIME_DIR or TMPDIR to a shorter directory"
         )
     socket.bind(f"ipc://{path}")
-    os.chmod(
-        path, 0o600
-    )  # a umask would be that of all threads; until now the folder, 0700, has kept others out
+    # Not by umask, which all threads share. Until now the folder, 0700, keeps others out.
+    os.chmod(path, 0o600)
     return f"ipc://{path}"
 
 
 def limit_frames(socket: Any, nbytes: int) -> None:
-    """Let a socket close each connection on which a frame with a longer payload is announced; see `syncvar.protocol.message_limits`."""
+    """Make a socket close each connection that announces a longer payload."""
     socket.setsockopt(zmq.MAXMSGSIZE, nbytes + FRAMING_NBYTES)
 
 
 def bound_messages(socket: Any, nbytes: int, count: int) -> None:
-    """Bound how long a message that comes may be, and how many may wait in each direction."""
+    """Limit the length of received messages, and the queue in each direction."""
     limit_frames(socket, nbytes)
     for option in (zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, count)
 
 
 def monitor_of(context: zmq.Context[Any], socket: Any, events: int) -> Any:
-    """Return a socket on which the events of another one come.
+    """Return a socket that receives the events of another one.
 
-    ZeroMQ's own thread would wait for whoever takes no events, and everything else with it: strangers who come and go while a
-    rank computes must not get there. So they have no limit, unlike those of pyzmq's function.
+    It has no queue limit, unlike those of pyzmq's function: with a full queue ZeroMQ's own thread
+    would block, and all sockets with it. Clients that come and go while a rank computes must not
+    cause that.
     """
     place = f"inproc://events-{os.urandom(8).hex()}"
     socket.monitor(place, events)
@@ -94,9 +82,9 @@ def monitor_of(context: zmq.Context[Any], socket: Any, events: int) -> Any:
 
 
 def events_of(monitor: Any) -> Iterator[tuple[int, int]]:
-    """Take the events, each with its value, that have come on a monitor so far.
+    """Yield the events of a monitor, each with its value.
 
-    pyzmq has a function for it, in a module that imports asyncio, which costs every worker 30 ms.
+    pyzmq's own function is in a module that imports asyncio, which takes 30 ms in every worker.
     """
     while True:
         try:
@@ -107,18 +95,18 @@ def events_of(monitor: Any) -> Iterator[tuple[int, int]]:
 
 
 def close_monitor(socket: Any, monitor: Any) -> None:
-    """End the events of a socket, which is still open."""
+    """Stop the events of an open socket."""
     with contextlib.suppress(zmq.ZMQError):
         socket.disable_monitor()
     monitor.close(linger=0)
 
 
 def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
-    """Let a tcp connection that is silent for longer than `lost_after_s` be closed at both ends.
+    """Make both ends close a tcp connection that is silent for longer than `lost_after_s`.
 
-    The end that connects asks for signs of life, and says how long the other may wait for such a question. A question that is
-    followed by any other message, and that by silence, leaves the other end without a limit (libzmq 4.3.5): there the system
-    looks whether the peer's still answers.
+    The connecting end sends heartbeats, and tells the other end how long to wait for one. If a
+    heartbeat, then another message, then silence follows, the other end has no time limit (libzmq
+    4.3.5). So there the system probes the connection.
     """
     silence = milliseconds(config.link_silence_s)
     socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
@@ -128,7 +116,7 @@ def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
 
 
 def look_for_silence(socket: Any, config: RuntimeConfig) -> None:
-    """Let the system close tcp connections whose other end does not answer its probes, or acknowledge what it is sent."""
+    """Make the system close tcp connections whose other end answers no probes."""
     silence = milliseconds(config.link_silence_s)
     if silence:
         for option, value in (
@@ -142,5 +130,5 @@ def look_for_silence(socket: Any, config: RuntimeConfig) -> None:
 
 
 def milliseconds(seconds: float) -> int:
-    """Return whole milliseconds; an infinite or huge time becomes 0, which ZeroMQ takes as "off"."""
+    """Return whole milliseconds; an infinite or huge time becomes 0, ZeroMQ's "off"."""
     return 0 if seconds > 1e6 else max(1, int(seconds * 1000))

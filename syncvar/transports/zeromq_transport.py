@@ -1,10 +1,11 @@
 """Frames over ZeroMQ: unix sockets on one host, tcp between hosts.
 
-Each rank binds one ROUTER for everything that comes in, and opens one DEALER to each peer that it sends to (`outgoing`). A link
-is fail-stop: it never reconnects (ZeroMQ loses messages silently when it does), and a DISCONNECTED event without a
-goodbye before it is a loss. Between hosts a link is encrypted, and both its ends prove that they know the job's secret; where
-that is not wanted (`encryption`), each payload has a checksum. The sender's routing identity names job, generation, rank and
-incarnation, so that a process of another job, an old one, or one that comes a second time is not taken for a member.
+Each rank binds one ROUTER for all arrivals, and opens one DEALER (`SendLink`) to each peer that it
+sends to. A link is fail-stop: it never reconnects, because ZeroMQ then loses messages silently. A
+DISCONNECTED event without a goodbye is a loss. A link between hosts is encrypted and authenticated
+at both ends; with weaker `encryption` each payload has a checksum. The sender's routing identity
+names job, generation, rank and incarnation, so other jobs, old processes and second processes are
+no members.
 """
 
 from __future__ import annotations
@@ -41,37 +42,33 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.protocol.frame import Header
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.zeromq_control import ZeromqControl
 
-__all__ = ["ZeromqTransport"]
-
 _IDENTITY = struct.Struct("<c8sII8s")
-_CHECKSUM = struct.Struct(
-    "<I"
-)  # of a payload, behind the header, where nothing else would notice a change
-_POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
+_CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, on unencrypted links
+_POLLIN = int(zmq.POLLIN)  # combining pyzmq flags takes a microsecond
 _BRIEF_MS = 2
 _FLUSH_LOOK_S = 0.01
-_GOODBYE_MS = 200
+_BYE_LINGER_MS = 200
 _WATCH_EVERY_S = 0.02
-_OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the other is about to; it may bring frames
-_MORE_S = 1.0  # as long as it brings frames, the next one may take so long: 1 MiB over 10 Mbit/s
+_OTHER_HALF_S = 0.2  # the second connection of a pair closes soon after the first
+_MORE_S = 1.0  # but while it delivers frames, the next may take this long: 1 MiB over 10 Mbit/s
 
 
 class ZeromqTransport:
-    """Frames over ZeroMQ; see `syncvar.transports.base` for the contract.
+    """Frames over ZeroMQ; `syncvar.transports.base` has the contract.
 
     Args:
         context: ZeroMQ context of this process.
-        rank: This process's rank in the world.
-        endpoint: Where to bind: "ipc://<directory>" (a socket file of this rank is made in it) or "tcp://<address>"
-            (a free port is taken).
-        job_id: The job's random identity.
+        rank: World rank of this process.
+        endpoint: Address to bind: "ipc://<directory>" or "tcp://<address>" (any free port).
+        job_id: Random identity of the job.
         config: Limits and intervals.
-        control: Control channel to wait for beside the data.
-        outside: Where to listen for other hosts too: "tcp://<address>"; empty where there are none.
-        keys: What links between hosts are protected by; needed with `outside`, unless `encryption` is off.
+        control: Control channel to wait for as well.
+        outside: Address for other hosts, "tcp://<address>"; empty without other hosts.
+        keys: Keys of links between hosts; needed with `outside` unless `encryption` is off.
     """
 
     def __init__(
@@ -95,24 +92,17 @@ class ZeromqTransport:
         self._addresses: Mapping[int, str] = {}
         self._links: dict[int, SendLink] = {}
         self._sources: dict[bytes, int] = {}
-        self._checksummed: frozenset[int] = (
-            frozenset()
-        )  # peers whose payloads nothing else protects
+        self._checksummed: frozenset[int] = frozenset()  # peers with unencrypted links
         self._lost: set[int] = set()
-        self._departed: set[int] = (
-            set()
-        )  # peers that have said goodbye, on one of the two connections of a pair
-        self._complete: set[int] = set()  # those that said it behind their frames
-        self._ended: set[int] = set()  # peers whose frames come no more: that connection has ended
-        self._closing: dict[
-            int, float
-        ] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
-        self._ends: dict[int, str] = {}  # peer that disconnected -> why, in words
+        self._departed: set[int] = set()  # peers that sent BYE on one of the pair's connections
+        self._complete: set[int] = set()  # peers that sent BYE behind their frames
+        self._ended: set[int] = set()  # peers whose sending connection has ended
+        # Disconnected peer -> time to judge it, once the ROUTER is empty.
+        self._closing: dict[int, float] = {}
+        self._ends: dict[int, str] = {}  # disconnected peer -> reason
         self._pending_losses: collections.deque[PeerDisconnected] = collections.deque()
         self._watched = 0.0
-        self._unsent: dict[
-            int, int
-        ] = {}  # peer whose link does not take frames yet -> descriptor that tells when it does
+        self._unsent: dict[int, int] = {}  # peer with queued frames -> descriptor of its link
         self._is_open = False
         self._closed = False
         self.refused_frames = 0
@@ -123,9 +113,9 @@ class ZeromqTransport:
         self._router = self._connections.socket
         try:
             self._configure(self._router, endpoint)
-            # The DEALERs ask for signs of life. A ROUTER answers and goes by the time to live that they name: its own
-            # timer may fire on a connection that is just ending, and libzmq 4.3.5 aborts the process then ("Assertion
-            # failed: !_io_error"; with heartbeats every 10 ms, once in a few hundred ends of a world).
+            # The DEALERs send heartbeats, the ROUTER only answers. Its own timer could fire on a
+            # connection that is just ending, and then libzmq 4.3.5 aborts the process ("Assertion
+            # failed: !_io_error").
             self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.address = self._bind(endpoint)
@@ -133,9 +123,9 @@ class ZeromqTransport:
             if outside:
                 from syncvar.transports.curve import gate_for_hosts
 
-                self._connections.gate = gate = gate_for_hosts(
-                    context, self._router, keys, config, rank, f"rank {rank}"
-                )
+                name = f"rank {rank}"
+                gate = gate_for_hosts(context, self._router, keys, config, rank, name)
+                self._connections.gate = gate
                 self._configure(self._router, outside)
                 self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
                 self.outside = self._bind(outside)
@@ -153,14 +143,14 @@ class ZeromqTransport:
     # -- the contract ------------------------------------------------------------------------------
 
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
-        """Learn where the peers are."""
+        """Set the addresses of the peers."""
         self._addresses = addresses
         self._generation = generation
         if self.outside and self._config.encryption != "required":
             self._checksummed = frozenset(
                 peer for peer, address in addresses.items() if address.startswith("tcp://")
             )
-        # Not before: a peer may have opened earlier, and what nobody takes yet would keep waits from waiting.
+        # Not before: frames of a peer that opened earlier would end each wait at once.
         if not self._is_open:
             self._is_open = True
             self._wait_for(self._router)
@@ -168,7 +158,7 @@ class ZeromqTransport:
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
     ) -> BorrowedFrame | None:
-        """Send a frame to a peer; opens the link when it is the first."""
+        """Send a frame to a peer; the first frame opens the link."""
         if peer in self._lost or peer in self._departed:
             return None
         link = self._links.get(peer) or self._open_link(peer)
@@ -189,7 +179,7 @@ class ZeromqTransport:
     def receive(self) -> Arrival | None:
         """Return the next arrival, or None."""
         router = self._router
-        # Asking first is cheaper than the exception that an empty socket raises.
+        # Checking is cheaper than the exception of an empty socket.
         while router.getsockopt(zmq.EVENTS) & _POLLIN:
             try:
                 identity = router.recv(zmq.NOBLOCK)
@@ -208,18 +198,16 @@ class ZeromqTransport:
         return None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for anything; see the contract.
+        """Wait for an arrival, a control message or a wakeup.
 
-        Callers have taken everything that had arrived, so that the sockets' descriptors tell of everything that comes
-        later. Polling those costs one system call; ZeroMQ's own poll, which also looks at monitors and at sockets
-        that could not send, costs many and is kept for longer waits.
+        The caller has received all earlier arrivals, so the sockets' descriptors signal everything
+        later. Polling these takes one system call. ZeroMQ's own poll, which also watches monitors
+        and blocked senders, takes many and serves longer waits.
         """
         if self._control is not None and self._control.may_have_more():
             return True
         now = time.monotonic()
-        if (
-            now - self._watched >= _WATCH_EVERY_S
-        ):  # also a driver whose waits are all short must see losses
+        if now - self._watched >= _WATCH_EVERY_S:  # drivers with short waits must see losses, too
             self._watch_links(now)
         if self._closing:
             timeout_s = min(timeout_s, min(self._closing.values()) - now)
@@ -236,7 +224,7 @@ class ZeromqTransport:
         items += [(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent]
         ready = zmq_poll(items, milliseconds)
         if self._unsent:
-            self._flush()  # now: the poll has taken the descriptors' signals, and the caller may have what it waits for
+            self._flush()  # now, because the poll has cleared the descriptors' signals
         self._watch_links(time.monotonic())
         return self._is_control(ready)
 
@@ -259,27 +247,25 @@ class ZeromqTransport:
         self._wakeup.wait_idle(timeout_s)
 
     def close(self, linger_s: float) -> None:
-        """Say goodbye on every link (unless `linger_s` is 0), flush, and close all sockets."""
+        """Send BYE on every link unless `linger_s` is 0, flush, and close all sockets."""
         if self._closed:
             return
         self._closed = True
         if linger_s > 0:
-            self._say_goodbye(linger_s)
+            self._send_bye(linger_s)
             self._await_sent(linger_s)
         linger_ms = int(linger_s * 1000)
         for link in self._links.values():
             link.close(linger_ms)
         self._links.clear()
-        self._connections.close(
-            min(linger_ms, _GOODBYE_MS)
-        )  # its ROUTER sends nothing but goodbyes
+        self._connections.close(min(linger_ms, _BYE_LINGER_MS))  # its ROUTER sends only BYE
         self._wakeup.close()
 
     # -- inside ------------------------------------------------------------------------------------
 
     @property
     def refused_peers(self) -> int:
-        """How many tried to connect over tcp and are no members of the job."""
+        """Number of tcp clients that are no members of the job."""
         return 0 if self._connections.gate is None else self._connections.gate.refused_peers
 
     @staticmethod
@@ -287,7 +273,7 @@ class ZeromqTransport:
         return header + _CHECKSUM.pack(zlib.crc32(payload) if payload is not None else 0)
 
     def _wait_for(self, socket: Any) -> int:
-        """Let arrivals at a socket end waits; returns its descriptor."""
+        """Let arrivals at a socket end waits; return its descriptor."""
         descriptor: int = socket.getsockopt(zmq.FD)
         self._waiting_for.append((socket, zmq.POLLIN))
         self._wakeup.watch(descriptor)
@@ -295,13 +281,13 @@ class ZeromqTransport:
 
     def _configure(self, socket: Any, address: str) -> None:
         config = self._config
-        socket.set_hwm(0)  # bytes are bounded by credit above; messages need no second bound
+        socket.set_hwm(0)  # flow control limits the bytes
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         limit_frames(socket, config.segment_bytes)
         socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.link_opening_s))
-        # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
-        # closes the connections of a process that ends, and the agent sees one that is stopped.
+        # Heartbeats detect partitions and failed hosts. Within a host the system closes the
+        # connections of a process that ends, and the agent sees a stopped one.
         if address.startswith("tcp://"):
             set_family(socket, address)
             ask_for_signs_of_life(socket, config)
@@ -310,9 +296,8 @@ class ZeromqTransport:
         scheme, _, place = endpoint.partition("://")
         try:
             if scheme == "ipc":
-                return bind_in_folder(
-                    self._router, place, f"r{self._rank}-{self._incarnation[:4].hex()}"
-                )
+                name = f"r{self._rank}-{self._incarnation[:4].hex()}"
+                return bind_in_folder(self._router, place, name)
             port = self._router.bind_to_random_port(f"tcp://{place}")
         except zmq.ZMQError as error:
             raise TransportError(f"cannot listen on {endpoint}: {error}") from error
@@ -327,10 +312,8 @@ class ZeromqTransport:
         if self._keys is not None and address.startswith("tcp://"):
             self._keys.connect_host(socket, self._config, self._rank, peer)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(
-            zmq.ROUTING_ID,
-            _IDENTITY.pack(b"s", self._nonce, self._generation, self._rank, self._incarnation),
-        )
+        member = (self._nonce, self._generation, self._rank, self._incarnation)
+        socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"s", *member))
         try:
             self._links[peer] = SendLink(self._context, socket, address)
         except zmq.ZMQError as error:
@@ -338,7 +321,7 @@ class ZeromqTransport:
         return self._links[peer]
 
     def _hold_back(self, peer: int, link: SendLink) -> None:
-        """Let `wait_idle` end when a link can take frames: whoever has left them may do something else for long."""
+        """Let `wait_idle` end when a link takes frames: their sender may be busy for long."""
         descriptor = self._unsent[peer] = link.socket.getsockopt(zmq.FD)
         self._wakeup.watch_idle(descriptor)
 
@@ -382,17 +365,7 @@ class ZeromqTransport:
             self.refused_frames += 1
             return None
         try:
-            header = parse_header(data, self._config.segment_bytes)
-            if header.source != source or header.generation != self._generation:
-                raise WireError(
-                    f"a frame of rank {source} claims rank {header.source}, generation {header.generation}"
-                )
-            if header.kind in CARRIERS and header.nbytes != len(payload):
-                raise WireError(
-                    f"a frame of rank {source} announces {header.nbytes} bytes and has {len(payload)}"
-                )
-            if checksum is not None and checksum != _CHECKSUM.pack(zlib.crc32(payload)):
-                raise WireError(f"the checksum of a payload of rank {source} is wrong")
+            header = self._checked(source, data, payload, checksum)
         except WireError as error:
             self.refused_frames += 1
             self._lose(source, str(error))
@@ -401,29 +374,35 @@ class ZeromqTransport:
             self._departed.add(source)
             self._complete.add(source)
             return None
-        if self._closing.get(
-            source
-        ):  # what it sent before it left may be long: its goodbye comes behind that
+        if self._closing.get(source):  # BYE comes behind the remaining frames, which may be long
             self._closing[source] = time.monotonic() + _MORE_S
         return Frame(header, payload)
 
+    def _checked(
+        self, source: int, data: bytes, payload: bytes | memoryview, checksum: bytes | None
+    ) -> Header:
+        header = parse_header(data, self._config.segment_bytes)
+        if header.source != source or header.generation != self._generation:
+            claim = f"rank {header.source}, generation {header.generation}"
+            raise WireError(f"a frame of rank {source} claims {claim}")
+        if header.kind in CARRIERS and header.nbytes != len(payload):
+            sizes = f"announces {header.nbytes} bytes and has {len(payload)}"
+            raise WireError(f"a frame of rank {source} {sizes}")
+        if checksum is not None and checksum != _CHECKSUM.pack(zlib.crc32(payload)):
+            raise WireError(f"the checksum of a payload of rank {source} is wrong")
+        return header
+
     def _meet(self, identity: bytes, first: Any) -> int | None:
-        """Check the identity of a peer that sends for the first time, and note on which descriptor it came."""
+        """Check the identity of a new peer, and record the descriptor of its connection."""
         if len(identity) != _IDENTITY.size:
             return None
         kind, nonce, generation, rank, _ = _IDENTITY.unpack(identity)
-        if (
-            kind != b"s"
-            or nonce != self._nonce
-            or generation != self._generation
-            or rank not in self._addresses
-        ):
+        is_member = (kind, nonce, generation) == (b"s", self._nonce, self._generation)
+        if not is_member or rank not in self._addresses:
             return None
-        if (
-            rank in self._sources.values()
-        ):  # a link opens once: whoever comes again is somebody else
+        if rank in self._sources.values():  # a link opens once, so this is another process
             return None
-        # Disconnections already reported concern earlier users of this descriptor number: handle them first.
+        # Earlier disconnections concern earlier users of this descriptor number: handle them first.
         self._watch_router()
         self._sources[identity] = rank
         self._connections.joined(identity, first)
@@ -442,21 +421,21 @@ class ZeromqTransport:
         for peer, link in list(self._links.items()):
             if reason := link.end(self._config):
                 self._ends.setdefault(peer, reason)
-                if link.has_said_goodbye():
+                if link.has_received_bye():
                     self._departed.add(peer)
                 self._closing.setdefault(peer, now + _OTHER_HALF_S)
             elif not link.is_connected and now - link.opened > self._config.link_opening_s:
                 self._lose(peer, f"no connection within {self._config.link_opening_s:g} s")
 
     def _judge_closing(self) -> None:
-        # The ROUTER was empty after the disconnection was seen: all that had arrived, goodbyes too, has been taken.
+        # The ROUTER was empty after the disconnection, so `receive` has handled all arrivals.
         now = time.monotonic()
         for peer in [peer for peer, due in self._closing.items() if due <= now]:
             del self._closing[peer]
             self._disconnected(peer)
 
     def _disconnected(self, peer: int) -> None:
-        # A goodbye on the other connection may overtake frames, which then are lost with theirs.
+        # BYE on the other connection may overtake frames, which then are lost.
         if peer not in self._departed or peer in self._ended - self._complete:
             self._lose(peer, self._ends[peer])
             return
@@ -476,14 +455,15 @@ class ZeromqTransport:
             link.close(0)
 
     def _patience_s(self, linger_s: float) -> float:
-        """Return how long the end of this rank waits for links that do not move."""
+        """Return how long `close` waits for links that do not move."""
         is_remote = any(link.is_remote for link in self._links.values())
         return max(linger_s, self._config.link_silence_s) if is_remote else linger_s
 
     def _await_sent(self, linger_s: float) -> None:
-        """Wait until all frames have reached the hosts of their receivers, as long as bytes move.
+        """Wait until the receivers' hosts have all frames, as long as bytes move.
 
-        A link between hosts may stand still for `lost_after_s`: after that its peer counts as lost in any call, too.
+        A link between hosts may stand still for `lost_after_s`: then its peer counts as failed in
+        any call, too.
         """
         patience_s = self._patience_s(linger_s)
         awaited = {peer: Delivery(link) for peer, link in self._links.items() if link.is_remote}
@@ -491,9 +471,8 @@ class ZeromqTransport:
         while awaited and (now := time.monotonic()) < moved + patience_s:
             self._watch_links(now)
             self._judge_closing()
-            for peer in awaited.keys() - (
-                self._links.keys() - self._closing.keys() - self._departed
-            ):
+            alive = self._links.keys() - self._closing.keys() - self._departed
+            for peer in awaited.keys() - alive:
                 del awaited[peer]
             looks = [one.look() for one in awaited.values()]
             if any(looks):
@@ -502,11 +481,9 @@ class ZeromqTransport:
             if awaited:
                 time.sleep(_FLUSH_LOOK_S)
 
-    def _say_goodbye(self, linger_s: float) -> None:
+    def _send_bye(self, linger_s: float) -> None:
         header = pack_header(FrameType.BYE, self._rank, self._generation, 0)
-        while (
-            self.receive() is not None
-        ):  # so that peers whose frames nobody took are known, and told
+        while self.receive() is not None:  # so that BYE goes to all peers that sent frames
             pass
         deadline = time.monotonic() + self._patience_s(linger_s)
         while self._unsent and time.monotonic() < deadline:
@@ -518,13 +495,11 @@ class ZeromqTransport:
         for peer, link in self._links.items():
             if peer not in self._departed:
                 with contextlib.suppress(zmq.ZMQError):
-                    link.socket.send(
-                        self._with_checksum(header) if peer in self._checksummed else header,
-                        zmq.NOBLOCK,
-                    )
+                    data = self._with_checksum(header) if peer in self._checksummed else header
+                    link.socket.send(data, zmq.NOBLOCK)
         for identity, peer in self._sources.items():
             if peer in self._departed or peer in self._lost:
-                continue  # it has closed; what is sent to it would only hold up our own end
+                continue  # a closed peer would only delay the end of this rank
             try:
                 self._router.send_multipart([identity, header], zmq.NOBLOCK)
             except zmq.ZMQError as error:

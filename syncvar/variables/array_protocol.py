@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["ArrayProtocol"]
-
 
 def _refused(symbol: str, instead: str) -> Callable[[Any, Any], NoReturn]:
     def refuse(self: Any, other: Any) -> NoReturn:
         del other
         raise TypeError(
-            f"`v {symbol} x` is not supported: it would make the name v an array. Write `{instead}` "
+            f"`v {symbol} x` is not supported: it would make the name v an array. Write "
+            f"`{instead}` "
             f"to write to the variable {self.name!r}"
         )
 
@@ -57,14 +56,16 @@ class ArrayProtocol(NDArrayOperatorsMixin):
     ) -> Any:
         """Return a copy of the value for another library: `torch.from_dlpack(v)`. What reading costs, and one copy.
 
-        It is a copy because the value may not be written to, and what some libraries make of it may be.
+        It is a copy because the value may not be written to, and what some libraries make of it may
+        be.
 
         Raises:
             BufferError: No copy is wanted, or DLPack of NumPy does not know the dtype.
         """
         if copy is False:
             raise BufferError(
-                f"the value of variable {self.name!r} is given away as a copy only: leave out copy=False"
+                f"the value of variable {self.name!r} is given away as a copy only: leave out "
+                "copy=False"
             )
         value = self.read_value(copy=False)
         if value.dtype.kind == "V":
@@ -86,7 +87,8 @@ class ArrayProtocol(NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(one, ArrayProtocol) for one in kwargs.get("out") or ()) or method == "at":
             raise TypeError(
-                f"np.{ufunc.__name__} cannot write into a variable; write v.assign(x), v.assign_add(x) or "
+                f"np.{ufunc.__name__} cannot write into a variable; write v.assign(x), "
+                "v.assign_add(x) or "
                 f"v.assign_sub(x)"
             )
         plain = [one.read_value() if isinstance(one, ArrayProtocol) else one for one in inputs]
@@ -145,6 +147,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"the variable {self.name!r} cannot be pickled: its copies live in several processes. Save it with "
+            f"the variable {self.name!r} cannot be pickled: its copies live in several processes. "
+            "Save it with "
             f"sv.Checkpoint(v=v).save(path), or pickle v.numpy()"
         )

@@ -12,30 +12,31 @@ from syncvar.variables.flat_bucket import FlatBucket
 from syncvar.variables.policy import AccessKind, Action, Effect, Travel
 from syncvar.variables.shared_copy import written_once
 from syncvar.variables.storage import being_written
-from syncvar.variables.variable import UFUNCS, Variable
+from syncvar.variables.variable import Variable
+from syncvar.variables.variable_state import UFUNCS, state_of
+from syncvar.variables.variable_writes import checked_operand
 
 if TYPE_CHECKING:
     from syncvar.runtime.communicator import CollectiveSpec
-    from syncvar.variables.scope import Owner
-
-__all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
+    from syncvar.variables.variable_owner import VariableOwner
 
 
 def assign_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
     """Set several variables, each as `variable.assign(x)`, with as few transfers as possible.
 
     Args:
-        pairs: (variable, value); variables of one strategy, each at most once, the same on every replica.
+        pairs: (variable, value); variables of one strategy, each at most once, the same on every
+            replica.
 
     Raises:
-        ConfigError: A wrong value, or a variable twice; nothing is written anywhere, the other replicas raise
-            MismatchError.
+        ConfigError: A wrong value, or a variable twice; nothing is written anywhere, the other
+            replicas raise MismatchError.
         UsageError: Variables of different strategies.
         NoAggregation: As `assign`.
         MismatchError: The replicas write different variables.
 
-    Cost: one all-reduce for all variables of one dtype and aggregation that are combined on writing; variables of
-        other kinds are written one after another.
+    Cost: one all-reduce for all variables of one dtype and aggregation that are combined on
+        writing; variables of other kinds are written one after another.
 
     Example:
         >>> import syncvar as sv
@@ -80,25 +81,26 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
     if not chosen:
         return
     if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
-        prepared = chosen[0][0]._groups.get((operation, len(chosen)))  # noqa: SLF001  (variables are of this room)
+        prepared = state_of(chosen[0][0]).groups.get((operation, len(chosen)))
         if prepared is not None and prepared.write(chosen):
             return
     variables = _checked_variables(name, chosen)
-    owner = variables[0]._owner  # noqa: SLF001
-    strangers = [variable for variable in variables if variable._owner is not owner]  # noqa: SLF001
+    owner: VariableOwner = variables[0].strategy
+    strangers = [variable for variable in variables if variable.strategy is not owner]
     if strangers:
         raise UsageError(
-            f"{name}: {strangers[0].name!r} belongs to another strategy than {variables[0].name!r}; call it for each"
+            f"{name}: {strangers[0].name!r} belongs to another strategy than "
+            f"{variables[0].name!r}; call it for each"
         )
     if (elsewhere := variables[0].stepper) is not None:
         with elsewhere.transaction():
             for variable, x in chosen:
                 getattr(variable, operation.value)(x)
         return
-    kinds = [variable._kind for variable in variables]  # noqa: SLF001
+    states = [state_of(variable) for variable in variables]
+    kinds = [state.kind for state in states]
     op_of = {
-        kind: _op(variables[kinds.index(kind)]._decide(operation))  # noqa: SLF001
-        for kind in dict.fromkeys(kinds)
+        kind: _op(states[kinds.index(kind)].decide(operation)) for kind in dict.fromkeys(kinds)
     }
     ops = [op_of[kind] for kind in kinds]
     together, apart = chosen, []
@@ -106,29 +108,29 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
         apart = [pair for pair, op in zip(chosen, ops, strict=True) if not op]
         together = [pair for pair, op in zip(chosen, ops, strict=True) if op]
         variables = [pair[0] for pair in together]
+        states = [state_of(variable) for variable in variables]
         ops = [op for op in ops if op]
     if together:
-        first, roster = variables[0], owner.roster
-        if roster is not None and not roster.is_free and roster.is_due(first._tally):  # noqa: SLF001
-            roster.before_write(variables)
-        if not apart and FlatBucket.takes(owner, variables, ops):
+        first, registry = states[0], owner.roster
+        if registry is not None and not registry.is_free and registry.is_due(first.tally):
+            registry.before_write(states)
+
+        def operand(number: int) -> Any:
+            return checked_operand(states[number], operation, together[number][1], is_reduced=True)
+
+        if not apart and FlatBucket.takes(owner, states, ops):
             group = _group(owner, operation, name, variables, ops[0])
-            group.perform(
-                name,
-                lambda number: variables[number]._operand(  # noqa: SLF001
-                    operation, together[number][1], reduced=True
-                ),
-            )
-            first._count_step()  # noqa: SLF001
+            group.perform(name, operand)
+            first.count_step()
             return
-        storages = [variable._storage for variable in variables]  # noqa: SLF001
+        storages = [state.storage for state in states]
 
         def check() -> CollectiveSpec:
-            arrays = [variable._operand(operation, x, reduced=True) for variable, x in together]  # noqa: SLF001
+            arrays = [operand(number) for number in range(len(states))]
             for variable, x in apart:
-                variable._operand(operation, x, reduced=False)  # noqa: SLF001
+                checked_operand(variable, operation, x, is_reduced=False)
             targets = [storage.writable() for storage in storages]
-            names = tuple([variable._name for variable in variables])  # noqa: SLF001
+            names = tuple([state.name for state in states])
             # Nothing but a view lies where a copy does, whose memory is its own.
             are_apart = all(map(owns_itself, arrays))
             return together_request(
@@ -145,21 +147,21 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
 
         with being_written(owner.communicator, name, storages), written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
-        first._count_step()  # noqa: SLF001
-        for variable in variables:
-            variable._count_write()  # noqa: SLF001
+        first.count_step()
+        for state in states:
+            state.count_write()
     for variable, x in apart:
         getattr(variable, operation.value)(x)
 
 
 def _group(
-    owner: Owner, operation: AccessKind, name: str, variables: list[Variable], op: str
+    owner: VariableOwner, operation: AccessKind, name: str, variables: list[Variable], op: str
 ) -> FlatBucket:
     """Return the prepared group of variables; it is made when they are first written together."""
-    groups = variables[0]._groups  # noqa: SLF001
+    groups = state_of(variables[0]).groups
     key = operation, len(variables)
-    found = groups.get(key)
-    if found is None or not found.is_of(variables):
+    found: FlatBucket | None = groups.get(key)
+    if found is None or not found.is_of([state_of(one) for one in variables]):
         found = groups[key] = FlatBucket(owner, variables, name, op, UFUNCS[operation])
     return found
 
@@ -191,7 +193,8 @@ def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
             or not isinstance(pair[0], Variable)
         ):
             raise ConfigError(
-                f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pair!r:.100}"
+                f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], "
+                f"not {pair!r:.100}"
             )
         if id(pair[0]) in seen:
             raise ConfigError(

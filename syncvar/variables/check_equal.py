@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.request import Stage
 
-__all__ = ["check_equal"]
-
 _CALL = "check_equal"
 _REMEDY = (
-    "Make the ranks equal again, for instance by model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a "
-    "step that used local gradients: sv.all_reduce returns new arrays, and out=grads writes into them"
+    "Make the ranks equal again, for instance by "
+    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a "
+    "step that used local gradients: sv.all_reduce returns new arrays, and out=grads writes into "
+    "them"
 )
 _counts: weakref.WeakKeyDictionary[Communicator, dict[Any, int]] = weakref.WeakKeyDictionary()
 
@@ -55,12 +55,13 @@ def check_equal(
     """Compare a module or arrays with those of the other ranks, byte by byte, and raise where they differ. Collective.
 
     Args:
-        value: A module or optimizer of PyTorch (anything with `state_dict()`), a model of Keras (anything with
-            `get_weights()`), a variable, an array or tensor of any shape and dtype, a number or a text; also dicts,
-            lists and tuples that hold such values. It compares this replica's own copy of a variable.
+        value: A module or optimizer of PyTorch (anything with `state_dict()`), a model of Keras
+            (anything with `get_weights()`), a variable, an array or tensor of any shape and dtype,
+            a number or a text; also dicts, lists and tuples that hold such values. It compares this
+            replica's own copy of a variable.
         name: What the error calls the value.
-        every: Compare at the first call and then at every `every`-th one. Calls from one line with one name count together.
-            Every rank makes each call; the calls between send nothing.
+        every: Compare at the first call and then at every `every`-th one. Calls from one line with
+            one name count together. Every rank makes each call; the calls between send nothing.
         group: The ranks that compare; None means the world.
         timeout: Seconds to wait for the others; None means the job's default.
 
@@ -68,10 +69,13 @@ def check_equal(
         Whether this call compared.
 
     Raises:
-        MismatchError: The values differ; on all ranks. It names the first array that differs, the index, and each rank's value.
-        ConfigError: `value` holds something that cannot be compared, or `every` is no whole number of at least 1.
+        MismatchError: The values differ; on all ranks. It names the first array that differs, the
+            index, and each rank's value.
+        ConfigError: `value` holds something that cannot be compared, or `every` is no whole number
+            of at least 1.
 
-    Cost: 0.1 to 0.2 ns for each byte and an exchange of 16 bytes between all ranks; where values differ, three more exchanges.
+    Cost: 0.1 to 0.2 ns for each byte and an exchange of 16 bytes between all ranks; where values
+        differ, three more exchanges.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -187,7 +191,8 @@ def _different_names(communicator: Communicator, everyone: list[Any], what: str)
             f"no array number {place}" if entry is None else f"{entry[0]}: {entry[1]}{entry[2]}"
         )
     return MismatchError(
-        f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first difference is array number {place}. "
+        f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first "
+        f"difference is array number {place}. "
         f"Build the same model with the same arguments on every rank",
         table,
     )
@@ -204,6 +209,7 @@ def _different_values(
     }
     more = f" {len(others)} further arrays differ, the next is {others[0]}." if others else ""
     return MismatchError(
-        f"check_equal: {found.name} differs between the ranks, first at index {index}.{more} {_REMEDY}",
+        f"check_equal: {found.name} differs between the ranks, first at index {index}.{more} "
+        f"{_REMEDY}",
         table,
     )

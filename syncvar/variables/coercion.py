@@ -1,4 +1,4 @@
-"""Values on their way into a variable: which may go in, as which dtype; their digest."""
+"""Conversion of values on their way into a variable: accepted types, dtypes, and digests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ from syncvar.variables.values import Mirrored, PerReplica
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "checked_dtype",
-    "digest_of",
-    "initial_array",
-    "number_array",
-    "operand_array",
-    "plain_array",
-]
-
 _SHORT_BYTES = (
     4096  # of longer arrays the digests of blocks are digested, which are made ten times as fast
 )
@@ -38,13 +29,14 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
     """Return `dtype` as a dtype that can be communicated.
 
     Raises:
-        ConfigError: It is none, or cannot travel.
+        ConfigError: Not a dtype, or not supported.
     """
     try:
         made: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise ConfigError(
-            f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for instance"
+            f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for "
+            "instance"
         ) from None
     if not made.isnative:
         made = made.newbyteorder("=")
@@ -58,7 +50,7 @@ def initial_array(value: Any, dtype: np.dtype[Any] | None, what: str) -> NDArray
     Python floats make float32, ints int64, bools bool; arrays keep their dtype.
 
     Raises:
-        ConfigError: It cannot be an array, or does not go into `dtype`.
+        ConfigError: Not an array, or it does not fit into `dtype`.
     """
     array = plain_array(value, f"{what}: the value")
     if dtype is None:
@@ -73,12 +65,12 @@ def operand_array(
 ) -> NDArray[Any]:
     """Return an operand as an array of exactly this shape and dtype.
 
-    Arrays are cast by NumPy's same_kind; Python numbers (and lists of them) are weak: they take the dtype if it can
-    hold them.
+    NumPy's same_kind rule casts arrays. Python numbers (and lists of them) are weak: they take the
+    dtype if it can hold them.
 
     Raises:
         ConfigError: Wrong shape or dtype, or no value at all.
-        UsageError: A PerReplica: it has to be reduced first.
+        UsageError: A PerReplica: reduce it first.
     """
     number = None if shape else number_array(value, dtype)
     if number is not None:
@@ -86,14 +78,15 @@ def operand_array(
     array = plain_array(value, f"{what}: the value")
     if array.shape != shape:
         raise ConfigError(
-            f"{what}: the value has shape {array.shape}, the variable {shape}; nothing is broadcast. Write "
+            f"{what}: the value has shape {array.shape}, the variable {shape}; nothing is "
+            "broadcast. Write "
             f"np.broadcast_to(x, {shape}) if that is meant"
         )
     return _cast(array, dtype, what, weak=_is_weak(value))
 
 
 def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """Return a Python int or float as an array, if the dtype plainly holds it; None where more has to be looked at.
+    """Return a Python int or float as an array; None if the dtype might not hold it.
 
     Example:
         >>> number_array(2, np.dtype("float32")), number_array(1e300, np.dtype("float32"))
@@ -113,7 +106,7 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
 
 @lru_cache(maxsize=64)
 def _limits(dtype: np.dtype[Any]) -> dict[type, tuple[Any, Any]]:
-    """Return the smallest and the largest int and float that go into a dtype."""
+    """Return the smallest and the largest int and float that fit into a dtype."""
     if dtype.kind in "iu":
         whole = np.iinfo(dtype)
         return {int: (int(whole.min), int(whole.max))}
@@ -140,20 +133,22 @@ def _begun(dtype: np.dtype[Any], shape: tuple[int, ...]) -> hashlib.blake2b:
 
 
 def plain_array(value: Any, what: str) -> NDArray[Any]:
-    """Return any value but a PerReplica as an array.
+    """Return any value except a PerReplica as an array.
 
     Raises:
-        ConfigError: It cannot be one.
+        ConfigError: Not an array.
         UsageError: A PerReplica.
     """
     if isinstance(value, PerReplica):
         raise UsageError(
             f"{what}: a PerReplica holds one value for each replica; reduce it first: "
-            f"x = strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, args=(x,))"
+            "x = strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, "
+            "args=(x,))"
         )
     if value is None:
         raise ConfigError(
-            f"{what} must be an array or a number, not None. Every replica passes one: write np.zeros(shape), or 0.0, "
+            f"{what} must be an array or a number, not None. Every replica passes one: write "
+            "np.zeros(shape), or 0.0, "
             f"where a replica has nothing to bring"
         )
     if isinstance(value, str | bytes):
@@ -176,7 +171,8 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
     if not weak:
         if not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ConfigError(
-                f"{what}: {array.dtype.name} does not go into {dtype.name} (NumPy's same_kind rule). Write "
+                f"{what}: {array.dtype.name} does not go into {dtype.name} (NumPy's same_kind "
+                "rule). Write "
                 f"x.astype('{dtype.name}') if that is meant"
             )
         return array.astype(dtype)
@@ -192,8 +188,10 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
         limits = np.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise ConfigError(
-                f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not {array.tolist()!s:.120}. Make the "
-                f"variable with dtype='{'uint64' if int(array.max()) > np.iinfo(np.int64).max else 'int64'}'"
+                f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not "
+                f"{array.tolist()!s:.120}. Make the "
+                "variable with "
+                f"dtype='{'uint64' if int(array.max()) > np.iinfo(np.int64).max else 'int64'}'"
             )
     with np.errstate(over="ignore"):
         made = array.astype(dtype)

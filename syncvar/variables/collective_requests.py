@@ -1,4 +1,4 @@
-"""What travels for a variable, as requests to its group: each call of a variable is one call of the group."""
+"""Requests of the collectives for accesses of variables; each access is one collective of the replicas."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 from syncvar.variables.coercion import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
@@ -30,17 +31,10 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
 
-__all__ = [
-    "alike_request",
-    "are_alike",
-    "is_compared_first",
-    "request_of",
-    "rows_request",
-    "together_request",
-]
 
-
-_ALIKE_MAX = 256  # persistent calls of a group beyond which no more of these are kept: of a large model each would put out another
+# persistent calls of a group beyond which no more of these are kept: of a large model each would
+# put out another
+_ALIKE_MAX = 256
 
 
 def request_of(
@@ -54,16 +48,16 @@ def request_of(
     out: NDArray[Any] | None = None,
     apply: np.ufunc | None = None,
 ) -> CollectiveSpec:
-    """Return the request that carries `x`; its result is what all replicas have together.
+    """Return the request that carries `x`; its result combines the inputs of all replicas.
 
     Args:
         action: Its travel is SUM, MEAN, FIRST, SAME or MEETING.
         communicator: The replicas' group.
-        x: This replica's part; shape and dtype the same everywhere.
-        what: The kind of call and the variable's name; compared between the replicas.
+        x: Input of this replica; shape and dtype are the same everywhere.
+        what: Description of the access; compared between the replicas.
         hint: What to do about values that differ (SAME).
         reproducible: Sum by the tree.
-        out: Where the sum goes (SUM and MEAN).
+        out: Output of the sum (SUM and MEAN).
         apply: `out` becomes apply(out, sum).
     """
     travel = action.travel
@@ -93,18 +87,18 @@ def together_request(
     reproducible: bool,
     are_apart: bool,
 ) -> CollectiveSpec:
-    """Return the request that writes several variables with as few transfers as there are kinds among them.
+    """Return the request that writes several variables, one transfer for each dtype and op.
 
     Args:
         communicator: The replicas' group.
-        name: The call.
-        names: Of the variables; compared between the replicas.
-        arrays: This replica's part of each.
-        ops: "sum" or "mean" for each.
-        targets: The variables' copies, changed in place.
+        name: Name of the call.
+        names: Names of the variables; compared between the replicas.
+        arrays: Inputs of this replica.
+        ops: "sum" or "mean", for each variable.
+        targets: The copies, changed in place.
         apply: A copy becomes apply(copy, combination); None sets it.
         reproducible: Sum by the tree.
-        are_apart: It is known that no array lies where one of the copies does.
+        are_apart: No input overlaps a copy.
     """
     dtypes = [array.dtype for array in arrays]
     if len(set(dtypes)) == len(set(ops)) == 1:
@@ -130,7 +124,7 @@ def together_request(
 
 @lru_cache(maxsize=64)
 def _together(name: str, names: tuple[str, ...], kinds: tuple[Any, ...], reproducible: bool) -> int:
-    """Return the fingerprint of a grouped write; programs make the same ones again and again."""
+    """Return the signature of a grouped write, cached because programs repeat the same ones."""
     return fingerprint(name, names, kinds, reproducible)
 
 
@@ -149,7 +143,7 @@ def rows_request(
         action: Its travel is ALL_ROWS, MEAN_ROWS, FIRST_ROWS or SAME.
         communicator: The replicas' group.
         x: This replica's copy and rows.
-        what: The kind of call and the variable's name; compared between the replicas.
+        what: Description of the access; compared between the replicas.
         hint: What to do about rows that differ.
         reproducible: Sum by the tree.
     """
@@ -190,7 +184,7 @@ def rows_request(
 def _same_request(
     communicator: Communicator, x: NDArray[Any], what: str, hint: str
 ) -> CollectiveSpec:
-    """Return the request that compares the digests of what all replicas bring; its result is `x`."""
+    """Return the request that compares the digests of all inputs; its result is `x`."""
     record = array_record(x, digest_of(x))
 
     def body() -> Generator[Stage, None, NDArray[Any]]:
@@ -201,28 +195,32 @@ def _same_request(
                 for replica, one in enumerate(records)
             }
             raise MismatchError(
-                f"{what}: the replicas bring different values, nothing was written. {hint}", table
+                f"{what}: the replicas pass different values, nothing was written. {hint}", table
             )
         return x
 
-    shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
-    return CollectiveSpec(shown, fingerprint("same", what), body())
+    return CollectiveSpec(_same_label(what, x), fingerprint("same", what), body())
+
+
+def _same_label(what: str, x: NDArray[Any]) -> CallLabel:
+    text = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
+    return CallLabel(text, CallFields(what, "", x.dtype.name, x.shape, x.size, x.nbytes))
 
 
 def is_compared_first(communicator: Communicator) -> bool:
-    """Return whether replicas that are to bring the same compare digests side by side, in a call before any other; the same on all."""
+    """Return whether inputs that must be equal are first compared by a cached call of their digests."""
     return moves(communicator, "all_gather")
 
 
 def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> TransferArgs:
-    """Return the request whose result is whether all replicas bring the same, by their digests side by side.
+    """Return the request whose result is whether all replicas have the same input.
 
-    It says no more, as a persistent call of it does: where they differ, another call has to tell what each one brings.
+    A cached call can make it. If the inputs differ, another call has to exchange them.
     """
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
     return TransferArgs(
-        f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})",
+        _same_label(what, x),
         fingerprint("alike", what),
         gathered_layout(digest, 0, size, rank),
         arrange=lambda: gathered_blocks(digest, None, size, rank),
@@ -235,13 +233,13 @@ def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Tra
 def are_alike(
     communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None
 ) -> bool | None:
-    """Return what `alike_request` does, by a persistent call; None where nothing has been done.
+    """Return the result of `alike_request` by a cached call; None if nothing was done.
 
     Args:
-        communicator: The replicas' group, of which `is_compared_first` holds.
-        x: What this replica brings.
+        communicator: The replicas' group, for which `is_compared_first` holds.
+        x: Input of this replica.
         what: As for `request_of`.
-        timeout: In seconds, None for the job's default.
+        timeout: Seconds; None for the job's default.
     """
     key = "all_gather", "alike", what
     if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:

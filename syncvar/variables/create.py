@@ -1,4 +1,4 @@
-"""Making a variable on all replicas: names, the comparison of what each replica asks for, the chief's value."""
+"""Creation of variables: unique names, the comparison of the replicas' arguments, the chief's value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.scope import Owner, context_of
+from syncvar.variables.scope import context_of
 from syncvar.variables.sharded_init import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.unique_names import Names
 
@@ -40,21 +40,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.request import Stage
-
-__all__ = [
-    "VariableInit",
-    "VariableSpec",
-    "checked_name",
-    "checked_trainable",
-    "checked_value",
-    "make_on_replicas",
-]
+    from syncvar.variables.variable_owner import VariableOwner
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
 
 class VariableProposal(NamedTuple):
-    """What a replica asks for. Shape and dtype are None where only the chief knows them (a callable)."""
+    """A replica's arguments. Shape and dtype are None if only the chief knows them (a callable)."""
 
     name: str
     shape: tuple[int, ...] | None
@@ -65,14 +57,14 @@ class VariableProposal(NamedTuple):
     options: str
 
     def describe(self) -> str:
-        """Return the request in words."""
+        """Return the arguments in words."""
         value = "a callable" if self.shape is None else f"{self.dtype}{list(self.shape)}"
         kind = "trainable" if self.trainable else "not trainable"
         return f"{self.name!r}: {value}, {self.synchronization} + {self.aggregation}, {kind}, strategy with {self.options}"
 
 
 class VariableSpec(NamedTuple):
-    """What a program asks for, unchecked: the arguments of `Variable`."""
+    """The unchecked arguments of `Variable`."""
 
     initial_value: Any
     trainable: Any
@@ -86,7 +78,7 @@ class VariableSpec(NamedTuple):
 class VariableInit(NamedTuple):
     """What a variable starts with on this replica."""
 
-    owner: Owner
+    owner: VariableOwner
     namespace: Any  # where the name is unique: the ranks, or this process alone under NONE
     name: str
     value: NDArray[Any]
@@ -96,7 +88,7 @@ class VariableInit(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """A wish that is in order on this replica; no value where only the chief has one."""
+    """Checked arguments; no value if only the chief has one."""
 
     base: str
     value: NDArray[Any] | None
@@ -107,21 +99,21 @@ class _Checked(NamedTuple):
 
 
 def make_on_replicas(
-    owner: Owner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1
+    owner: VariableOwner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1
 ) -> VariableInit:
-    """Check a wish, compare it with the other replicas', and return what this replica's copy starts with.
+    """Check the arguments, compare them with the other replicas', and return the initial state.
 
-    Collective, except under NONE. A replica whose wish is not in order tells the others.
+    Collective, except under NONE. A replica with a wrong argument informs the others.
 
     Args:
         owner: The strategy.
         wish: The arguments of `Variable`.
         own: Each replica keeps its own value (a copy of an existing variable).
-        stacklevel: Frames between the caller's program and this function, for warnings.
+        stacklevel: Frames between the program and this function, for warnings.
 
     Raises:
-        ConfigError: A wrong argument here.
-        MismatchError: Another replica asks for something else.
+        ConfigError: A wrong argument.
+        MismatchError: The replicas ask for different variables.
     """
     communicator = owner.communicator
     if not _is_apart(wish.synchronization):
@@ -174,14 +166,14 @@ def make_on_replicas(
 
 
 def _is_apart(synchronization: Any) -> bool:
-    """Return whether making it must not send anything."""
+    """Return whether creating the variable must not send anything."""
     none = VariableSynchronization.NONE
     return synchronization is none or (
         isinstance(synchronization, str) and synchronization.upper() == none.name
     )
 
 
-def _checked(owner: Owner, wish: VariableSpec) -> _Checked:
+def _checked(owner: VariableOwner, wish: VariableSpec) -> _Checked:
     requested = as_member(VariableSynchronization, wish.synchronization, "synchronization")
     aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
     base = checked_name(wish.name)
@@ -202,10 +194,10 @@ def _checked(owner: Owner, wish: VariableSpec) -> _Checked:
 
 
 def checked_trainable(trainable: Any, usual: bool) -> bool:
-    """Return whether a variable is trainable; None means what is usual.
+    """Return whether a variable is trainable; None means `usual`.
 
     Raises:
-        ConfigError: It is none of True, False and None.
+        ConfigError: Not True, False or None.
     """
     if trainable is None:
         return usual
@@ -225,18 +217,18 @@ def checked_value(
     calls: bool,
     shape: tuple[int, ...] | None = None,
 ) -> NDArray[Any] | None:
-    """Return a new variable's first value as an array, or None where a function makes it and is not called here.
+    """Return the initial value as an array; None if a function makes it and is not called here.
 
     Args:
-        base: Its name, for messages.
+        base: Name of the variable, for errors.
         given: An array, a number, another variable, or a function that returns one.
-        dtype: Its dtype, or None for that of the value.
-        aggregation: It is combined by.
-        calls: A function is called here.
-        shape: What the value must have, or None for any.
+        dtype: Required dtype, or None for that of the value.
+        aggregation: Aggregation of the variable.
+        calls: Call a function here.
+        shape: Required shape, or None for any.
 
     Raises:
-        ConfigError: It is no array, has another shape, or no mean of its dtype.
+        ConfigError: Not an array, another shape, or no mean of its dtype.
     """
     if callable(given) and not isinstance(given, ArrayProtocol):
         if not calls:
@@ -246,49 +238,53 @@ def checked_value(
     value = initial_array(given, dtype, f"variable {base!r}: initial_value")
     if shape is not None and value.shape != shape:
         raise ConfigError(
-            f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; give what is meant"
+            f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; "
+            "give what is meant"
         )
     if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fcV":
         raise ConfigError(
-            f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a floating dtype "
+            f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a "
+            "floating dtype "
             f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
         )
     return value
 
 
 def checked_name(name: Any) -> str:
-    """Return a given name, or "Variable" for None.
+    """Return a name, or "Variable" for None.
 
     Raises:
-        ConfigError: It breaks the rule.
+        ConfigError: It breaks the rule for names.
     """
     if name is None:
         return "Variable"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         fitting = re.sub(r"[^A-Za-z0-9_./-]", "_", str(name))[:128] or "v"
         raise ConfigError(
-            f"a variable's name must be 1 to 128 of A-Z a-z 0-9 _ . / -, not {name!r:.140}: write name={fitting!r}"
+            f"a variable's name must be 1 to 128 of A-Z a-z 0-9 _ . / -, not {name!r:.140}: write "
+            f"name={fitting!r}"
         )
     return name
 
 
 def _names(namespace: Any) -> Names:
-    """Return the names used up in a namespace."""
+    """Return the used names of a namespace."""
     names: dict[Any, Names] = current().extras.setdefault("names_of_variables", {})
     return names.setdefault(namespace, Names())
 
 
-def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) -> CollectiveSpec:
-    """Return the request that compares the manifests and gives every replica the chief's value.
+def _create_request(
+    owner: VariableOwner, name: str, checked: _Checked, *, own: bool
+) -> CollectiveSpec:
+    """Return the request that compares the arguments and gives every replica the chief's value.
+
+    Its result is (value, replicas whose initial bytes differ from the chief's).
 
     Args:
         owner: The strategy.
-        name: The name it will have.
-        checked: What this replica asks for.
+        name: Name of the new variable.
+        checked: The arguments of this replica.
         own: Each replica keeps its own value.
-
-    Returns:
-        A request whose result is (value, replicas whose initial bytes differ from the chief's).
     """
     communicator = owner.communicator
     value = checked.value
@@ -299,7 +295,8 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
         checked.requested.name,
         checked.aggregation.name,
         checked.trainable,
-        f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} reproducible={owner.reproducible}",
+        f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} "
+        f"reproducible={owner.reproducible}",
     )
     roster = owner.roster
     gone = [] if roster is None else roster.gone()
@@ -337,8 +334,10 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
                 if digest is not None
             }
             raise MismatchError(
-                f"the initial values of variable {mine.name!r} differ, and the strategy is strict. Pass the same "
-                f"everywhere: np.random.default_rng(seed) with one seed, or a callable, sv.Variable(lambda: x, …), "
+                f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "
+                "Pass the same "
+                "everywhere: np.random.default_rng(seed) with one seed, or a callable, "
+                "sv.Variable(lambda: x, …), "
                 f"which only the chief calls",
                 table,
             )
@@ -348,11 +347,13 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
 
 
 def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
-    """Say once that replicas passed another initial value than the chief, whose value all take."""
+    """Warn that replicas passed another initial value than the chief, whose value all take."""
     shown = ", ".join(map(str, differ[:8])) + (", …" if len(differ) > 8 else "")
     warnings.warn(
-        f"variable {name!r}: the initial value of replica {shown} differs from replica 0's, which every replica takes. "
-        f"Pass the same value everywhere (same seed), or a callable, or MirroredStrategy(strict=True) to make this an "
+        f"variable {name!r}: the initial value of replica {shown} differs from replica 0's, which "
+        "every replica takes. "
+        "Pass the same value everywhere (same seed), or a callable, or "
+        "MirroredStrategy(strict=True) to make this an "
         f"error",
         stacklevel=stacklevel + 1,
     )
@@ -377,7 +378,8 @@ def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> Non
         if known != chief:
             table = {members[replica]: one.describe() for replica, one in enumerate(manifests)}
             raise MismatchError(
-                "the replicas do not create the same variable; none was created. Every rank has to write the same line "
+                "the replicas do not create the same variable; none was created. Every rank has to "
+                "write the same line "
                 "sv.Variable(…), with a value of the same shape and dtype",
                 table,
             )

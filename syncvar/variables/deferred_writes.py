@@ -1,21 +1,22 @@
 """The queue of a strategy's deferred writes: increments that wait, and travel together.
 
-Increments of deferred variables are numbered and kept as they were made. They are sent when somebody reads such a
-variable, when any call is made that may wait, at the end of `strategy.run`, and when they have become many. Sending is
-one call of a group that is the queue's own: the replicas first agree how many writes they have in common, and compare
-what these are (`prefix`), then one all-reduce carries them. So some replicas may read between two writes and others
-not, and a replica that is ahead keeps what the others have not made yet.
+The queue numbers increments in the order of the program. It sends them before a read of such a
+variable, before any call that may wait, at the end of `strategy.run`, and when it is full. Sending
+is one call of a group of its own. The replicas first agree on the *common prefix* of their queues
+and compare a digest of it; then one all-reduce carries it. So a replica that is ahead keeps what
+the others have not written yet.
 
-Under `reproducible=True` every increment is reduced by itself, side by side with the others, and applied in order: the
-bits are those of writes that go one by one. Otherwise each variable's increments are summed first.
+With `reproducible=True` each increment is reduced by itself and applied in order, so the bits are
+those of single writes. Otherwise the increments of each variable are summed first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,49 +26,51 @@ from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.deferred_queues import send_queued
-from syncvar.variables.queue_prefix import (
-    QueuePrefix,
-    chained,
-    common_prefix,
-    first_difference,
-    pack_told,
-    unpack_told,
-)
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Work
     from syncvar.runtime.request import Stage
+    from syncvar.runtime.work import Work
     from syncvar.variables.policy import AccessKind
-    from syncvar.variables.scope import Owner
-    from syncvar.variables.variable import Variable
+    from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = ["BUCKET_BYTES", "BUCKET_WRITES", "WriteQueue", "queue_of"]
-
-BUCKET_BYTES = 1 << 20  # so much is sent at once, whoever has asked or not: see bench/queued.py
+BUCKET_BYTES = 1 << 20  # a queue of this size is sent at once; see bench/queued.py
 BUCKET_WRITES = 4096
 _PATIENCE_S = 0.0005
 _TEXT_BYTES = 400
 _WHAT = "queued writes"
+_TOLD = struct.Struct("<QQQQ")
+_MASK = (1 << 64) - 1
+_FACTOR = 0x100000001B3  # of the FNV hash
+
+
+class QueuedTarget(Protocol):
+    """A variable as the queue sees it."""
+
+    name: str
+
+    def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
+        """Apply the sum of all replicas' increments to the copy."""
 
 
 class Increment(NamedTuple):
-    """A write that waits.
+    """A queued write.
 
     Args:
         chain: Digest of this write and all before it.
-        variable: Which is written.
+        variable: The variable.
         operation: ASSIGN_ADD or ASSIGN_SUB.
         op: "sum" or "mean".
-        x: What this replica adds, its own copy; None of a write that was refused here.
-        reason: Why it was refused.
+        x: A copy of this replica's operand; None if this replica rejected the write.
+        reason: Why it was rejected.
     """
 
     chain: int
-    variable: Variable
+    variable: QueuedTarget
     operation: AccessKind
     op: str
     x: NDArray[Any] | None
@@ -79,20 +82,21 @@ class Increment(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """What one or several increments of a variable have come to."""
+    """The sum of one or several increments of a variable."""
 
-    variable: Variable
+    variable: QueuedTarget
     operation: AccessKind
     x: NDArray[Any]
     op: str
 
 
 class FlushResult(NamedTuple):
-    """What a round has brought.
+    """The result of one send.
 
     Args:
-        done: How many writes of the queue are done with; -1 for all, which are dropped: the replicas differ.
-        sums: What is applied, in order; each with the combination of all replicas.
+        done: Number of writes that leave the queue; -1 for all, which are dropped because the
+            replicas differ.
+        sums: What to apply, in order; each with the combination of all replicas.
         error: Raised after that.
     """
 
@@ -108,7 +112,7 @@ class WriteQueue:
         owner: The strategy.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: VariableOwner) -> None:
         main = owner.communicator
         self.identity = fingerprint(_WHAT, main.identity)
         self.writer = threading.current_thread()
@@ -116,27 +120,26 @@ class WriteQueue:
         self._owner = owner
         self._waiting: list[Increment] = []
         self._nbytes = 0
-        self._sent = 0  # number of the last write that is done with
+        self._sent = 0  # number of the last write that has left the queue
         self._chain = 0
         self._refused = False
         self._started: Work | None = None
         self._awaited_since = 0.0
-        self._resets = 0  # how often writes were dropped since the run began
-        self._broken: MismatchError | None = (
-            None  # since then writes of the replicas would be crossed
-        )
-        self._lock = threading.RLock()  # a thread that makes a call elsewhere sends as well
-        self.sends = 0  # since it was made
+        self._resets = 0  # drops of the queue since the run began
+        # The queues have differed: later writes would be combined with the wrong ones.
+        self._broken: MismatchError | None = None
+        self._lock = threading.RLock()  # other threads send too, before their calls
+        self.sends = 0  # since it was created
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def waiting(self, variable: Variable) -> int:
-        """Return how many writes of a variable wait."""
+    def waiting(self, variable: QueuedTarget) -> int:
+        """Return the number of queued writes of a variable."""
         return sum(one.variable is variable for one in self._waiting)
 
-    def settle(self, variable: Variable) -> None:
-        """Send if writes of a variable wait, those of all queues."""
+    def settle(self, variable: QueuedTarget) -> None:
+        """Send all queues if a write of this variable is queued."""
         if any(one.variable is variable for one in self._waiting):
             engine = self.calls.engine
             assert engine is not None
@@ -145,9 +148,9 @@ class WriteQueue:
     # -- writes ------------------------------------------------------------------------------------
 
     def add(
-        self, variable: Variable, operation: AccessKind, op: str, digest: int, x: NDArray[Any]
+        self, variable: QueuedTarget, operation: AccessKind, op: str, digest: int, x: NDArray[Any]
     ) -> None:
-        """Take a write; `x` is of the variable's shape and dtype, and copied."""
+        """Queue a write; `x` has the variable's shape and dtype, and is copied."""
         with self._lock:
             chain = self._chain = chained(self._chain, digest)
             self._put(Increment(chain, variable, operation, op, x.copy()))
@@ -160,16 +163,16 @@ class WriteQueue:
                 self.send()
 
     def refuse(
-        self, variable: Variable, operation: AccessKind, op: str, digest: int, reason: str
+        self, variable: QueuedTarget, operation: AccessKind, op: str, digest: int, reason: str
     ) -> None:
-        """Take note that this replica's write was refused: the others will raise MismatchError, and no copy changes."""
+        """Queue a rejected write: the others will raise MismatchError, and no copy changes."""
         with self._lock:
             chain = self._chain = chained(self._chain, digest)
             self._put(Increment(chain, variable, operation, op, None, reason))
             self._refused = True
 
     def _is_late(self) -> bool:
-        """Return whether another replica waits for this one's writes for a while; most come to the same read at once."""
+        """Return whether another replica has been waiting for this queue for a while."""
         if self._started is not None or not self.calls.is_awaited:
             self._awaited_since = 0.0
             return False
@@ -187,8 +190,10 @@ class WriteQueue:
         engine.check()
         if self._broken is not None:
             raise GroupBroken(
-                f"{one.describe()}: queued writes of the replicas did not match, and what follows would be crossed; the next "
-                f"strategy.run begins anew, and v.pin('eager') writes at once. It was: {self._broken}",
+                f"{one.describe()}: queued writes of the replicas did not match, so later ones "
+                "would be "
+                "combined with the wrong writes. The next strategy.run starts with an empty queue; "
+                f"v.pin('eager') writes at once. The error was: {self._broken}",
                 self._broken,
             )
         if not self._waiting:
@@ -200,10 +205,11 @@ class WriteQueue:
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send what the replicas have in common, and write it.
+        """Send the common prefix, and apply it.
 
         Raises:
-            MismatchError: Another replica has made other writes, or refused one; nothing is written of these.
+            MismatchError: Another replica has made other writes, or rejected one; none of them is
+                applied.
         """
         with self._lock:
             if self._started is not None:
@@ -216,7 +222,7 @@ class WriteQueue:
                 )
 
     def begin_beside(self) -> None:
-        """Start to send from another thread than the writer's, unless that one is sending."""
+        """Start to send from a thread other than the writer's, unless that one is sending."""
         if self._lock.acquire(blocking=False):
             try:
                 self.start()
@@ -224,7 +230,7 @@ class WriteQueue:
                 self._lock.release()
 
     def start(self) -> Work | None:
-        """Start to send what the replicas have in common; None where nothing waits."""
+        """Start to send the common prefix; None if the queue is empty."""
         with self._lock:
             if self._started is None and self._waiting:
                 self._started = self.calls.perform(
@@ -233,16 +239,17 @@ class WriteQueue:
             return self._started
 
     def finish(self, work: Work) -> None:
-        """Wait for what was started, and write what has come."""
+        """Wait for a send that was started, and apply its result."""
         with self._lock:
             if self._started is work:
                 self._started = None
                 self._take(work.wait)
 
     def begin(self) -> None:
-        """Begin to count anew, with nothing in the queue: all replicas do it at the same point of their programs.
+        """Empty the queue and restart the numbers; all replicas do so at the same point.
 
-        A run that an exception left may have started to send; who else did so has the writes as well.
+        A run that an exception has left may have started a send. Replicas that did so have the
+        writes too.
         """
         with self._lock:
             if self._started is not None:
@@ -253,9 +260,9 @@ class WriteQueue:
             self._broken = None
 
     def _break(self, error: MismatchError) -> None:
-        """Drop what waits, and refuse writes until a run begins: the replicas differ, and count no longer alike.
+        """Drop the queue, and reject writes until a run begins: the replicas differ.
 
-        Those that have not seen it yet are told by the number of resets.
+        Replicas that have not noticed it yet learn of it by the number of resets.
         """
         resets = self._resets
         self.begin()
@@ -263,7 +270,8 @@ class WriteQueue:
 
     def _request(self) -> CollectiveSpec:
         waiting = list(self._waiting)
-        return CollectiveSpec(f"{_WHAT} ({len(waiting)})", fingerprint(_WHAT), self._body(waiting))
+        label = CallLabel(f"{_WHAT} ({len(waiting)})", CallFields(_WHAT))
+        return CollectiveSpec(label, fingerprint(_WHAT), self._body(waiting))
 
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
         sent, calls = self._sent, self.calls
@@ -281,7 +289,7 @@ class WriteQueue:
             table = yield from self._table(
                 f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run"
             )
-            text = "some replicas had to drop queued writes that others have not dropped; these were dropped now"
+            text = "some replicas had dropped queued writes that others had not; now all have dropped them"
             return FlushResult(-1, [], MismatchError(text, table))
         last, is_refused = common_prefix(sent, told)
         count = last - sent
@@ -295,12 +303,15 @@ class WriteQueue:
             )
             if number:
                 table = yield from self._table(waiting[number - sent - 1].describe())
-                text = f"write {number - sent} of the {count} that were queued is not the same on all replicas; these were dropped"
+                text = (
+                    f"queued write {number - sent} of {count} is not the same on all replicas; "
+                    "all queued writes were dropped"
+                )
                 return FlushResult(-1, [], MismatchError(text, table))
         if is_refused:
             one = waiting[0]
-            table = yield from self._table(one.reason if one.x is None else "brings a value")
-            text = f"{one.describe()}: refused on another replica; no copy was changed"
+            table = yield from self._table(one.reason if one.x is None else "passes a value")
+            text = f"{one.describe()}: another replica rejected it; no copy was changed"
             return FlushResult(1, [], None if one.x is None else MismatchError(text, table))
         sums = self._sums(waiting[:count])
         hows = [reduction(one.op, one.x.dtype) for one in sums]
@@ -319,7 +330,7 @@ class WriteQueue:
         }
 
     def _sums(self, waiting: Sequence[Increment]) -> list[Sum]:
-        """Return what is reduced: each increment by itself, or those of each variable summed."""
+        """Return what is reduced: each increment by itself, or the sums by variable."""
         if self._owner.reproducible:
             return [Sum(one.variable, one.operation, _wide(one), one.op) for one in waiting]
         sums: dict[int, Sum] = {}
@@ -339,7 +350,7 @@ class WriteQueue:
         self.sends += 1
         try:
             outcome = wait()
-        except MismatchError as error:  # the others have gone on without these writes
+        except MismatchError as error:  # the others have continued without these writes
             self._break(error)
             raise
         with quiet():
@@ -365,13 +376,95 @@ class WriteQueue:
 
 
 def _wide(one: Increment) -> NDArray[Any]:
-    """Return an increment in the dtype in which it is combined: half types are rounded once, when they are applied."""
+    """Return an increment in the dtype of its sum: half types are rounded once, when applied."""
     assert one.x is not None
     return one.x.astype(reduction(one.op, one.x.dtype).accumulate, copy=False)
 
 
-def queue_of(owner: Owner) -> WriteQueue:
-    """Return the queue of a strategy, made when it is first needed: at the same moment on all its replicas."""
-    if owner.queue is None:
-        owner.queue = WriteQueue(owner)
-    return owner.queue
+def queue_of(owner: VariableOwner) -> WriteQueue:
+    """Return the queue of a strategy. All replicas create it at the same point, when first needed."""
+    queue: WriteQueue | None = owner.queue
+    if queue is None:
+        queue = owner.queue = WriteQueue(owner)
+    return queue
+
+
+# -- the common prefix of the replicas' queues: pure arithmetic
+# ----------------------------------------
+
+
+class QueuePrefix(NamedTuple):
+    """The state of one replica's queue.
+
+    Args:
+        made: Number of its last write.
+        refused: Number of its first rejected write that the others do not know yet; 0 if there is
+            none.
+        chain: Digest of its writes up to the last.
+        block: Number of resets; writes of different blocks have nothing in common.
+    """
+
+    made: int
+    refused: int
+    chain: int
+    block: int = 0
+
+
+def pack_told(told: QueuePrefix) -> bytes:
+    """Return the record as bytes of fixed length."""
+    return _TOLD.pack(*told)
+
+
+def unpack_told(data: bytes) -> QueuePrefix:
+    """Return the record in some bytes."""
+    return QueuePrefix(*_TOLD.unpack(data))
+
+
+def chained(chain: int, digest: int) -> int:
+    """Return the chain after one more write; it depends on the order.
+
+    Example:
+        >>> chained(chained(0, 1), 2) == chained(chained(0, 2), 1)
+        False
+    """
+    return ((chain ^ digest) * _FACTOR + 1) & _MASK
+
+
+def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
+    """Return (number of the last write to send now, whether all drop that write).
+
+    A rejected write is handled alone, after those before it.
+
+    Args:
+        sent: Number of the last write that was sent; the same on all replicas.
+        told: The queues, by replica.
+
+    Example:
+        >>> common_prefix(2, [QueuePrefix(5, 0, 0), QueuePrefix(4, 0, 0)])
+        (4, False)
+        >>> rejected = [QueuePrefix(5, 0, 0), QueuePrefix(5, 4, 0)]
+        >>> common_prefix(2, rejected), common_prefix(3, rejected)
+        ((3, False), (4, True))
+    """
+    last = min(one.made for one in told)
+    refused = min((one.refused for one in told if one.refused), default=0)
+    if not refused or refused > last:
+        return last, False
+    return (refused, True) if refused == sent + 1 else (refused - 1, False)
+
+
+def first_difference(sent: int, chains: Sequence[Sequence[int]]) -> int:
+    """Return the number of the first write in which replicas differ, or 0.
+
+    Args:
+        sent: Number of the write before the first of the chains.
+        chains: By replica, the chain after each write.
+
+    Example:
+        >>> first_difference(4, [[1, 2, 3], [1, 9, 8]])
+        6
+    """
+    for place, row in enumerate(zip(*chains, strict=True)):
+        if any(chain != row[0] for chain in row):
+            return sent + place + 1
+    return 0

@@ -9,8 +9,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["share_of"]
-
 # Binary digits of the significand, and the exponent of the smallest place, by dtype.
 _PLACES = {
     "float16": (11, -24),
@@ -21,17 +19,12 @@ _PLACES = {
 
 
 def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
-    """Return copy `index`'s share of a value that is split over `count` copies.
+    """Return the share of copy `index` of a value that is split over `count` copies.
 
-    Every copy takes value / count truncated: integers toward zero, floats to a multiple of the last place of the
-    value; copy 0 takes the rest. Then every partial sum is a multiple of that place and no larger than the value, so
-    it is exact in any order. Infinities, NaN and zeros (with their sign) go to every copy; of a bool, copy 0 has the
-    value and the others False.
-
-    Args:
-        value: Any dtype of the allow-list.
-        count: Copies, at least 1.
-        index: Which copy.
+    Every copy takes value / count truncated: integers toward zero, floats to a multiple of the
+    value's last place. Copy 0 takes the rest. Then every partial sum is a multiple of that place
+    and no larger than the value, so it is exact in any order. Infinities, NaN and zeros (with their
+    sign) go to every copy. For a bool, copy 0 has the value and the others False.
 
     Example:
         >>> import numpy as np
@@ -71,9 +64,8 @@ def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
     ordinary = np.isfinite(value) & (value != 0)
     wide = np.where(ordinary, value, np.ones_like(value)).astype(np.float64)
     exponent = np.frexp(wide)[1]
-    place = np.ldexp(
-        1.0, np.maximum(exponent - digits, lowest)
-    )  # np.spacing overflows at the largest value
+    # np.spacing overflows at the largest value.
+    place = np.ldexp(1.0, np.maximum(exponent - digits, lowest))
     units = np.asarray(wide / place).astype(np.int64)
     share = _integer_share(units, count, index).astype(np.float64) * place
     return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)

@@ -1,8 +1,9 @@
-"""Small variables that are written together again and again: their values travel as one array, their copies lie side by side.
+"""Flat buckets: small variables that are often written together travel as one array.
 
-All replicas make one all-reduce of one flat array. Where each keeps its copies is its own business: after the first such write
-they lie one after the other in one piece of memory, which the call changes in place. A copy of which a view is alive is left to
-its reader; then the result is spread over the copies, and at times they are laid side by side anew.
+A grouped write is one all-reduce of one flat array. After the first one, each replica keeps the
+copies of these variables one after another in one piece of memory, which the call changes in place.
+If a view of a copy is alive, the result is copied to each variable instead, and from time to time
+the copies move into a new flat array.
 """
 
 from __future__ import annotations
@@ -21,41 +22,38 @@ from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.variables.policy import CallContext
 from syncvar.variables.storage import refuse_overlap
+from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar._native import Tally
-    from syncvar.variables.scope import Owner
+    from syncvar._native import VariableCounters
     from syncvar.variables.storage import Storage
-    from syncvar.variables.variable import Variable
+    from syncvar.variables.variable_owner import VariableOwner
+    from syncvar.variables.variable_state import VariableState
 
-    Pairs = list[tuple[Variable, Any]]
-
-__all__ = ["FlatBucket"]
-
-SMALL_BYTES = 64 << 10  # of a variable: longer ones are reduced where they lie
+SMALL_BYTES = 64 << 10  # larger variables are reduced in place, each by itself
 _TOGETHER_BYTES = 16 << 20
 _REPLICA = CallContext.REPLICA
 
 
 class PyFlatBucket:
-    """What is looked at, and brought together, for each variable of a group; `_native/variable_access.c` does the same.
+    """Checks and loads the variables of a group; `_native/variable_access.c` does the same in C.
 
     Args:
         variables: Weak references to them.
         storages: Their memory.
-        tallies: What is counted of each.
-        parts: Where the value of each is brought to.
+        tallies: Their counters.
+        parts: The parts of the flat input array.
     """
 
     def __init__(
         self,
-        variables: Sequence[weakref.ref[Variable]],
+        variables: Sequence[weakref.ref[Any]],
         storages: Sequence[Storage],
-        tallies: Sequence[Tally],
+        tallies: Sequence[VariableCounters],
         parts: Sequence[NDArray[Any]],
     ) -> None:
         self._members = list(zip(variables, parts, strict=True))
@@ -63,7 +61,7 @@ class PyFlatBucket:
         self._moves = [-1] * len(storages)
 
     def load(self, pairs: Any) -> bool:
-        """Bring the values of (variable, value) pairs together; False where one of them is unusual."""
+        """Copy the values of (variable, value) pairs to the flat input; False if one is unusual."""
         if type(pairs) is not list or len(pairs) != len(self._members):
             return False
         for pair, (reference, part) in zip(pairs, self._members, strict=True):
@@ -76,11 +74,11 @@ class PyFlatBucket:
         return True
 
     def lay(self) -> None:
-        """Take note that the copies lie side by side."""
+        """Record that the copies lie one after another."""
         self._moves = [-1 if storage.moves % 2 else storage.moves for storage in self._storages]
 
     def begin(self) -> bool:
-        """Mark the copies as being written; False, and no mark, where they do not lie side by side or a view of one is alive."""
+        """Mark the copies as being written; False, without marks, if they are not flat or a view is alive."""
         for number, storage in enumerate(self._storages):
             if not storage.mark():  # it is another thread's
                 for one in self._storages[:number]:
@@ -93,7 +91,7 @@ class PyFlatBucket:
         return True
 
     def end(self, is_done: bool) -> None:
-        """Take the marks off, and count what has been done."""
+        """Remove the marks, and count the write if it was made."""
         for storage in self._storages:
             storage.is_being_written = False
         if is_done:
@@ -107,24 +105,25 @@ class FlatBucket:
 
     Args:
         owner: Their strategy.
-        variables: In the order of the pairs.
-        name: The call.
+        variables: The variables, in the order of the pairs.
+        name: Name of the call.
         op: "sum" or "mean".
         ufunc: A copy becomes ufunc(copy, combination); None sets it.
     """
 
     def __init__(
         self,
-        owner: Owner,
-        variables: Sequence[Variable],
+        owner: VariableOwner,
+        variables: Sequence[Any],
         name: str,
         op: str,
         ufunc: np.ufunc | None,
     ) -> None:
         self._owner, self._op, self._ufunc = owner, op, ufunc
-        self._storages = tuple([one._storage for one in variables])  # noqa: SLF001  (variables are of this room)
-        self._tallies = tuple([one._tally for one in variables])  # noqa: SLF001
-        shapes = tuple([one.shape for one in variables])
+        states = [state_of(one) for one in variables]
+        self._storages = tuple([state.storage for state in states])
+        self._tallies = tuple([state.tally for state in states])
+        shapes = tuple([state.shape for state in states])
         ends = list(accumulate(storage.array.size for storage in self._storages))
         self._places = [
             (end - storage.array.size, end)
@@ -132,7 +131,7 @@ class FlatBucket:
         ]
         self._staging = self._memory(ends[-1])
         self._scratch = np.empty_like(self._staging)
-        self._flat = self._scratch  # the copies, where they lie side by side
+        self._flat = self._scratch  # the copies, while they lie one after another
         self._parts = tuple(
             [
                 self._staging[start:stop].reshape(shape)
@@ -147,10 +146,10 @@ class FlatBucket:
             references, self._storages, self._tallies, self._parts
         )
         self._failures = 0
-        self._turn = threading.Lock()  # of the thread whose values lie in `_staging`
+        self._turn = threading.Lock()  # held by the thread that uses `_staging`
         communicator = owner.communicator
         self._communicator, self._channel = communicator, communicator.channel
-        names = tuple([one.name for one in variables])
+        names = tuple([state.name for state in states])
         shown = ", ".join(map(repr, names[:3])) + (
             f", … ({len(names)} variables)" if len(names) > 3 else ""
         )
@@ -164,19 +163,19 @@ class FlatBucket:
         )
 
     @staticmethod
-    def takes(owner: Owner, variables: Sequence[Variable], ops: Sequence[str]) -> bool:
-        """Return whether variables are written so: the same answer on every replica."""
+    def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:
+        """Return whether variables can be written so; the same answer on every replica."""
         communicator = owner.communicator
         if (
             communicator.channel is None
             or communicator.size == 1
-            or len(variables) < 2
+            or len(states) < 2
             or communicator.uneven is not None
         ):
             return False
-        storages = [one._storage for one in variables]  # noqa: SLF001
+        storages = [state.storage for state in states]
         sizes = [storage.array.nbytes for storage in storages]
-        dtypes = {one.dtype for one in variables}
+        dtypes = {state.dtype for state in states}
         is_plain = (
             len(set(ops)) == len(dtypes) == 1
             and dtypes.pop().kind != "b"
@@ -184,11 +183,10 @@ class FlatBucket:
         )
         return is_plain and max(sizes) <= SMALL_BYTES and 0 < sum(sizes) <= _TOGETHER_BYTES
 
-    def is_of(self, variables: Sequence[Variable]) -> bool:
+    def is_of(self, states: Sequence[VariableState]) -> bool:
         """Return whether these are its variables."""
-        return len(variables) == len(self._storages) and all(
-            one._storage is storage  # noqa: SLF001
-            for one, storage in zip(variables, self._storages, strict=True)
+        return len(states) == len(self._storages) and all(
+            state.storage is storage for state, storage in zip(states, self._storages, strict=True)
         )
 
     def _memory(self, count: int) -> NDArray[Any]:
@@ -196,7 +194,7 @@ class FlatBucket:
         return first.memory((count,), first.array.dtype)
 
     def write(self, pairs: Any) -> bool:
-        """Make a prepared write; False where nothing has been done, and it has to be made by the table."""
+        """Make a cached write; False if nothing was done, and the policy table has to make it."""
         owner, call = self._owner, self._call
         stack, roster = owner.places.stack, owner.roster
         if call is None or self._communicator.channel is not self._channel:
@@ -231,7 +229,12 @@ class FlatBucket:
             self._turn.release()
 
     def perform(self, name: str, operand: Callable[[int], NDArray[Any]]) -> None:
-        """Make the write by the same call, checked; `operand` returns the value for the variable of a number, or raises."""
+        """Make the checked write by the same call.
+
+        Args:
+            name: Name of the call.
+            operand: Returns the value for the variable of a number, or raises.
+        """
         owner = self._owner
 
         def check() -> CollectiveSpec:
@@ -256,14 +259,17 @@ class FlatBucket:
             self._turn.release()
 
     def _gathered(self) -> NDArray[Any]:
-        """Return an array that holds all copies, where they have to be known."""
+        """Return an array with the values of all copies, if the operation needs them."""
         if self._ufunc is not None:
             for storage, (start, stop) in zip(self._storages, self._places, strict=True):
                 self._scratch[start:stop] = storage.array.reshape(-1)
         return self._scratch
 
     def _spread(self) -> None:
-        """Give each copy what it has become, and lay all side by side anew, each time after twice as many such writes."""
+        """Copy the result to each variable.
+
+        At the failures 1, 2, 4, 8, ... also move the copies into a new flat array.
+        """
         self._failures += 1
         is_time = not self._failures & (self._failures - 1)
         flat = self._memory(self._scratch.size) if is_time else self._scratch

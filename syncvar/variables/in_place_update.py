@@ -1,7 +1,8 @@
-"""Changing this replica's copies directly: what an optimizer needs, whose every replica makes the same step.
+"""Local changes of copies, for optimizers: every replica makes the same change, and nothing is sent.
 
-A write by `assign` asks what the replicas write, because their values may differ. A step has asked already: the gradients
-have been combined, so every copy changes in the same way, and nothing is sent. Nothing else may use this door.
+`assign` compares or combines what the replicas pass, because it may differ. A step has combined the
+gradients already, so every copy changes in the same way. Only optimizers and checkpoints use this
+module.
 """
 
 from __future__ import annotations
@@ -12,30 +13,29 @@ from typing import TYPE_CHECKING, Any
 from syncvar.variables.create import VariableSpec, make_on_replicas
 from syncvar.variables.shared_copy import written_once
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.variables.scope import Owner
-
-__all__ = ["are_parts", "change_copies", "copy_of", "make_beside", "replace_copy"]
+    from syncvar.variables.variable_owner import VariableOwner
 
 
 def change_copies(
     variables: Sequence[Variable], change: Callable[..., None], *arguments: Any
 ) -> None:
-    """Let `change([array, …], *arguments)` change this replica's copies of some variables in place; sends nothing.
+    """Call `change([array, …], *arguments)` to change this replica's copies in place; sends nothing.
 
-    Copies that the replicas of a host share are changed once: all replicas meet for it.
-
-    A view that a program has read before does not change, and whoever reads a copy from elsewhere sees the whole change of
-    it or nothing.
+    If the replicas of a host share copies, all replicas meet and each shared copy changes once. A
+    view that a program has read before does not change; a one-sided read sees the whole change or
+    nothing.
 
     Args:
-        variables: Each at most once, and always in the same order (their locks are taken in it).
-        change: Must do the same on every replica for variables that are kept equal. It must not keep the arrays.
+        variables: Each at most once, always in the same order (their locks are taken in it).
+        change: Must do the same on every replica for replicated variables, and must not keep the
+            arrays.
         arguments: For `change`.
 
     Example:
@@ -45,12 +45,13 @@ def change_copies(
         >>> v.numpy()
         array([3., 3.], dtype=float32)
     """
-    for variable in variables:  # writes that wait come first
-        variable._settle()  # noqa: SLF001  (this is the other half of the variable)
-    storages = [variable._storage for variable in variables]  # noqa: SLF001
-    shared = next((variable for variable in variables if variable._storage.is_shared), None)  # noqa: SLF001
+    states = [state_of(variable) for variable in variables]
+    for state in states:  # deferred writes come first
+        state.flush()
+    storages = [state.storage for state in states]
+    shared = next((state for state in states if state.storage.is_shared), None)
     with (
-        written_once(shared.strategy, storages) if shared is not None else nullcontext(),
+        written_once(shared.owner, storages) if shared is not None else nullcontext(),
         ExitStack() as changing,
     ):
         for storage in storages:
@@ -59,41 +60,33 @@ def change_copies(
 
 
 def copy_of(variable: Variable) -> NDArray[Any]:
-    """Return this replica's copy itself, to look at now and not to keep; counts as no read, and exposes nothing."""
-    return variable._storage.array  # noqa: SLF001
+    """Return this replica's copy itself, to read now and not to keep; does not count as a read."""
+    return state_of(variable).storage.array
 
 
 def replace_copy(variable: Variable, value: NDArray[Any]) -> None:
-    """Make a value this replica's copy; sends nothing. For state that comes from a checkpoint or from another variable.
-
-    Example:
-        >>> import numpy as np, syncvar as sv
-        >>> v = sv.Variable([1.0, 2.0])
-        >>> replace_copy(v, np.array([5.0, 6.0]))
-        >>> v.numpy()
-        array([5., 6.], dtype=float32)
-    """
-    variable._keep(value)  # noqa: SLF001  (the one writer of copies)
+    """Replace this replica's copy, for state from a checkpoint or another variable; sends nothing."""
+    state_of(variable).keep(value)
 
 
 def are_parts(variable: Variable) -> bool:
     """Return whether the copies are parts of a whole; see `make_beside`."""
-    return variable._are_parts  # noqa: SLF001
+    return state_of(variable).are_parts
 
 
-def make_beside(owner: Owner, wish: VariableSpec, *, parts: bool = False) -> Variable:
-    """Return a new variable of a strategy that need not be the one in force. Collective, except under NONE.
+def make_beside(owner: VariableOwner, wish: VariableSpec, *, parts: bool = False) -> Variable:
+    """Create a variable of a strategy that need not be the current one. Collective, except under NONE.
 
     Args:
         owner: The strategy.
         wish: The arguments of `Variable`.
-        parts: The copies are parts of a whole: restored on another number of replicas, each takes the mean of all.
+        parts: The copies are parts of a whole: restored on another number of replicas, each takes
+            the mean.
 
     Raises:
         ConfigError: A wrong argument.
         MismatchError: The replicas ask for different variables.
     """
-    made = Variable.__new__(Variable)
-    made._take(make_on_replicas(owner, wish, stacklevel=2))  # noqa: SLF001
-    made._are_parts = parts  # noqa: SLF001
+    made = Variable.from_init(make_on_replicas(owner, wish, stacklevel=2))
+    state_of(made).are_parts = parts
     return made

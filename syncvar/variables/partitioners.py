@@ -1,7 +1,8 @@
 """Partitioners: into how many parts a large variable is cut, along its first axis.
 
-A partitioner is called with a shape and a dtype and returns the number of parts of each axis. The parts are contiguous
-rows, the first (rows mod parts) of them one row longer: `row_ranges` lists them.
+A partitioner is called with a shape and a dtype and returns the number of parts of each axis. The
+parts are contiguous rows, the first (rows mod parts) of them one row longer: `row_ranges` lists
+them.
 """
 
 from __future__ import annotations

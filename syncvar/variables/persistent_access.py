@@ -1,14 +1,15 @@
-"""Prepared writes and reads: what is done each time, once the replicas have made the same write or read before.
+"""Cached writes and reads: the fast path of an access that all replicas have made before.
 
-A write is prepared once. What cannot change for a variable is decided then: what travels, what is done with it, the words and
-the digest of the call, where its parts lie. What may be otherwise at the next write is looked at each time: the place of the
-thread in the program, the form of the operand, whether the replicas' calls go where they went, whether the copies are to be
-compared, and whether a view of the copy is alive.
+Caching fixes what cannot change for a variable: the collective, its description and its signature,
+    and the
+memory. Each cached access still checks what can change: the scope of the thread, the form of the
+operand, the channel of the group, a due comparison of the copies, and views of the copy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,51 +21,46 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar._native import Tally
+    from syncvar._native import CheckGate, VariableCounters
     from syncvar.runtime.communicator import PreparedCall
-    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
+    from syncvar.variables.variable_owner import VariableOwner
 
     Look = Callable[[bool], NDArray[Any] | None]
     Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-__all__ = [
-    "DECIDE",
-    "DONE",
-    "UNDONE",
-    "WRITES_PER_DECISION",
-    "prepared_look",
-    "prepared_read",
-    "prepared_write",
-    "sealed",
-    "unlooked",
-    "unprepared",
-]
-
 WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
-UNDONE, DONE, DECIDE = 0, 1, 2
+
+
+class WriteResult(IntEnum):
+    """What a cached write has done; `_native/variable_access.c` returns the same numbers."""
+
+    FALLBACK = 0  # nothing: the write has to follow the policy table
+    STORED = 1
+    STORED_AND_SAMPLE = 2  # stored, and AUTO's next decision is due
+
+
+_FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
 
 
 def unprepared(_x: Any, *, is_seen: bool = False) -> int:
-    """Stand for a write that is not prepared."""
+    """Stand for a write that is not cached."""
     del is_seen
-    return UNDONE
+    return _FALLBACK
 
 
 def unlooked(_copy: bool) -> None:
-    """Stand for a read of this replica's copy that is not prepared."""
+    """Stand for a local read that is not cached."""
 
 
-def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
-    """Return a prepared read of this replica's copy: a function of what `read_value` is told. It sends nothing.
-
-    Its result is None where nothing has been done, and the table has to say what is wrong.
+def prepared_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
+    """Return a cached local read. It returns None if nothing was done, and the policy table has to decide.
 
     Args:
         owner: The strategy.
         storage: The memory of the copy.
-        tally: The variable's.
+        tally: The variable's counters.
     """
     local, is_default = owner.places, owner.is_default
 
@@ -87,18 +83,22 @@ def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
 
 
 def prepared_write(
-    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool
+    owner: VariableOwner,
+    storage: Storage,
+    tally: VariableCounters,
+    call: PreparedCall,
+    *,
+    counts: bool,
 ) -> Write:
-    """Return a prepared write: a function of (x).
+    """Return a cached write: a function of the operand that returns a `WriteResult`.
 
-    It returns UNDONE where nothing has been done, and the write has to be made by the table; DONE; or DECIDE, where it has
-    been made and it is time for AUTO to decide. With `is_seen=True` the time of a comparison has been looked at.
+    With `is_seen=True` the caller has checked whether a comparison of the copies is due.
 
     Args:
         owner: The strategy.
         storage: The memory of the copy.
-        tally: The variable's.
-        call: The all-reduce, which applies its result to the copy.
+        tally: The variable's counters.
+        call: The persistent all-reduce, which applies its result to the copy.
         counts: The write is an increment of an AUTO variable.
     """
     local, roster, is_default, communicator = (
@@ -121,30 +121,28 @@ def prepared_write(
             or (x.dtype is not dtype and x.dtype != dtype)
             or x.shape != shape
         ):
-            return UNDONE
+            return _FALLBACK
         stack = local.stack
         if not stack:
             if not is_default:
-                return UNDONE
+                return _FALLBACK
         else:
             place = stack[-1]
             if place.owner is not owner or place.context is not replica:
-                return UNDONE
-        if (
-            communicator.channel is not channel
-        ):  # its calls go otherwise: in a block of sv.uneven, or never again
-            return UNDONE
+                return _FALLBACK
+        if communicator.channel is not channel:  # in a block of sv.uneven, or after shutdown
+            return _FALLBACK
         is_counted = roster is not None and not roster.is_free
         if is_counted and not is_seen and tally.steps >= roster.until:  # type: ignore[union-attr]
-            return UNDONE
-        if not storage.mark():  # it is another thread's
-            return UNDONE
+            return _FALLBACK
+        if not storage.mark():  # another thread is writing
+            return _FALLBACK
         try:
             is_made = call(x, storage.writable(), None, owner.timeout) is not None
         finally:
             storage.is_being_written = False
         if not is_made:
-            return UNDONE
+            return _FALLBACK
         if is_counted:
             roster.count(tally)  # type: ignore[union-attr]
         tally.writes += 1
@@ -152,8 +150,8 @@ def prepared_write(
         if counts:
             tally.added += 1
             if not stack and not tally.added % WRITES_PER_DECISION:
-                return DECIDE
-        return DONE
+                return _SAMPLE
+        return _STORED
 
     if which(owner.context.config.call_runner) == "python":
         return write
@@ -166,7 +164,7 @@ def prepared_write(
         tally,
         (dtype, shape),
         call=call,
-        watch=roster,
+        watch=cast("CheckGate | None", roster),
         is_default=is_default,
         is_increment=counts,
     )
@@ -174,17 +172,18 @@ def prepared_write(
 
 
 def prepared_read(
-    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall
+    owner: VariableOwner, storage: Storage, tally: VariableCounters, call: PreparedCall
 ) -> tuple[Read, Look]:
-    """Return two prepared reads that combine the copies: functions whose result is None where nothing has been done.
+    """Return two cached collective reads; each returns None if nothing was done.
 
-    The first is for where it is known that all replicas read; the second looks where the thread is, and counts the read.
+    The first is for a known context; the second checks the scope of the thread, and counts the
+    read.
 
     Args:
         owner: The strategy.
         storage: The memory of the copy.
-        tally: The variable's.
-        call: The all-reduce.
+        tally: The variable's counters.
+        call: The persistent all-reduce.
     """
     communicator = owner.communicator
     channel = communicator.channel
@@ -208,6 +207,6 @@ def prepared_read(
 
 
 def sealed(value: NDArray[Any]) -> NDArray[Any]:
-    """Return a value as reads hand it out: nobody can make the view writable."""
+    """Return a value as reads return it: nobody can make the view writable."""
     value.setflags(write=False)
     return value.view()

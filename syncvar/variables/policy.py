@@ -1,7 +1,8 @@
 """The one table of the variable layer: what a call on a variable does, for each mode and context, and why.
 
-Pure data. `decide` looks a call up; `table` lists every row for people and for programs. A row says what travels
-between the replicas and what happens to this replica's copy with the outcome; `variable.py` only carries it out.
+Pure data. `decide` looks a call up; `table` lists every row for people and for programs. A row says
+what travels between the replicas and what happens to this replica's copy with the outcome;
+`variable.py` only carries it out.
 """
 
 from __future__ import annotations
@@ -18,21 +19,6 @@ from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = [
-    "OWN_VALUES",
-    "AccessKind",
-    "Action",
-    "CallContext",
-    "Effect",
-    "Travel",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "as_member",
-    "decide",
-    "resolve",
-    "table",
-]
 
 
 class Named(Enum):
@@ -75,9 +61,11 @@ class CallContext(Named):
     """Where a call is made."""
 
     REPLICA = "replica"  # inside strategy.run: each replica with its own values
-    CROSS = "cross"  # inside scope(), or a variable of an explicit strategy outside any: the same values everywhere
+    # inside scope(), or a variable of an explicit strategy outside any: the same values everywhere
+    CROSS = "cross"
     MERGE = "merge"  # inside merge_call: as cross
-    SPMD = "spmd"  # no scope, a variable of the default strategy: writes as in replica, reads as in cross
+    # no scope, a variable of the default strategy: writes as in replica, reads as in cross
+    SPMD = "spmd"
 
 
 class AccessKind(Named):
@@ -133,7 +121,8 @@ class Action(NamedTuple):
         effect: What is done with it.
         rule: Why, in a sentence.
         error: What a refusal raises; None for an action that is allowed.
-        fix: What to write instead of a refused call; `{name}` stands for the variable, `{call}` for the call.
+        fix: What to write instead of a refused call; `{name}` stands for the variable, `{call}` for
+            the call.
     """
 
     travel: Travel
@@ -181,25 +170,29 @@ _NO_COMBINATION = Action(
     Effect.REFUSE,
     "the copies would have to be combined, but the variable has aggregation NONE",
     NoAggregation,
-    "{name}.local_value()   # this replica's copy; or strategy.gather({name}, axis=0) for all of them",
+    "{name}.local_value()   # this replica's copy; or strategy.gather({name}, axis=0) for all of "
+    "them",
 )
 _NO_AGREEMENT = Action(
     Travel.NOTHING,
     Effect.REFUSE,
     "each replica may bring another value, and aggregation NONE does not say how they become one",
     NoAggregation,
-    "sv.Variable(…, name='{name}', aggregation=sv.VariableAggregation.SUM)   # or MEAN, or ONLY_FIRST_REPLICA",
+    "sv.Variable(…, name='{name}', aggregation=sv.VariableAggregation.SUM)   # or MEAN, or "
+    "ONLY_FIRST_REPLICA",
 )
 _NO_ORDER = Action(
     Travel.NOTHING,
     Effect.REFUSE,
     "the replicas' rows would have to be combined, which has no meaning for this operation",
     UsageError,
-    "sv.Variable(…, name='{name}', aggregation=sv.VariableAggregation.ONLY_FIRST_REPLICA)   # or {call} in "
+    "sv.Variable(…, name='{name}', aggregation=sv.VariableAggregation.ONLY_FIRST_REPLICA)   # or "
+    "{call} in "
     "`with strategy.scope():`, with the same rows on every replica",
 )
 
-# (synchronizations, aggregations, contexts, operations) -> action. Every call matches exactly one row (a test looks).
+# (synchronizations, aggregations, contexts, operations) -> action. Every call matches exactly one
+# row (a test looks).
 _TABLE: tuple[
     tuple[
         tuple[VariableSynchronization, ...],
@@ -330,8 +323,9 @@ def table() -> Iterator[PolicyCell]:
     """Yield the whole table, cell by cell.
 
     Example:
-        >>> print(next(rule for rule in table() if rule.action.travel is Travel.SUM))
-        assign on AUTO + SUM in replica: all-reduce, sum; it changes the copy: the sum of what the replicas pass is written to every copy
+        >>> rule = next(rule for rule in table() if rule.action.travel is Travel.SUM)
+        >>> print(rule)  # doctest: +ELLIPSIS
+        assign on AUTO + SUM in replica: all-reduce, sum; it changes the copy: the sum of ...
     """
     for synchronization, aggregation, context, operation in product(
         _ANY_SYNC, _ANY_AGG, _ANYWHERE, tuple(AccessKind)

@@ -1,8 +1,7 @@
-"""One-sided reading: another replica's copy, fetched without that replica's taking part.
+"""One-sided reads: fetch another replica's copy while its program goes on.
 
-Each process publishes its copies of the variables that may be read so, ON_READ and NONE, under a key of the replicas and the
-name. Its engine answers from what is published, whatever the program does meanwhile. An answer is never half a write:
-what it gives is read as any other thread reads beside a write (`storage`).
+Each process publishes its ON_READ and NONE variables under a key of the replicas and the name. Its
+engine answers from them. An answer never holds half of a local write; see `storage`.
 """
 
 from __future__ import annotations
@@ -25,20 +24,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import CollectiveSpec
-    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
+    from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = ["checked_replica", "fetch", "publish", "with_absent"]
 
-
-def publish(owner: Owner, namespace: Any, variable: Any) -> None:
-    """Let other replicas read this process's copy of a variable for as long as it lives.
-
-    Args:
-        owner: Its strategy.
-        namespace: Where its name is unique.
-        variable: The variable.
-    """
+def publish(owner: VariableOwner, namespace: Any, state: Any) -> None:
+    """Let other replicas read this process's copy of a variable for as long as its state exists."""
     context = owner.context
     if context.engine is None:
         return
@@ -46,23 +37,23 @@ def publish(owner: Owner, namespace: Any, variable: Any) -> None:
     if published is None:
         published = context.extras["published_copies"] = weakref.WeakValueDictionary()
         context.engine.publish(_finder(published))
-    published[_key(namespace, variable.name)] = variable
+    published[_key(namespace, state.name)] = state
 
 
-def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> NDArray[Any]:
+def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: str) -> NDArray[Any]:
     """Return another replica's copy, read-only.
 
     Args:
         owner: The strategy.
-        namespace: Where the name is unique.
-        name: The variable's.
-        replica: Which; not this one.
-        what: The call in words.
+        namespace: Namespace of the name.
+        name: Name of the variable.
+        replica: Number of the other replica.
+        what: Description of the call.
 
     Raises:
         UsageError: That replica has no such variable.
         DeadlineExceeded: It does not answer; the group stays usable.
-        PeerLost: It is gone.
+        PeerLost: It has failed.
     """
     communicator = owner.communicator
     engine = communicator.engine
@@ -71,7 +62,8 @@ def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> N
     answer = engine.ask(rank, _key(namespace, name), what, owner.timeout)
     if answer is None:
         raise UsageError(
-            f"{what}: replica {replica} (rank {rank}) has no variable of this name and mode now. Make it there too "
+            f"{what}: replica {replica} (rank {rank}) has no variable of this name and mode now. "
+            "Make it there too "
             f"(a NONE variable may exist on some replicas only), under the same name: name={name!r}"
         )
     index, shape = unpack_object(answer[0])
@@ -81,19 +73,19 @@ def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> N
 
 
 def with_absent(
-    owner: Owner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str
+    owner: VariableOwner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str
 ) -> NDArray[Any]:
-    """Return the aggregate of all replicas' copies where some have left a block of sv.uneven: theirs are read from them.
+    """Return the aggregate of all copies, where some replicas have left a block of sv.uneven.
 
-    Collective over those that work.
+    Collective over the active replicas; the others' copies are fetched.
 
     Args:
         owner: The strategy.
-        namespace: Where the name is unique.
-        name: The variable's.
+        namespace: Namespace of the name.
+        name: Name of the variable.
         mine: This replica's copy.
         travel: SUM, MEAN or FIRST.
-        what: The call in words.
+        what: Description of the call.
     """
     communicator = owner.communicator
 
@@ -115,7 +107,7 @@ def checked_replica(rank: Any, count: int, what: str) -> int:
     """Return a replica's number.
 
     Raises:
-        ConfigError: It is none of 0 to `count` - 1.
+        ConfigError: Not 0 to `count` - 1.
     """
     try:
         replica = operator.index(rank)
@@ -123,7 +115,8 @@ def checked_replica(rank: Any, count: int, what: str) -> int:
         raise ConfigError(f"{what}: rank must be an integer, not {rank!r}") from None
     if isinstance(rank, bool | np.bool_) or not 0 <= replica < count:
         raise ConfigError(
-            f"{what}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not {rank!r}"
+            f"{what}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not "
+            f"{rank!r}"
         )
     return replica
 
@@ -134,10 +127,10 @@ def _key(namespace: Any, name: str) -> int:
 
 def _finder(published: weakref.WeakValueDictionary[int, Any]) -> Any:
     def find(key: int) -> tuple[bytes, memoryview] | None:
-        variable = published.get(key)
-        if variable is None:
+        state = published.get(key)
+        if state is None:
             return None
-        storage: Storage = variable._storage  # noqa: SLF001  (the other half of the variable)
+        storage: Storage = state.storage
         copy = storage.expose().copy()  # it may be under way for longer than the memory is mapped
         return pack_object([dtype_index(copy.dtype), list(copy.shape)]), copy.reshape(-1).view(
             np.uint8

@@ -1,6 +1,8 @@
-"""The replica checker: copies of variables that are kept equal are compared by digests of all their bytes.
+"""The replica check: comparison of the copies of replicated variables by digests of all their bytes.
 
-Where digests differ, they are exchanged block by block, to say what differs, where, on which replicas and since when.
+`CheckSchedule` says when which variables are compared; the registry calls `compare`. If digests
+differ, the replicas exchange them block by block, so that the error names the variable, the
+elements, the replicas, and the last good point of the program.
 """
 
 from __future__ import annotations
@@ -23,41 +25,86 @@ from syncvar.variables.block_digests import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-    from syncvar.variables.registry import RegistryEntry
-    from syncvar.variables.scope import Owner
-    from syncvar.variables.variable import Variable
+    from syncvar.variables.variable_owner import VariableOwner
+    from syncvar.variables.variable_state import RegistryEntry, VariableState
 
-    Pair = tuple[RegistryEntry, Variable]
+    Pair = tuple[RegistryEntry, VariableState]
 
-__all__ = ["compare"]
-
+NEVER = 1 << 62
+_LOT_BYTES = 1 << 20  # comparing so much takes 0.1 to 0.2 ms, and as much again at the end of a run
 _WHAT = "comparison of the replicas' copies"
 _MASK = (1 << 64) - 1
 
 
-class ReplicaMismatch(NamedTuple):
-    """Where copies differ.
+class CheckSchedule:
+    """Assigns variables to lots of about 1 MiB, and each lot to runs (outside runs: to steps).
+
+    In every `check_every` runs each lot is compared once. A model of several lots is compared one
+    lot in a run, so that no run takes much longer than others.
 
     Args:
-        entry: The first variable in which they do.
-        variable: The same.
-        others: Names of further variables.
-        strangers: Replicas that are in the minority.
+        entries: The registry's entries by name; shared with it.
+    """
+
+    def __init__(self, entries: Mapping[str, RegistryEntry]) -> None:
+        self._entries = entries
+        self._nbytes = 0  # of all variables that ever existed
+        self._lots: dict[int, list[RegistryEntry]] = {}  # by the remainder of their run numbers
+        self._period = 0  # the `check_every` of these lots; 0 if they have to be rebuilt
+
+    def next_lot(self, nbytes: int) -> int:
+        """Return the lot of a new variable."""
+        lot = self._nbytes // _LOT_BYTES
+        self._nbytes += nbytes
+        return lot
+
+    def invalidate(self) -> None:
+        """Rebuild the lots before the next use: there are other variables or another `check_every`."""
+        self._period = 0
+
+    def due_at(self, number: int, check_every: int) -> list[RegistryEntry]:
+        """Return the entries that are compared in a run or step; the same on all replicas."""
+        if check_every <= 0:
+            return []
+        if self._period != check_every:
+            self._period = check_every
+            self._lots.clear()
+            for entry in self._entries.values():
+                self._lots.setdefault(-entry.lot % check_every, []).append(entry)
+        return self._lots.get(number % check_every, [])
+
+    def next_after(self, number: int, check_every: int) -> int:
+        """Return the next run or step after `number` that compares something."""
+        if check_every <= 0:
+            return NEVER
+        self.due_at(number, check_every)  # builds the lots
+        waits = [(lot - number - 1) % check_every + 1 for lot in self._lots]
+        return number + min(waits, default=NEVER)
+
+
+class ReplicaMismatch(NamedTuple):
+    """A difference between copies.
+
+    Args:
+        entry: The first variable whose copies differ.
+        state: Its state.
+        others: Names of further such variables.
+        strangers: Replicas in the minority.
         has_majority: More than half of the replicas agree.
         first: First element that differs.
         last: Last one.
-        values: By replica, the bytes of the first element.
+        values: Bytes of the first element, by replica.
     """
 
     entry: RegistryEntry
-    variable: Variable
+    state: VariableState
     others: list[str]
     strangers: list[int]
     has_majority: bool
@@ -67,16 +114,22 @@ class ReplicaMismatch(NamedTuple):
 
 
 def compare(
-    owner: Owner, pairs: Sequence[Pair], now: str, *, good: str | None = None, before: str = ""
+    owner: VariableOwner,
+    pairs: Sequence[Pair],
+    now: str,
+    *,
+    good: str | None = None,
+    before: str = "",
 ) -> None:
     """Compare the copies of variables. Collective.
 
     Args:
         owner: The strategy.
-        pairs: Variables that live on every replica, with their entries, in the same order.
-        now: Where the program is: "run 7".
-        good: Where it was when the copies were last as they are found now, if they are equal; None for now.
-        before: In words, before what the copies are compared.
+        pairs: Variables that exist on every replica, with their entries, in the same order.
+        now: The point of the program: "run 7".
+        good: The point at which the present values were last written, if the copies are equal; None
+            for now.
+        before: Description of the write that follows.
 
     Raises:
         MismatchError: Copies differ; on all replicas.
@@ -90,7 +143,7 @@ def compare(
 
     digests = _digests(pairs)
     mine = combined(digests)
-    # Of equal numbers, and of none else, the largest is the smallest.
+    # The largest and the smallest are equal exactly if all are.
     most, least = agree(
         communicator,
         _WHAT,
@@ -114,7 +167,7 @@ def compare(
 
 
 def _digests(pairs: Sequence[Pair]) -> NDArray[np.uint64]:
-    return np.concatenate([block_digests(_copy(variable)) for _, variable in pairs])
+    return np.concatenate([block_digests(state.storage.array) for _, state in pairs])
 
 
 def _body(
@@ -128,14 +181,14 @@ def _body(
     rows: Any = None
     others: list[str] = []
     place = 0
-    for entry, variable in pairs:
+    for entry, state in pairs:
         here = slice(place, place + block_count(entry.nbytes))
         place = here.stop
         if not differs[here].any():
             continue
         if found is None:
             found, rows, blocks = (
-                (entry, variable),
+                (entry, state),
                 table[:, here],
                 np.flatnonzero(differs[here]).tolist(),
             )
@@ -147,7 +200,7 @@ def _body(
         0
     ]  # of equally many: the one that is met first, that is, by lower ranks
     strangers = [replica for replica, row in enumerate(rows) if row.tobytes() != usual]
-    copy = _copy(found[1])
+    copy = found[1].storage.array
     size = copy.dtype.itemsize
     first, last, values = -1, -1, [b""] * communicator.size
     for block in dict.fromkeys((blocks[0], blocks[-1])):
@@ -164,14 +217,9 @@ def _body(
     )
 
 
-def _copy(variable: Variable) -> NDArray[Any]:
-    copy: NDArray[Any] = variable._storage.array  # noqa: SLF001  (the other half of the variable)
-    return copy
-
-
 def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> MismatchError:
     entry = found.entry
-    dtype = _copy(found.variable).dtype
+    dtype = found.state.dtype
     ranks = [communicator.members[replica] for replica in found.strangers]
     table = {}
     for replica, member in enumerate(communicator.members):
@@ -182,7 +230,8 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
         )
         is_stranger = replica in found.strangers
         table[member] = (
-            f"element {found.first} is {value!s} (bytes {found.values[replica].hex()}){', differs' if is_stranger else ''}"
+            f"element {found.first} is {value!s} (bytes "
+            f"{found.values[replica].hex()}){', differs' if is_stranger else ''}"
         )
     which = (
         f"rank {ranks[0]} differs"
@@ -197,9 +246,12 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
     names = ", ".join(map(repr, found.others[:8])) + (", …" if len(found.others) > 8 else "")
     more = f" Further variables that differ: {names}." if found.others else ""
     return MismatchError(
-        f"the copies of variable {entry.name!r} are not the same on all replicas: {which} {whom}, in elements {found.first} to "
-        f"{found.last} of the flat array. They parted after {entry.good} and not later than {now}.{more} Memory or hardware "
-        f"may have failed, or the program has changed copies by itself. Go on from a checkpoint that was saved by {entry.good}, or "
+        f"the copies of variable {entry.name!r} are not the same on all replicas: {which} {whom}, "
+        f"in elements {found.first} to "
+        f"{found.last} of the flat array. They parted after {entry.good} and not later than "
+        f"{now}.{more} Memory or hardware "
+        "may have failed, or the program has changed copies by itself. Go on from a checkpoint "
+        f"that was saved by {entry.good}, or "
         f"write v.assign(value) with one value on every replica",
         table,
     )

@@ -1,4 +1,4 @@
-"""Replicas that have left a block of `sv.uneven` before others take their variables' values when all have left it."""
+"""Resynchronization after `sv.uneven`: replicas that left the block early take the variables' values."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from syncvar.variables.registry import VariableRegistry
-    from syncvar.variables.scope import Owner
-    from syncvar.variables.variable import Variable
-
-__all__ = ["catch_up"]
+    from syncvar.variables.variable_owner import VariableOwner
+    from syncvar.variables.variable_state import VariableState
 
 _WHAT = "values of variables after sv.uneven"
 _TOGETHER_BYTES = 16 << 20
 
 
-def catch_up(owner: Owner, roster: VariableRegistry, calls: int) -> None:
+def catch_up(owner: VariableOwner, roster: VariableRegistry, calls: int) -> None:
     """Give every replica the values of the one that has made most calls. Collective over the replicas.
 
     Args:
         owner: The strategy.
-        roster: Its variables that are kept equal.
-        calls: How many calls this replica has made in the block.
+        roster: Its registry.
+        calls: Calls of this replica in the block.
 
-    Cost: an exchange of some bytes; where the replicas have made different numbers of calls, a broadcast of all values.
+    Cost: an exchange of some bytes; if the numbers of calls differ, a broadcast of all values.
     """
     communicator = owner.communicator
     variables = roster.living()  # so they live until this has ended
-    counts = {name: [one._tally.writes, one._tally.added] for name, one in variables.items()}  # noqa: SLF001  (their other half)
+    counts = {name: [one.tally.writes, one.tally.added] for name, one in variables.items()}
     mine = [calls, sum(writes for writes, _ in counts.values()), roster.runs, counts]
     everyone = gather_objects(communicator, _WHAT, lambda: mine, owner.timeout)
     ages = [tuple(one[:2]) for one in everyone]
@@ -56,22 +54,22 @@ def catch_up(owner: Owner, roster: VariableRegistry, calls: int) -> None:
         for name, one in part:
             stop = start + _bytes_of(one).size
             if communicator.member_rank != newest:
-                one._keep(values[start:stop].view(one.dtype).reshape(one.shape))  # noqa: SLF001
-                one._tally.writes, one._tally.added = theirs[name]  # noqa: SLF001
+                one.keep(values[start:stop].view(one.dtype).reshape(one.shape))
+                one.tally.writes, one.tally.added = theirs[name]
             start = stop
 
 
-def _bytes_of(variable: Variable) -> Any:
-    return np.ascontiguousarray(variable._copy).reshape(-1).view(np.uint8)  # noqa: SLF001
+def _bytes_of(state: VariableState) -> Any:
+    return np.ascontiguousarray(state.storage.array).reshape(-1).view(np.uint8)
 
 
-def _batches(shared: list[tuple[str, Variable]]) -> Iterator[list[tuple[str, Variable]]]:
-    """Yield the variables in parts of limited size."""
-    part: list[tuple[str, Variable]] = []
+def _batches(shared: list[tuple[str, VariableState]]) -> Iterator[list[tuple[str, VariableState]]]:
+    """Yield the variables in batches of limited size."""
+    part: list[tuple[str, VariableState]] = []
     nbytes = 0
     for name, one in shared:
         part.append((name, one))
-        nbytes += one._copy.nbytes  # noqa: SLF001
+        nbytes += one.storage.array.nbytes
         if nbytes >= _TOGETHER_BYTES:
             yield part
             part, nbytes = [], 0

@@ -14,8 +14,6 @@ from syncvar.variables.policy import AccessKind
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RowSelection", "applied", "checked_rows"]
-
 _UFUNCS: dict[AccessKind, np.ufunc] = {
     AccessKind.SCATTER_ADD: np.add,
     AccessKind.SCATTER_SUB: np.subtract,
@@ -47,11 +45,12 @@ def checked_rows(
     dtype: np.dtype[Any],
     what: str,
 ) -> RowSelection:
-    """Return the operand of a scatter operation on a variable of this shape and dtype.
+    """Return the checked operand of a scatter operation.
 
     Raises:
         RowOutOfRange: An index outside [0, rows); negative ones too.
-        ConfigError: A scalar variable, indices that are no integers, values of a wrong shape or dtype.
+        ConfigError: A scalar variable, indices that are not integers, values of a wrong shape or
+            dtype.
     """
     if not shape:
         raise ConfigError(
@@ -83,7 +82,8 @@ def checked_rows(
             f"Negative rows do not count from the end: write rows % {count}"
             if row < 0 < count
             else (
-                f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], values[keep])"
+                f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], "
+                "values[keep])"
             )
         )
         raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(count)}. {fix}")
@@ -95,7 +95,7 @@ def _inside(count: int) -> str:
 
 
 def _beyond(indices: Any) -> int | None:
-    """Return the first index that no integer dtype holds; such a list would be an array of objects."""
+    """Return the first index that no integer dtype holds; NumPy would make an array of objects."""
     if isinstance(indices, list | tuple):
         return next((found for item in indices if (found := _beyond(item)) is not None), None)
     return indices if isinstance(indices, int) and not -(1 << 63) <= indices < 1 << 64 else None
@@ -104,13 +104,13 @@ def _beyond(indices: Any) -> int | None:
 def applied(
     operation: AccessKind, copy: NDArray[Any], rows: RowSelection, divisor: int = 1
 ) -> NDArray[Any]:
-    """Return a new array: `copy` with the rows applied one after another; half types are rounded once.
+    """Return a copy of the array with the rows applied one after another; half types are rounded once.
 
     Args:
-        operation: Which scatter.
-        copy: The array, unchanged.
-        rows: In the order of (replica, position).
-        divisor: The values are divided by it first.
+        operation: The scatter operation.
+        copy: The array; not changed.
+        rows: The rows, in the order of (replica, position).
+        divisor: Divisor of the values.
     """
     half = copy.dtype.itemsize == 2 and copy.dtype.kind in "fV"
     dtype = reduction("sum", copy.dtype).accumulate if half else copy.dtype

@@ -1,13 +1,13 @@
-"""Where a thread is: inside which strategy's scope, run or merge; and whose variables it makes.
+"""The stack of entered scopes, runs and merges of each thread; it says whose variables are created.
 
-The stack of places belongs to (context, thread). The strategies push to it; variables only look.
+Strategies push to it; variables only read it.
 """
 
 from __future__ import annotations
 
 import importlib
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.bootstrap.process import current
 from syncvar.bootstrap.process import joined as joined_context
@@ -16,96 +16,15 @@ from syncvar.variables.policy import CallContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
 
     from syncvar.bootstrap.context import ProcessContext as Joined
-    from syncvar.runtime.communicator import Communicator
-    from syncvar.variables.deferred_writes import WriteQueue
-    from syncvar.variables.policy import VariableSynchronization
-    from syncvar.variables.registry import VariableRegistry
-    from syncvar.variables.storage import Storage
-
-__all__ = [
-    "Owner",
-    "RemoteOptimizer",
-    "ScopeEntry",
-    "ScopeStack",
-    "context_here",
-    "context_of",
-    "current_owner",
-    "current_place",
-    "default_owner",
-    "places",
-    "set_default",
-    "stacks",
-    "stacks_here",
-    "take_places_along",
-]
-
-
-class Owner(Protocol):
-    """What a variable needs of the strategy that made it."""
-
-    is_default: bool
-    strict: bool
-    check_cross_writes: bool
-    reproducible: bool
-    timeout: float | None
-    context: Joined
-    places: ScopeStack
-    check_every: int
-    roster: VariableRegistry | None
-    queue: WriteQueue | None  # of its deferred writes, once there was one
-
-    @property
-    def communicator(self) -> Communicator:
-        """The calls of the replicas' group."""
-
-    def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
-        """Return the class of the variables that it makes with a mode; None for the usual one."""
-
-    def _make_storage(
-        self, value: NDArray[Any], synchronization: VariableSynchronization
-    ) -> Storage:
-        """Return the memory for a variable's copy."""
-
-
-class RemoteOptimizer(Protocol):
-    """Who makes the steps of variables whose values are not in this process."""
-
-    def step(
-        self,
-        rule: tuple[str, dict[str, Any]],
-        rate: float,
-        pairs: list[tuple[Any, Any]],
-        combine: str,
-    ) -> None:
-        """Make one step of each variable.
-
-        Args:
-            rule: Class name and settings of the optimizer.
-            rate: Learning rate.
-            pairs: Gradient and variable; a gradient of rows is (indices, values).
-            combine: "mean" or "sum" of the workers' gradients, where they are combined.
-        """
-
-    def prepare(self, rule: tuple[str, dict[str, Any]]) -> None:
-        """See to it that such steps can be made.
-
-        Raises:
-            ConfigError: They cannot.
-        """
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Make all writes of a block one."""
+    from syncvar.variables.variable_owner import VariableOwner
 
 
 class ScopeEntry(NamedTuple):
     """One entered scope, run or merge."""
 
-    owner: Owner
+    owner: VariableOwner
     context: CallContext
 
 
@@ -114,18 +33,18 @@ _CROSS, _SPMD = (
     CallContext.SPMD,
 )  # to look a member up by its name takes as long as all else here
 
-_makers: list[Callable[[], Owner]] = []
+_makers: list[Callable[[], VariableOwner]] = []
 
 
-def set_default(maker: Callable[[], Owner]) -> None:
-    """Name the function that makes a context's default strategy; the room above calls this once."""
+def set_default(maker: Callable[[], VariableOwner]) -> None:
+    """Set the function that creates a context's default strategy; `strategies` calls this once."""
     _makers[:] = [maker]
 
 
-def default_owner() -> Owner:
+def default_owner() -> VariableOwner:
     """Return the context's default strategy, which spans the world."""
     extras = current().extras
-    owner: Owner | None = extras.get("default_strategy")
+    owner: VariableOwner | None = extras.get("default_strategy")
     if owner is None:
         if not _makers:
             importlib.import_module("syncvar.strategies.mirrored")  # which calls set_default
@@ -134,11 +53,7 @@ def default_owner() -> Owner:
 
 
 class ScopeStack(threading.local):
-    """The stack of places of each thread, in one job.
-
-    Args:
-        stack: This thread's.
-    """
+    """The scope stacks of a job: one for each thread."""
 
     def __init__(self) -> None:
         self.stack: list[ScopeEntry] = []
@@ -148,61 +63,62 @@ _before_joining = ScopeStack()
 
 
 def stacks(joined: Joined) -> ScopeStack:
-    """Return the stacks of a job, which stay the same objects as long as it lasts."""
+    """Return the scope stacks of a job, the same object as long as the job lasts."""
     extras = joined.extras
     found: ScopeStack | None = extras.get("places")
     return extras.setdefault("places", ScopeStack()) if found is None else found
 
 
 def places(joined: Joined | None = None) -> list[ScopeEntry]:
-    """Return this thread's stack of places in a job (None: the one in force), to look at and to push to. Asking does not join."""
+    """Return this thread's scope stack in a job (None: the current one), without joining a job."""
     return (stacks_here() if joined is None else stacks(joined)).stack
 
 
 def stacks_here() -> ScopeStack:
-    """Return the stacks of the job in force, without joining."""
+    """Return the scope stacks of the current job, without joining."""
     context = joined_context()
     return _before_joining if context is None else stacks(context)
 
 
 def take_places_along(joined: Joined) -> None:
-    """Let what this process has entered before it joined stay entered; for strategies that work without joining."""
+    """Keep scopes that were entered before joining; for strategies that work without joining."""
     joined.extras["places"] = _before_joining
 
 
 def current_place() -> ScopeEntry | None:
-    """Return the innermost place, or None outside every scope."""
+    """Return the innermost scope, or None."""
     stack = places()
     return stack[-1] if stack else None
 
 
-def current_owner() -> Owner:
-    """Return the strategy in force."""
+def current_owner() -> VariableOwner:
+    """Return the current strategy."""
     place = current_place()
     return default_owner() if place is None else place.owner
 
 
-def context_of(owner: Owner, what: str) -> CallContext:
-    """Return the context in which a call on a variable of `owner` is made.
+def context_of(owner: VariableOwner, what: str) -> CallContext:
+    """Return the context of an access to a variable of `owner`.
 
     Raises:
-        UsageError: The innermost place belongs to another explicit strategy.
+        UsageError: The innermost scope belongs to another explicit strategy.
     """
     context = context_here(owner)
     if context is None:
         raise UsageError(
-            f"{what}: the variable belongs to another strategy than the scope it is used in; use it under "
+            f"{what}: the variable belongs to another strategy than the scope it is used in; use "
+            "it under "
             f"`with variable.strategy.scope():`, or outside every scope"
         )
     return context
 
 
-def context_here(owner: Owner) -> CallContext | None:
-    """Return the context in which a call on a variable of `owner` is made; None where `context_of` raises."""
+def context_here(owner: VariableOwner) -> CallContext | None:
+    """Return the context of an access to a variable of `owner`; None where `context_of` raises."""
     stack = owner.places.stack  # of the job that it was made in: asking must not join another one
     if not stack:
         return _SPMD if owner.is_default else _CROSS
-    place = stack[-1]
+    place: ScopeEntry = stack[-1]
     if place.owner is owner:
         return place.context
     return _CROSS if owner.is_default else None

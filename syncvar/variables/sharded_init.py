@@ -1,4 +1,4 @@
-"""Initial values that a function makes part by part, so that nobody ever holds the whole of a large variable."""
+"""Initial values that a function makes part by part, so that no process holds a whole large variable."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["ShardInfo", "checked_shape", "require_shape", "takes_shard_info", "whole"]
-
 _PARAMETER = "shard_info"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of a variable an initial value is made for.
+    """The part of a variable for which a function makes the initial value.
 
     Args:
-        shape: Of the part.
+        shape: Shape of the part.
         offset: Where it begins in the variable, by axis; only the first may exceed 0.
 
     Example:
@@ -44,7 +42,7 @@ class ShardInfo:
 
 
 def takes_shard_info(given: Any) -> bool:
-    """Return whether an initial value is a function that makes parts: it has a parameter named `shard_info`."""
+    """Return whether an initial value is a function with a parameter named `shard_info`."""
     if not callable(given) or isinstance(given, ArrayProtocol):
         return False
     try:
@@ -54,10 +52,10 @@ def takes_shard_info(given: Any) -> bool:
 
 
 def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
-    """Return the shape that was asked for, or None for that of the value.
+    """Return the requested shape, or None for that of the value.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: Not a shape.
     """
     if shape is None:
         return None
@@ -80,19 +78,20 @@ def require_shape(
     """Return shape and dtype of a variable that a function makes part by part.
 
     Raises:
-        ConfigError: One of them was not given.
+        ConfigError: One of them is missing.
     """
     if shape is None or dtype is None:
         missing = " and ".join(
             name for name, given in (("shape=", shape), ("dtype=", dtype)) if given is None
         )
         raise ConfigError(
-            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, so {missing} must say what the whole is: "
+            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
+            f"so {missing} must say what the whole is: "
             f"sv.Variable(fn, shape=(1000000, 64), dtype='float32')"
         )
     return shape, dtype
 
 
 def whole(given: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
-    """Return a function that makes all of a variable as one part."""
+    """Return a function that makes the whole variable as one part."""
     return lambda: given(shard_info=ShardInfo(shape, (0,) * len(shape)))

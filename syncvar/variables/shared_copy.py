@@ -1,11 +1,10 @@
 """One copy of a variable for all replicas of a host, in the host's shared memory.
 
-Every replica of the host reads the same memory. A write makes the new value beside it, on each replica; when all have
-come so far, each puts its part of the new value into the copy, and when all have done that, the write ends. So nobody
-who is outside of a write ever sees the copy change, and it is written once.
+Each replica computes the new value in private memory. When all have done so, each stores its part
+of it into the shared copy; then the write ends. So nobody outside of a write sees the copy change.
 
-Reads hand out copies, because the memory under a view would change with the next write: whether a view of it is alive
-in another process cannot be seen from here. A program that wants no copy reads with `copy=False`.
+Reads return copies, because a process cannot see whether another one holds a view. With
+`copy=False` a read returns a view.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
-    from syncvar.variables.scope import Owner
-
-__all__ = ["SharedCopy", "shared_copy", "written_once"]
+    from syncvar.variables.variable_owner import VariableOwner
 
 
 class SharedCopy(Storage):
@@ -37,7 +34,7 @@ class SharedCopy(Storage):
 
     Args:
         array: The copy.
-        part: Which elements of it, flat, this replica writes.
+        part: Flat elements of it that this replica stores.
     """
 
     __slots__ = ("_part", "_staged", "is_staging")
@@ -55,7 +52,7 @@ class SharedCopy(Storage):
 
     @property
     def is_exposed(self) -> bool:
-        """Reads hand out copies."""
+        """False: reads return copies."""
         return False
 
     def expose(self) -> NDArray[Any]:
@@ -69,10 +66,10 @@ class SharedCopy(Storage):
         return copy, copy
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
-        """Return the array to write to: in a write the new value beside the copy, else the copy itself.
+        """Return the array to write to: the private new value during a write, else the shared copy.
 
         Args:
-            keep: It has to hold what the copy holds; else anything.
+            keep: It must hold the present value; otherwise any content.
         """
         if not self.is_staging:
             return self.array
@@ -81,23 +78,23 @@ class SharedCopy(Storage):
         return self._staged
 
     def commit(self) -> None:
-        """Put this replica's part of the new value into the copy."""
+        """Store this replica's part of the new value into the copy."""
         if self._staged is not None:
             self.array.reshape(-1)[self._part] = self._staged.reshape(-1)[self._part]
 
     def end(self) -> None:
-        """Forget the new value."""
+        """Drop the new value."""
         self.is_staging = False
         self._staged = None
 
 
 @contextmanager
-def written_once(owner: Owner, storages: Sequence[Storage]) -> Iterator[None]:
-    """Make the writes inside the block, which all replicas make, change each shared copy once.
+def written_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
+    """Make the writes in the block, which all replicas make, change each shared copy once.
 
     Args:
         owner: The strategy of the variables.
-        storages: Their memory; those that are not shared are written at once.
+        storages: Their memory; private ones are written at once.
     """
     shared = [storage for storage in storages if isinstance(storage, SharedCopy)]
     if not shared:
@@ -108,7 +105,7 @@ def written_once(owner: Owner, storages: Sequence[Storage]) -> Iterator[None]:
         storage.is_staging = True
     try:
         yield
-        # The new values are there, on all replicas: nobody reads the old ones any more.
+        # All replicas have computed the new values, so nobody needs the old ones.
         meet(owner.communicator, "write a shared copy", ("shared copy", "ready"), owner.timeout)
         for storage in shared:
             storage.commit()
@@ -121,14 +118,14 @@ def written_once(owner: Owner, storages: Sequence[Storage]) -> Iterator[None]:
 def shared_copy(
     context: ProcessContext, on_host: Communicator, value: NDArray[Any], timeout: float | None
 ) -> SharedCopy:
-    """Make the copy that the replicas of this host share. Collective on the host.
+    """Create the copy that the replicas of this host share. Collective on the host.
 
-    Where they share no memory, or there is no room in it, each of them keeps a copy of its own; all do the same with it.
+    Without shared memory, or if it is full, each replica keeps a copy of its own.
 
     Args:
-        context: The job.
-        on_host: The replicas of this host; the first of them gives the memory.
-        value: What it holds at first, the same on all replicas.
+        context: The process context.
+        on_host: The replicas of this host; the first one allocates the memory.
+        value: Initial value, the same on all replicas.
         timeout: Seconds; None for the job's default.
     """
     rank, size = on_host.member_rank, on_host.size

@@ -1,17 +1,14 @@
-"""The memory of a variable's copy: in the host's shared memory where there is one, written in place, never under a reader.
+"""The memory of a variable's copy: in the host's shared memory if there is any, written in place.
 
-Reads hand out views, which cost nothing. What has been handed out must not change, so a write looks first whether a
-view is alive: every view refers to one read-only array over the bytes that the value lies in, its ground, so that the
-references to the ground count the views. If one is alive, the write goes to new memory and leaves the old to it.
+Reads return views, which cost nothing. A view must not change, so a write first looks whether a
+view is alive. Every view refers to one read-only array over the bytes, the *ground*; its reference
+count counts the views. If one is alive, the write goes to new memory and leaves the old one to the
+view.
 
-Another thread may read at any moment of a write. A reader takes its view first and looks then whether a write goes on; a
-writer says first that it writes and looks then for views. Whichever comes first, one of them sees the other: either
-
-1. the view is there before the writer looks, and the write goes to new memory; or
-2. the reader finds that a write goes on, lets go of its view, and waits until the write has ended.
-
-What is written by a call that other replicas take part in cannot be waited for: its readers get copies, in which the
-write may have been made in part.
+Announce-then-look invariant: a reader takes its view before it looks for a writer, and a writer
+announces itself before it looks for views. So either the writer sees the view and goes to new
+memory, or the reader sees the writer, drops its view and waits. During a collective write the
+reader cannot wait; it gets a copy, which may be partly written.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar._native import Copied
+from syncvar._native import CopyGuard
 from syncvar.core.errors import SharedMemoryFull, UsageError
 
 if TYPE_CHECKING:
@@ -36,26 +33,25 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["Storage", "being_written", "refuse_overlap", "warn_shm_is_full"]
-
 _log = logging.getLogger("syncvar")
 
 
 def warn_shm_is_full(context: ProcessContext, error: SharedMemoryFull) -> None:
-    """Say once what it means that there is no room in shared memory."""
+    """Log once what a full shared memory means for variables."""
     if not context.extras.get("warned_shm_is_full"):
         context.extras["warned_shm_is_full"] = True
         _log.warning(
-            "variables of this rank take private memory from now on, their writes are copied: %s",
+            "variables of this rank use private memory from now on, so their writes are copied: %s",
             str(error),
         )
 
 
 def refuse_overlap(communicator: Communicator, name: str) -> Never:
-    """Raise UsageError: somebody else in this process writes the same variables, by a call of all replicas."""
-    communicator.require_free(name)  # says what else goes on
+    """Raise UsageError: another collective of this process is writing the same variables."""
+    communicator.require_free(name)  # names the other collective
     raise UsageError(
-        f"{name}: another thread is writing a variable of these, by a call of all replicas; take turns (threading.Lock)"
+        f"{name}: a collective in another thread is writing one of these variables; "
+        "serialize the writes with a threading.Lock"
     )
 
 
@@ -63,15 +59,11 @@ def refuse_overlap(communicator: Communicator, name: str) -> Never:
 def being_written(
     communicator: Communicator, name: str, storages: Sequence[Storage]
 ) -> Iterator[None]:
-    """Mark storages as written in place by a call that other replicas take part in: readers get copies.
-
-    Args:
-        communicator: The replicas' group.
-        name: The call.
-        storages: Of the variables that it writes.
+    """Mark storages as written in place by a collective: readers get copies.
 
     Raises:
-        UsageError: Another thread, or what a signal's handler has interrupted, writes one of them; nothing has been done.
+        UsageError: Another thread, or what a signal handler has interrupted, writes one of them.
+            Nothing has been done.
     """
     marked: list[Storage] = []
     try:
@@ -88,12 +80,12 @@ def being_written(
 _count = sys.getrefcount
 
 
-class Storage(Copied):
-    """One array, of fixed shape and dtype. As a context manager, it lets this thread alone change the array.
+class Storage(CopyGuard):
+    """One array of fixed shape and dtype. As a context manager, it locks the array for local changes.
 
     Args:
-        context: The job, whose shm gives the memory.
-        value: What it holds at first; copied.
+        context: The process context, which has the shared memory.
+        value: Initial value; copied.
 
     Example:
         >>> from syncvar.bootstrap.process import current
@@ -116,7 +108,7 @@ class Storage(Copied):
         "view",
     )
 
-    is_shared = False  # by the replicas of a host, as their only copy
+    is_shared = False  # the replicas of a host share one copy
 
     def __init__(self, context: ProcessContext, value: NDArray[Any]) -> None:
         self._context = context
@@ -125,15 +117,15 @@ class Storage(Copied):
 
     def _prepare(self) -> None:
         self.moves = 0
-        self.is_being_written = False  # in place, by a call that other replicas take part in
-        # A thread may come again, in a signal's handler or a finalizer.
+        self.is_being_written = False  # in place, by a collective
+        # Reentrant for signal handlers and finalizers.
         self._lock = threading.RLock()
-        self.changes = 0  # that this process makes by itself, under the lock
+        self.changes = 0  # local changes in progress, under the lock
 
     def mark(self) -> bool:
-        """Mark the copy as written in place by a call of all replicas; False where it is already, by somebody else."""
+        """Mark the copy as written in place by a collective; False if it is marked already."""
         with self._lock:
-            if self.is_being_written:  # and whose mark it is may take it off at any moment
+            if self.is_being_written:  # its owner may remove the mark at any moment
                 return False
             self.is_being_written = True
         return True
@@ -147,33 +139,30 @@ class Storage(Copied):
         self._lock.release()
 
     def _take(self, value: NDArray[Any], *, keep: bool = True) -> None:
-        """Go to new memory, which is as it has to be before anybody sees it."""
+        """Move to new memory."""
         self._go_to(self.memory(value.shape, value.dtype), value if keep else None)
 
     def memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return new memory such as copies lie in, with any content."""
+        """Return new memory of the kind that copies use, with any content."""
         array = self._resident(shape, dtype)
         if array is None:
             array = np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
         return array
 
     def move_to(self, array: NDArray[Any], value: NDArray[Any]) -> None:
-        """Let the copy lie in an array of its form that nobody else writes to, with a new value; the old memory is its readers'."""
+        """Move the copy to an array that nobody else writes, with a new value; readers keep the old one."""
         self._go_to(array, value)
 
     def _go_to(self, array: NDArray[Any], value: NDArray[Any] | None) -> None:
         if value is not None:
             array[...] = value
         view, shown = _view_of(array), _view_of(array)
-        self.moves += 1  # an odd number: nobody may keep in mind what is seen of it now
+        self.moves += 1  # odd: nobody may cache what it sees now
         try:
-            self._ground = np.asarray(
-                shown.base
-            )  # the very array, which all that are handed out refer to
-            self._beneath: Any = self._ground.base  # somebody may hold that alone
-            self._references = _count(self._ground) + _count(
-                self._beneath
-            )  # before a reader can add its own
+            self._ground = np.asarray(shown.base)  # the array to which all views refer
+            self._beneath: Any = self._ground.base  # a program may hold this one alone
+            # Counted before a reader can add its own reference.
+            self._references = _count(self._ground) + _count(self._beneath)
             self._shown = shown
             self.array: NDArray[Any] = array
             self.view = view
@@ -192,14 +181,13 @@ class Storage(Copied):
 
     @property
     def is_exposed(self) -> bool:
-        """Whether a view that was handed out is alive."""
+        """Whether a view that a read returned is alive."""
         return _count(self._ground) + _count(self._beneath) > self._references
 
     def expose(self) -> NDArray[Any]:
         """Return a read-only view that never changes; nobody can make it writable.
 
-        Another thread that reads beside a call of all replicas that writes in place gets a copy, in which the write may
-        have been made in part.
+        During a collective write in place, another thread gets a copy, which may be partly written.
         """
         view = self._shown[...]
         if not self.changes and not self.is_being_written:
@@ -208,13 +196,15 @@ class Storage(Copied):
         return self._exposed_beside_a_write()
 
     def read(self, copy: bool) -> NDArray[Any]:
-        """Return what `expose` returns; without a copy, a view that is valid until the next write."""
+        """Return what `expose` returns; without `copy`, a view that is valid until the next write."""
         return self.expose() if copy else self.view
 
     def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return (the array itself or a copy, what keeps it): it does not change as long as the second is referred to."""
+        """Return (array or a copy of it, guard): it does not change while the guard is referenced."""
         array = self.array
-        ground = self._ground  # of that array; or of another one, to which a write has gone meanwhile, and then that one is left alone
+        # Belongs to `array`, or to newer memory if a write has moved meanwhile: then nobody writes
+        # `array`.
+        ground = self._ground
         if not self.changes and not self.is_being_written:
             return array, ground
         del ground
@@ -222,7 +212,7 @@ class Storage(Copied):
         return copy, copy
 
     def _exposed_beside_a_write(self) -> NDArray[Any]:
-        # In a forked copy of this process the thread that writes does not exist.
+        # In a forked child the writing thread does not exist.
         with contextlib.nullcontext() if self._context.is_forked else self._lock:
             if not self.changes and not self.is_being_written:
                 return self._shown[...]
@@ -232,15 +222,15 @@ class Storage(Copied):
 
     @property
     def _is_parents(self) -> bool:
-        """Whether the array lies in memory that a forked copy of this process shares with its parent."""
+        """Whether a forked child of this process shares the array's memory with its parent."""
         below = self.array.base
         return not (type(below) is np.ndarray and below.base is None)
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
-        """Return the array to write to: no view of it is alive.
+        """Return the array to write to, of which no view is alive.
 
         Args:
-            keep: It has to hold what the array held; else anything.
+            keep: It must hold the present value; otherwise any content.
         """
         if _count(self._ground) + _count(self._beneath) > self._references or (
             self._context.is_forked and self._is_parents
@@ -250,7 +240,7 @@ class Storage(Copied):
 
 
 def _view_of(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a read-only view of an array's memory, by way of a read-only array of its own, the base of all parts of it."""
-    # By way of frombuffer: np.ndarray itself looks through a read-only memoryview.
+    """Return a read-only view of an array's memory, whose base is a read-only array of its own."""
+    # np.ndarray would look through a read-only memoryview, frombuffer does not.
     ground = np.frombuffer(memoryview(array.reshape(-1).view(np.uint8)).toreadonly(), np.uint8)  # type: ignore[arg-type]
     return np.ndarray(array.shape, array.dtype, ground)

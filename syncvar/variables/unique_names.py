@@ -1,13 +1,12 @@
-"""The names of variables that are used up: pure bookkeeping, in few bytes and a few steps for each name.
+"""The used names of variables, in constant memory for each base name.
 
-A name is never given back: garbage is collected at different times on the replicas, and they would not agree any more which
-names are free. But what has to be remembered are only the names that a program has given, each with the first number
-that is free behind it; the names that were made from these follow from it. So a loop of temporaries leaves one number.
+A name is never free again: garbage is collected at different times on the replicas, so they would
+    not
+agree which names are free. Only names from the program are stored, each with its first free number.
+So a loop of temporary variables stores one number.
 """
 
 from __future__ import annotations
-
-__all__ = ["Names"]
 
 
 class Names:
@@ -25,7 +24,7 @@ class Names:
         ] = {}  # of a name: it and all its numbers below this one are taken
 
     def __len__(self) -> int:
-        """Return how many names are remembered."""
+        """Return the number of stored names."""
         return len(self._next)
 
     def __contains__(self, name: str) -> bool:
@@ -35,11 +34,7 @@ class Names:
         return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
 
     def free(self, base: str) -> str:
-        """Return `base`, or the first of `base_1`, `base_2`, … that is free.
-
-        Args:
-            base: A name in letters, digits and signs of ASCII.
-        """
+        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
         if base not in self:
             return base
         number = self._next.get(base, 1)
@@ -48,7 +43,7 @@ class Names:
         return f"{base}_{number}"
 
     def take(self, base: str) -> str:
-        """Take what `free` returns, and return it."""
+        """Mark what `free` returns as used, and return it."""
         name = self.free(base)
         if name == base:
             self._next[base] = 1

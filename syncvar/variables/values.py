@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DistributedValues", "Mirrored", "PerReplica"]
-
 
 class DistributedValues:
     """Base of values that every replica has one of.
@@ -40,8 +38,10 @@ def _refused(what: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         del self, args, kwargs
         raise UsageError(
-            f"{what} of a PerReplica has no single meaning, since every replica holds another value. Pass it to "
-            f"strategy.run(fn, args=(x,)), combine it with strategy.reduce('SUM', x, axis=None), or take this "
+            f"{what} of a PerReplica has no single meaning, since every replica holds another "
+            "value. Pass it to "
+            "strategy.run(fn, args=(x,)), combine it with strategy.reduce('SUM', x, axis=None), "
+            "or take this "
             f"process's part with strategy.experimental_local_results(x)"
         )
 
@@ -51,7 +51,8 @@ def _refused(what: str) -> Callable[..., NoReturn]:
 class PerReplica(DistributedValues):
     """This process's part of a value that may differ between replicas.
 
-    Pass it to `run`, `reduce`, `gather` or `experimental_local_results`; using it as a number is refused.
+    Pass it to `run`, `reduce`, `gather` or `experimental_local_results`; using it as a number is
+    refused.
 
     Example:
         >>> import syncvar as sv

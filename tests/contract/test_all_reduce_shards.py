@@ -214,7 +214,7 @@ def test_the_input_stays_as_it_is_and_the_result_is_new():
         ({0: {"a": 1.0}, 1: {"b": 1.0}}, "same structure"),
         ({0: np.ones(2, bool)}, "sum of bool has no meaning"),
         ({}, "nothing to combine"),
-        ({0: 1.0, 2: 1.0, 3: 1.0, 6: 1.0}, "nobody brings shards 1, 4-5"),
+        ({0: 1.0, 2: 1.0, 3: 1.0, 6: 1.0}, "no rank has shards 1, 4-5"),
     ],
 )
 def test_a_refusal_here(shards, words):
@@ -251,9 +251,9 @@ def test_what_is_refused_leaves_the_group_usable(path):
     twice, hole, dtypes, shapes, nothing, here, ops = zip(*results, strict=True)
     for told in (twice, hole, dtypes, shapes, nothing, ops):
         assert {kind for kind, *_ in told} == {"MismatchError"}
-    assert all("shard 0 is brought by ranks 0 and 2" in words for _, words, _ in twice)
+    assert all("ranks 0 and 2 both have shard 0" in words for _, words, _ in twice)
     assert all(
-        "nobody brings shards 2-4" in words and table[2] == "brings shard 5: float64[]"
+        "no rank has shards 2-4" in words and table[2] == "brings shard 5: float64[]"
         for _, words, table in hole
     )
     assert all(
@@ -266,5 +266,5 @@ def test_what_is_refused_leaves_the_group_usable(path):
         for *_, table in dtypes
     )
     assert all("same structure, shapes and dtypes" in words for _, words, _ in shapes)
-    assert all("no rank brings a shard" in words for _, words, _ in nothing)
+    assert all("no rank has a shard" in words for _, words, _ in nothing)
     assert [kind for kind, *_ in here] == ["MismatchError", "ConfigError", "MismatchError"]

@@ -12,7 +12,7 @@ import pytest
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
-from syncvar.variables import deferral_policy
+from syncvar.variables import deferral_tuner
 from syncvar.variables import deferred_writes as queue_module
 
 
@@ -38,10 +38,10 @@ def one_place(monkeypatch):
 def waiting_pays(monkeypatch):
     """Calls in shared memory are as slow as where waiting pays: what AUTO then does is the same on every path."""
     monkeypatch.setitem(
-        deferral_policy.COSTS, ("shm", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
+        deferral_tuner.COSTS, ("shm", False), deferral_tuner.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
     )
     monkeypatch.setitem(
-        deferral_policy.COSTS, ("shm", True), deferral_policy.Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0)
+        deferral_tuner.COSTS, ("shm", True), deferral_tuner.Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0)
     )
 
 
@@ -490,7 +490,7 @@ def test_in_shared_memory_nothing_waits_and_nothing_is_decided(monkeypatch):
     monkeypatch.undo()
     agreed = []
     monkeypatch.setattr(
-        "syncvar.variables.registry.VariableRegistry._decide", lambda *_: agreed.append(1)
+        "syncvar.variables.deferral_tuner.DeferralTuner.decide", lambda *_: agreed.append(1)
     )
 
     def fn():

@@ -13,7 +13,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar._native import Begun, why_not_native
+from syncvar._native import AsyncCall, why_not_native
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.progress import ProgressEngine
@@ -85,7 +85,7 @@ def test_no_engine_where_the_others_come_soon(started):
             work = sv.all_reduce(x, async_op=True, **options)
             x[:] = -1.0
             met.wait(SOON_S)
-            assert not NATIVE or isinstance(work._begun, Begun)
+            assert not NATIVE or isinstance(work._begun, AsyncCall)
             made = work.wait() if step % 3 else work.done() and work.wait(5.0)
             assert (made.tolist(), made is out) == (total(step), step % 2 == 1)
             assert work.wait() is made

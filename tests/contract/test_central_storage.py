@@ -28,7 +28,9 @@ def ranks(size, fn, **world):
 def place(v):
     """Where a variable's copy lies in shared memory; 0 where it does not."""
     shm = current().shm
-    offset = 0 if shm is None else v._storage.array.__array_interface__["data"][0] - shm.address
+    offset = (
+        0 if shm is None else v._state.storage.array.__array_interface__["data"][0] - shm.address
+    )
     return offset if shm is not None and 0 <= offset < shm.shm_bytes else 0
 
 
@@ -49,7 +51,7 @@ def test_all_replicas_of_a_host_read_the_same_memory_and_a_write_counts_once(wor
 
         strategy.run(step)
         strategy.run(step)
-        shared = [isinstance(one._storage, SharedCopy) for one in (v, own, apart)]
+        shared = [isinstance(one._state.storage, SharedCopy) for one in (v, own, apart)]
         return sv.host_index(), place(v), v.numpy().tolist(), shared, float(apart), float(own)
 
     results = ranks(4, fn, **world)

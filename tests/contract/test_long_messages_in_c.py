@@ -10,7 +10,7 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
-from syncvar._native import AdmissionState, Count, message_end
+from syncvar._native import AdmissionState, MessageCounter, message_end
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
 from syncvar.shm.message_ring import (
@@ -68,7 +68,7 @@ class End:
     def __init__(self, pair, x, patience_s=20.0):
         self.added, self.handed = [], []
         self.busy, self.lock = threading.Lock(), threading.Lock()
-        self.count = Count(IDENTITY, CALL)
+        self.count = MessageCounter(IDENTITY, CALL)
         self.engine = AdmissionState()
         self.engine.is_quiet = True
         self.native = message_end(

@@ -746,12 +746,13 @@ def test_the_shm_keeps_gradients_and_steps_without_growing():
         gradient = np.ones(50_000, np.float32)
         optimizer.apply_gradients([(gradient, v)])
         plan = next(iter(optimizer._plans.values()))
-        places = [v._storage.array.ctypes.data, plan.shared[0].whole.ctypes.data]
+        places = [v._state.storage.array.ctypes.data, plan.shared[0].whole.ctypes.data]
         for _ in range(3):
             optimizer.apply_gradients([(gradient, v)])
-        return places == [v._storage.array.ctypes.data, plan.shared[0].whole.ctypes.data], len(
-            optimizer._plans
-        )
+        return places == [
+            v._state.storage.array.ctypes.data,
+            plan.shared[0].whole.ctypes.data,
+        ], len(optimizer._plans)
 
     assert everywhere(2, fn, shared=True) == [(True, 1)] * 2
 
@@ -930,8 +931,8 @@ def test_shards_that_do_not_fit_together_change_nothing(way):
         optimizer = OPT.SGD(1.0)
         rank = sv.rank()
         for mine, words in [
-            ({0: [1.0]}, "brought by ranks 0 and 1"),
-            ({2 * rank: [1.0]}, "nobody brings shard 1"),
+            ({0: [1.0]}, "ranks 0 and 1 both have"),
+            ({2 * rank: [1.0]}, "no rank has shard 1"),
         ]:
             with pytest.raises(sv.MismatchError, match=words):
                 optimizer.apply_gradients([(mine, v)], shards=True)

@@ -16,7 +16,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
 from syncvar.runtime.persistent import persistent_reduce, persistent_transfer
 from syncvar.testing import run_ranks
-from syncvar.variables import deferral_policy
+from syncvar.variables import deferral_tuner
 from syncvar.variables.registry import VariableRegistry
 from syncvar.variables.variable import Variable
 
@@ -349,7 +349,7 @@ def test_a_write_inside_and_outside_of_run_is_one_prepared_call(counted):
 
 def test_auto_decides_at_every_64th_prepared_write_outside_every_scope(monkeypatch):
     monkeypatch.setitem(
-        deferral_policy.COSTS, ("shm", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
+        deferral_tuner.COSTS, ("shm", False), deferral_tuner.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
     )  # else nothing is decided in shared memory
 
     def fn():
@@ -378,7 +378,7 @@ def test_the_checker_looks_before_prepared_writes_outside_runs():
         for _ in range(7):
             v.assign_add(ONES)
         if sv.rank():
-            v._storage.array[1] += 1  # a flipped bit, say
+            v._state.storage.array[1] += 1  # a flipped bit, say
         errors = [caught(lambda: v.assign_add(ONES)) for _ in range(3)]
         return [type(error) for error in errors]
 
@@ -416,7 +416,7 @@ def test_a_prepared_write_asks_for_nothing_but_where_a_comparison_is_due(monkeyp
         step() if way == "plain" else strategy.run(step)
         return (
             [float(one.numpy()[0]) for one in (v, w)],
-            v._tally.steps,
+            v._state.tally.steps,
             v.explain().numbers["writes"],
             v.explain().numbers["collectives"],
         )
@@ -457,13 +457,13 @@ def test_steps_are_counted_until_the_next_comparison_whatever_changes_meanwhile(
         strategy.check_every = 50
         v.assign_add(ONES)
         if sv.rank():
-            v._storage.array[1] += 1
+            v._state.storage.array[1] += 1
         first = found()
         v.assign(ONES)
         made = sv.Variable(0.0, synchronization=ON_WRITE, aggregation=SUM)
         strategy.check_every = 7
         if sv.rank():
-            made._storage.array[...] = 1
+            made._state.storage.array[...] = 1
         return first, found()
 
     assert (
@@ -489,7 +489,7 @@ def test_a_prepared_read_is_sealed_and_of_its_moment(kernel):
         for step in range(6):
             v.assign(np.full(3, step + rank))
             if step == 3:
-                with v._storage:  # another thread is seen to write
+                with v._state.storage:  # another thread is seen to write
                     seen.append(v.read_value())
             elif step == 4:
                 with sv.uneven():
@@ -500,7 +500,7 @@ def test_a_prepared_read_is_sealed_and_of_its_moment(kernel):
                 seen[-1].flags.writeable = True
             assert v.local_value().tolist() == [step + rank] * 3
         assert [one.tolist() for one in seen] == [[2.0 * step + 1] * 3 for step in range(6)]
-        return [type(read).__name__ for read in v._reading.values()]
+        return [type(read).__name__ for read in v._state.reading.values()]
 
     found = everywhere(
         2, fn, shared=True, config=RuntimeConfig(call_runner=kernel, collective_timeout_s=30.0)
@@ -518,9 +518,9 @@ def test_a_prepared_read_of_all_copies_is_one_only_where_it_has_to_be(kernel):
         with strategy.scope():
             v = sv.Variable(np.zeros(3), synchronization=ON_READ, aggregation=SUM)
         strategy.run(lambda: v.assign(np.full(3, 1.0 + rank)))
-        before = v._tally.reads
+        before = v._state.tally.reads
         assert [v.numpy().tolist() for _ in range(4)] == [[3.0] * 3] * 4
-        assert v._tally.reads == before + 4
+        assert v._state.tally.reads == before + 4
         with strategy.scope():
             assert [v.numpy().tolist() for _ in range(3)] == [[3.0] * 3] * 3
         for _ in range(3):
@@ -529,7 +529,7 @@ def test_a_prepared_read_of_all_copies_is_one_only_where_it_has_to_be(kernel):
             assert merged.tolist() == [3.0] * 3
         with sv.MirroredStrategy().scope(), pytest.raises(sv.UsageError, match="another strategy"):
             v.numpy()
-        return type(v._look).__name__
+        return type(v._state.look).__name__
 
     found = everywhere(
         2, fn, shared=True, config=RuntimeConfig(call_runner=kernel, collective_timeout_s=30.0)

@@ -44,9 +44,9 @@ def test_it_is_there_where_reading_never_sends_anything(ranks):
             "auto": made(synchronization="AUTO"),
             "none": made(synchronization=NONE),
         }
-        return {name: type(v._look).__name__ for name, v in kinds.items()}, made(
+        return {name: type(v._state.look).__name__ for name, v in kinds.items()}, made(
             synchronization=ON_READ
-        )._look is unlooked
+        )._state.look is unlooked
 
     runner = "function" if ranks.runner == "python" else "Look"
     assert ranks(fn) == [(dict.fromkeys(("on_write", "auto", "none"), runner), True)] * 2
@@ -59,7 +59,7 @@ def test_a_copy_never_changes_and_a_view_is_of_the_memory(ranks):
         found = []
         for yes, no in ((True, False), (1, 0), (np.True_, np.False_), ("copy", "")):
             v = made()
-            kept, view, before = v.read_value(yes), v.read_value(copy=no), v._storage.moves
+            kept, view, before = v.read_value(yes), v.read_value(copy=no), v._state.storage.moves
             found.append(
                 (
                     kept is view,
@@ -70,12 +70,12 @@ def test_a_copy_never_changes_and_a_view_is_of_the_memory(ranks):
             )
             v.assign_add(np.ones(2))
             found.append(
-                (kept.tolist(), v.read_value(no).tolist(), (v._storage.moves - before) // 2)
+                (kept.tolist(), v.read_value(no).tolist(), (v._state.storage.moves - before) // 2)
             )
             view = v.read_value(no)
             del kept
             v.assign_add(np.ones(2))
-            found.append((view.tolist(), (v._storage.moves - before) // 2))
+            found.append((view.tolist(), (v._state.storage.moves - before) // 2))
         return found
 
     expected = [(False, True, False, False), ([1.0, 2.0], [3.0, 4.0], 1), ([5.0, 6.0], 1)]
@@ -136,12 +136,16 @@ def test_beside_a_write_it_gives_a_copy(ranks):
         v = made()
         found = []
         for name, value in (("is_being_written", True), ("changes", 1)):
-            before = getattr(v._storage, name)
-            setattr(v._storage, name, value)
+            before = getattr(v._state.storage, name)
+            setattr(v._state.storage, name, value)
             seen = v.read_value()
-            setattr(v._storage, name, before)
+            setattr(v._state.storage, name, before)
             found.append(
-                (seen.tolist(), np.shares_memory(seen, v._storage.array), seen.flags.writeable)
+                (
+                    seen.tolist(),
+                    np.shares_memory(seen, v._state.storage.array),
+                    seen.flags.writeable,
+                )
             )
         return found
 
@@ -153,9 +157,9 @@ def test_what_waits_is_sent_by_a_read(ranks):
         v = made(synchronization="AUTO")
         v.pin("deferred")
         v.assign_add(np.ones(2))
-        waits = v._look is unlooked
+        waits = v._state.look is unlooked
         value = v.read_value().tolist()
         v.pin("eager")
-        return waits, value, v._look is unlooked, v.numpy().tolist()
+        return waits, value, v._state.look is unlooked, v.numpy().tolist()
 
     assert ranks(fn) == [(True, [3.0, 4.0], False, [3.0, 4.0])] * 2

@@ -13,9 +13,10 @@ import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
 from syncvar.variables import collective_requests
-from syncvar.variables.persistent_access import DECIDE, DONE, UNDONE
+from syncvar.variables.persistent_access import WriteResult
 from syncvar.variables.policy import AccessKind
 
+FALLBACK, STORED, SAMPLE = WriteResult
 ADD = AccessKind.ASSIGN_ADD
 ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
@@ -86,7 +87,9 @@ def test_it_gives_the_bytes_of_the_plain_write(ranks, dtype, aggregation):
                 def step(fast=fast, plain=plain, shape=shape, strategy=strategy):
                     held = []
                     for turn in range(8):
-                        plain._prepared = dict.fromkeys(plain._prepared, lambda *_, **__: UNDONE)
+                        plain._prepared.update(
+                            dict.fromkeys(plain._prepared, lambda *_, **__: FALLBACK)
+                        )
                         x = np.asarray(draw.standard_normal(shape) * 9).astype(dtype)
                         for v in (fast, plain):
                             (v.assign, v.assign_add, v.assign_sub)[turn % 3](x)
@@ -145,24 +148,26 @@ def test_what_is_not_as_it_was_is_left_to_the_plain_write(ranks):
         found["to be compared"] = write(ONES)
         found["seen already"] = write(ONES, is_seen=True)
         sv.get_strategy().roster.until = 100
-        before = v._tally.steps
-        found["counted"] = write(ONES), v._tally.steps - before
+        before = v._state.tally.steps
+        found["counted"] = write(ONES), v._state.tally.steps - before
         with sv.uneven():
             found["in uneven"] = write(ONES)
         return found, v.numpy().tolist(), w.numpy().tolist()
 
-    left = dict.fromkeys(("in plain code", "in merge_call", "to be compared", "in uneven"), UNDONE)
+    left = dict.fromkeys(
+        ("in plain code", "in merge_call", "to be compared", "in uneven"), FALLBACK
+    )
     left |= {
-        "in a scope": (UNDONE,) * 2,
-        "in another run": (UNDONE,) * 2,
-        "in another thread": [UNDONE],
-        "of another form": [UNDONE] * 8,
+        "in a scope": (FALLBACK,) * 2,
+        "in another run": (FALLBACK,) * 2,
+        "in another thread": [FALLBACK],
+        "of another form": [FALLBACK] * 8,
     }
     made = {
-        "as it was": (DONE, DONE),
-        "not in one piece": DONE,
-        "seen already": DONE,
-        "counted": (DONE, 1),
+        "as it was": (STORED, STORED),
+        "not in one piece": STORED,
+        "seen already": STORED,
+        "counted": (STORED, 1),
     }
     assert ranks(fn) == [({**left, **made}, [8.0] * 3, [2.0] * 3)] * 2
 
@@ -175,13 +180,13 @@ def test_a_reader_keeps_what_it_has_read(ranks):
             v.assign_add(ONES)
             kept.append(v.read_value()[1:])
         v.assign_add(ONES)
-        place = v._storage.array.ctypes.data
+        place = v._state.storage.array.ctypes.data
         del kept[2:]
         v.assign_add(ONES)
         return (
             [one.tolist() for one in kept],
             v.numpy().tolist(),
-            v._storage.array.ctypes.data == place,
+            v._state.storage.array.ctypes.data == place,
         )
 
     assert ranks(fn) == [([[2.0, 2.0], [4.0, 4.0]], [12.0] * 3, True)] * 2
@@ -193,10 +198,10 @@ def test_auto_is_told_at_every_64th_increment_in_plain_code(ranks):
         v = prepared(sync=AUTO)
         v.pin("eager")
         write = v._prepared[ADD]
-        if write(ONES) == UNDONE:  # to be pinned is to be prepared anew
+        if write(ONES) == FALLBACK:  # to be pinned is to be prepared anew
             v.assign_add(ONES)
             write = v._prepared[ADD]
-        return [count for count in range(1, 200) if write(ONES) == DECIDE], v._tally.added
+        return [count for count in range(1, 200) if write(ONES) == SAMPLE], v._state.tally.added
 
     (found, added), other = ranks(fn)
     assert (found, added) == other
@@ -215,7 +220,7 @@ def test_nothing_is_prepared_for_a_write_that_waits(ranks):
             v.assign_add(ONES)
         return waits, v.numpy().tolist(), v._prepared[ADD](np.zeros(3))
 
-    assert ranks(fn) == [((5, UNDONE), [20.0] * 3, DONE)] * 2
+    assert ranks(fn) == [((5, FALLBACK), [20.0] * 3, STORED)] * 2
 
 
 def test_errors_are_those_of_the_plain_write(ranks):
@@ -232,8 +237,8 @@ def test_errors_are_those_of_the_plain_write(ranks):
             type(crossed),
             type(refused),
             v.numpy().tolist(),
-            v._tally.steps,
-            v._storage.is_being_written,
+            v._state.tally.steps,
+            v._state.storage.is_being_written,
         )
 
     mismatch = sv.MismatchError
@@ -250,13 +255,13 @@ def test_after_the_job_it_is_refused(ranks):
         sv.shutdown()
         return write(ONES), type(caught(lambda: v.assign_add(ONES))), v.local_value().tolist()
 
-    assert ranks(fn) == [(UNDONE, sv.UsageError, [0.0] * 3)] * 2
+    assert ranks(fn) == [(FALLBACK, sv.UsageError, [0.0] * 3)] * 2
 
 
 def test_what_a_write_holds_is_let_go_with_its_variable(ranks):
     def fn():
         v = prepared()
-        storage, tally = v._storage, v._tally
+        storage, tally = v._state.storage, v._state.tally
         held = sys.getrefcount(storage), sys.getrefcount(tally)
         for _ in range(50):
             v.assign_add(ONES)
@@ -385,7 +390,7 @@ def test_a_group_gives_the_bytes_of_writes_one_by_one(ranks, dtype, aggregation)
             wrong += [
                 "what was read has changed" for view, before in kept if view.tobytes() != before
             ]
-            wrong += [f"{v.explain().numbers}" for v in together if v._tally.writes != 12]
+            wrong += [f"{v.explain().numbers}" for v in together if v._state.tally.writes != 12]
         return wrong
 
     assert ranks(fn) == [[], []]
@@ -409,15 +414,15 @@ def test_a_prepared_group_makes_one_prepared_call_in_place(ranks, monkeypatch):
         sv.barrier()
         performed.clear()
         sv.barrier()
-        places = [v._storage.moves for v in made]
+        places = [v._state.storage.moves for v in made]
         for _ in range(20):
             sv.assign_add_all(pairs)
         made[1].assign_add(np.ones(3))  # by itself, in the same memory
         made[1].assign_sub(np.ones(3))
-        one = made[1]._storage.array.ctypes.data - made[0]._storage.array.ctypes.data
+        one = made[1]._state.storage.array.ctypes.data - made[0]._state.storage.array.ctypes.data
         return (
             [v.numpy().reshape(-1)[:1].tolist() for v in made],
-            [v._storage.moves for v in made] == places,
+            [v._state.storage.moves for v in made] == places,
             one,
         )
 
@@ -451,7 +456,7 @@ def test_what_is_wrong_in_a_prepared_group_is_refused_and_told(ranks):
             values,
             made[3].numpy().tolist(),
             other.numpy().tolist(),
-            made[0]._storage.is_being_written,
+            made[0]._state.storage.is_being_written,
         )
 
     values = [[number + 10.0] * 2 for number in range(4)]
@@ -471,7 +476,7 @@ def test_a_prepared_group_is_looked_at_as_its_first_variable_is(ranks):
         for _ in range(12):
             sv.assign_add_all(pairs)
         if sv.rank():
-            made[2]._storage.array[...] = 7
+            made[2]._state.storage.array[...] = 7
         errors = [caught(lambda: sv.assign_add_all(pairs)) for _ in range(8)]
         return [number for number, error in enumerate(errors, 13) if error is not None], str(
             errors[7]
@@ -520,7 +525,7 @@ def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(
         often = len(performed)
         found = []
         for turn in range(3):
-            with pytest.raises(sv.MismatchError, match="bring different values") as info:
+            with pytest.raises(sv.MismatchError, match="pass different values") as info:
                 v.assign(ONES * sv.rank()) if turn == 1 else v.assign_add(ONES * (2 - sv.rank()))
             found.append(str(info.value).count("brings float64[3] with digest"))
             assert v.numpy().tolist() == [10.0 + turn] * 3

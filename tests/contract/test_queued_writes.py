@@ -12,7 +12,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.testing import run_ranks
 from syncvar.variables import deferred_writes as queue_module
-from syncvar.variables.queue_prefix import QueuePrefix, common_prefix
+from syncvar.variables.deferred_writes import QueuePrefix, common_prefix
 
 
 @pytest.fixture(params=["links", "shm"])
@@ -361,7 +361,7 @@ def test_queues_of_several_groups_are_sent_in_any_order(ranks):
         for strategy, variable in zip(strategies, variables, strict=True):
             queue = queue_module.queue_of(strategy)
             queue.add(
-                variable,
+                variable._state,
                 sv.variables.policy.AccessKind.ASSIGN_ADD,
                 "sum",
                 5,

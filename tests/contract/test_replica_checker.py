@@ -29,7 +29,7 @@ def ranks(request):
 
 def flip(variable, element, bit=0):
     """Flip a bit of this replica's copy behind the library's back."""
-    array = variable._storage.array
+    array = variable._state.storage.array
     flat = array.reshape(-1).view(np.uint8)
     flat[element * array.dtype.itemsize + bit // 8] ^= np.uint8(1 << bit % 8)
 
@@ -111,8 +111,8 @@ def test_a_range_of_elements_over_several_blocks_and_two_variables(ranks):
             c = sv.Variable(np.zeros(3), name="c")
 
         def fault():
-            b._storage.array[11:40_001] = 1.0
-            c._storage.array[1] = 2.0
+            b._state.storage.array[11:40_001] = 1.0
+            c._state.storage.array[1] = 2.0
 
         del a
         run, error = found_by(strategy, 30, lambda: None, {1: [fault] if sv.rank() == 0 else []})
@@ -330,7 +330,7 @@ def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it
                 strategy.run(lambda: None)
             else:
                 for v in roster.living().values():
-                    v._tally.steps += 1
+                    v.tally.steps += 1
                 roster.writes += 1
         return [v.name for v in made]
 

@@ -156,7 +156,7 @@ def test_a_variable_is_written_in_place():
         places = set()
         for _ in range(4):
             strategy.run(lambda: v.assign_add(np.full(50_000, sv.rank() + 1, np.float32)))
-            places.add(current().shm.locate(v._storage.array))
+            places.add(current().shm.locate(v._state.storage.array))
         return len(places), float(v.read_value(copy=False)[-1])
 
     assert everywhere(2, program) == [(1, 12.0)] * 2

@@ -53,7 +53,7 @@ def spoil(folder, how, monkeypatch):
         return "it is no folder; remove it"
     if how == "open parent":
         folder.parent.chmod(0o777)
-        return "everybody may rename what is in"
+        return "everybody may rename files in"
     folder.mkdir(mode=0o700)
     if how in ("group", "others"):
         folder.chmod(0o770 if how == "group" else 0o707)

@@ -328,12 +328,12 @@ def test_what_is_no_array_in_a_dataclass_is_refused_by_name():
         value = Frozen(1.0) if sv.rank() == 0 else None
         with pytest.raises(
             sv.MismatchError,
-            match=r"Frozen\(weights=array, point=array\), and classes of dataclasses do not travel.*on rank 1 too, which brings None",
+            match=r"Frozen\(weights=array, point=array\), and classes of dataclasses are not sent.*on rank 1, which passes None",
         ):
             sv.broadcast(value)
         with pytest.raises(
             sv.MismatchError,
-            match="classes of dataclasses do not travel, so every rank must bring a shard",
+            match="classes of dataclasses are not sent, so every rank must have a shard",
         ):
             sv.all_reduce_shards({0: {"a": value}} if sv.rank() == 0 else {})
         got = sv.all_reduce_shards({0: Point(Tensor(np.ones(2)), 1.0)} if sv.rank() == 0 else {})
@@ -610,7 +610,7 @@ def test_tensors_of_libraries_without_a_name_do_not_travel_as_objects():
 def test_a_library_that_is_not_here_is_named(torch, monkeypatch):
     packed = pack_object([torch.Tensor(np.ones(2))])
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(WireError, match="tensors of torch in it, which cannot be imported here"):
+    with pytest.raises(WireError, match="tensors of torch, which cannot be imported here"):
         unpack_object(packed)
 
 

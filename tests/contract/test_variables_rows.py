@@ -90,7 +90,7 @@ def test_in_cross(kind):
             for v in (plain, split):
                 getattr(v, f"scatter_{kind}")(*rows_of(0))
                 assert v.numpy().tolist() == looped(kind, start, [0])
-            with pytest.raises(MismatchError, match="bring different"):
+            with pytest.raises(MismatchError, match="pass different"):
                 plain.scatter_add([sv.rank()], [1.0])
             with pytest.raises(UsageError, match="reduce it first"):
                 plain.scatter_add(sv.PerReplica([0]), sv.PerReplica([1.0]))

@@ -237,7 +237,7 @@ def resumed(cluster, folder, steps, job, out):
         .partition("Restarts=")[2]
         .startswith("1 ")
     ), text
-    assert 0 < int(re.search(r"goes on after step (\d+)", text)[1]) < steps
+    assert 0 < int(re.search(r"continues after step (\d+)", text)[1]) < steps
     words = ["-m", "syncvar.examples.resume", str(folder / "alone"), "--steps", str(steps)]
     alone = srun(cluster, "-N2", "-n4", sys.executable, *words)
     assert alone.returncode == 0, alone.stderr

@@ -69,16 +69,16 @@ def stretch(draw, places, length=None):
 
 def steps_of(draw, places):
     """Return random steps in which nothing overlaps that must not."""
-    from syncvar.runtime.programs.instructions import AWAIT, COPY, FOLD, PUBLISH, STORE
+    from syncvar.runtime.programs.instructions import AWAIT, COMBINE, COPY, PUBLISH, STORE
 
     made = []
     for _ in range(int(draw.integers(1, 20))):
-        kind = (COPY, STORE, FOLD, PUBLISH, AWAIT)[int(draw.integers(5))]
+        kind = (COPY, STORE, COMBINE, PUBLISH, AWAIT)[int(draw.integers(5))]
         if kind == PUBLISH:
             made.append((PUBLISH,))
         elif kind == AWAIT:
             made.append((AWAIT, int(draw.integers(0, 3))))
-        elif kind == FOLD:
+        elif kind == COMBINE:
             target, start, length = stretch(draw, places)
             terms = [stretch(draw, places, length) for _ in range(int(draw.integers(1, 6)))]
             length = min(length, *(term[2] for term in terms))
@@ -86,7 +86,7 @@ def steps_of(draw, places):
             if kept and draw.integers(2):
                 kept = ((target, start), *kept)  # in place
             if len(kept) > 1:
-                made.append((FOLD, kept, target, start, length))
+                made.append((COMBINE, kept, target, start, length))
         else:
             source, first, length = stretch(draw, places)
             target, start, length = stretch(draw, places, length)
@@ -108,8 +108,8 @@ def both(draw):
     from syncvar.runtime.programs.arithmetic import Arithmetic, folder
     from syncvar.runtime.programs.buffer_location import ADDRESS
     from syncvar.runtime.programs.instructions import (
+        COMBINE,
         COPY,
-        FOLD,
         STORE,
         CompiledProgram,
         Memory,
@@ -138,11 +138,11 @@ def both(draw):
     if draw.integers(
         2
     ):  # nothing is combined, and what is only read lies in a process, here this one
-        how, steps = Arithmetic(None, dtype, dtype), [step for step in steps if step[0] != FOLD]
+        how, steps = Arithmetic(None, dtype, dtype), [step for step in steps if step[0] != COMBINE]
         written = {step[3] for step in steps if step[0] in (COPY, STORE)}
         for number, place in enumerate(places):
             if number not in written and place.whole is not None:
-                memories[number] = Memory(MemoryKind.LYING, 1, number)
+                memories[number] = Memory(MemoryKind.PEER_SOURCE, 1, number)
                 offsets[number] = ADDRESS | place.array.__array_interface__["data"][0]
     offsets = tuple(offsets)
     code = CompiledProgram(

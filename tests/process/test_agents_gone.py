@@ -10,8 +10,8 @@ from launching import await_true, state
 from syncvar.core.errors import HostUnreachable
 from syncvar_launcher.hosts import provision, staging
 from syncvar_launcher.hosts.agent_connection import RemoteHost, started
-from syncvar_launcher.options import option_table
 from syncvar_launcher.options.hostfile import Host
+from syncvar_launcher.options.parse_options import parse
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def refuse(remotes, timeout_s, others=()):
 def chosen(folder, *arguments):
     (folder / "script.py").touch()
     words = ["-H", "node1:2", *arguments, str(folder / "script.py")]
-    return option_table.parse(words, os.environ, folder)
+    return parse(words, os.environ, folder)
 
 
 def test_no_answer_is_awaited_of_an_agent_that_is_gone(gone, monkeypatch, tmp_path):

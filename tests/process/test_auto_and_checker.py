@@ -60,7 +60,7 @@ with strategy.scope():
     v = sv.Variable(np.ones((100, 100)), name="weights")
 for number in range(1, 101):
     if number == 42 and sv.rank() == 2:
-        v._storage.array.view(np.uint64)[3, 7] ^= np.uint64(1)
+        v._state.storage.array.view(np.uint64)[3, 7] ^= np.uint64(1)
     strategy.run(lambda: None)
 """
 

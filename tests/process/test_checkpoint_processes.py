@@ -223,6 +223,6 @@ def test_the_example_that_is_stopped_by_sigterm_to_the_launcher_and_run_again_en
     assert whole.wait() == 0, whole
     second = launch(target=target, arguments=[str(folder), "--steps", "200"])
     assert second.wait() == 0, second
-    assert "goes on after step" in second.out
+    assert "continues after step" in second.out
     (expected,) = [line for line in whole.lines(0) if line.startswith(last_line)]
     assert expected in second.lines(0)

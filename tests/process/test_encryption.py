@@ -13,7 +13,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.hosts import multi_host
 from syncvar_launcher.job.job import Job
-from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.options.parse_options import parse
 
 SUM = """
 import numpy as np

@@ -94,7 +94,7 @@ def test_f32_what_is_not_finite(launch, mode, what, transport):
         assert {event["error"] for event in own} == {"ConfigError"}, f"{name}: {job}"
         for event in own:
             assert (
-                f"rank 1 brings 1 of 20 elements that are not finite to {words}; the first one, at [2, 3]"
+                f"1 of 20 elements of rank 1's input are not finite in {words}; the first one, at [2, 3]"
                 in event["text"]
             ), f"{name}: {event}"
         if name != "counted":  # that is this rank's own copy: no other takes part
@@ -106,12 +106,12 @@ def test_f32_what_is_not_finite(launch, mode, what, transport):
             for event in other:
                 assert "rank 1" in event["text"], f"{name}: {event}"
                 assert "not finite" in event["text"], f"{name}: {event}"
-    said = [line for line in job.err.split("\n") if "that are not finite" in line]
+    said = [line for line in job.err.split("\n") if "input are not finite" in line]
     if mode == "warn":
-        assert {line.split("not finite to ")[1].split(";")[0] for line in said} == set(
+        assert {line.split("not finite in ")[1].split(";")[0] for line in said} == set(
             NAMED.values()
         ), str(job)
         assert len(said) == len(set(said)), f"each of them once in half a minute\n{job}"
-        assert all("rank 1 brings" in line for line in said), str(job)
+        assert all("of rank 1's input" in line for line in said), str(job)
     if mode == "off":
         assert not said, str(job)

@@ -250,7 +250,7 @@ sv.init()
     job = launch(script, env={"SYNCVAR_CALL_RUNNER": "c"}, options=["--start-method", "spawn"])
     assert job.wait(120) != 0
     assert "there is no C extension" in job.err
-    assert "install with a compiler" in job.err
+    assert "install syncvar with a compiler" in job.err
 
 
 def test_without_a_kernel_calls_are_prepared_in_python(launch):

@@ -90,7 +90,7 @@ sys.meta_path.insert(0, Finder())
     [
         ("syncvar.core.errors", MODULE, signal.SIGINT),
         ("syncvar.core.errors", ENTRY, signal.SIGTERM),
-        ("syncvar_launcher.options.option_table", ENTRY, signal.SIGINT),
+        ("syncvar_launcher.options.parse_options", ENTRY, signal.SIGINT),
         ("syncvar_launcher.job.restart_loop", MODULE, signal.SIGTERM),
         ("zmq", ENTRY, signal.SIGINT),
         ("syncvar.core.errors", ENTRY, signal.SIGHUP),
@@ -254,9 +254,9 @@ def test_f41_too_few_processes_are_told(monkeypatch):
     import resource
 
     from syncvar_launcher.job import resource_limits
-    from syncvar_launcher.options import option_table as options
+    from syncvar_launcher.options.parse_options import parse
 
-    chosen = options.parse(["-n", "16", "--no-python", "true"], {}, "/")
+    chosen = parse(["-n", "16", "--no-python", "true"], {}, "/")
     allowed = resource_limits.needed_tasks(16)
     monkeypatch.setattr(os, "getuid", lambda: os.stat("/proc/self").st_uid or 1)
     monkeypatch.setattr(resource_limits, "_tasks_of_user", lambda: 7)

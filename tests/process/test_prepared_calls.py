@@ -124,7 +124,7 @@ def test_training_where_the_shm_of_one_rank_is_full(launch):
         for event in job.events("trained")
     }
     assert seen == {0: (wanted, wanted, True, False), 1: (wanted, wanted, True, True)}
-    assert "variables of this rank take private memory from now on" in job.err
+    assert "variables of this rank use private memory from now on" in job.err
 
 
 PARTS = """

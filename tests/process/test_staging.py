@@ -14,7 +14,7 @@ from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher.hosts import staging
 from syncvar_launcher.hosts.staged_copy import HostCopy
 from syncvar_launcher.hosts.staging import collected
-from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.options.parse_options import parse
 
 SCRIPT = """
     import os, stat, sys

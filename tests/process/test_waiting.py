@@ -120,12 +120,12 @@ def test_waits_for_the_first_and_for_all(launch):
         == "ConfigError: wait_all takes a list of what calls with async_op=True return, not 3"
     )
     assert (
-        "root must be an integer, not array([1., 1.]): the array to write to is named, out=buffer"
+        "root must be an integer, not array([1., 1.]): pass the array for the result by name, out=buffer"
         in root
     ), root
     assert source.startswith("ConfigError: source must be a rank, not None"), source
     assert "works[sv.wait_any(works)]" in source, source
-    assert "not array([1., 1.]): the array to write to is named, out=buffer" in op, op
+    assert "not array([1., 1.]): pass the array for the result by name, out=buffer" in op, op
     events = job.events("all")
     assert len(events) == 4
     assert all(one["first"] in (0, 2, 3) for one in events)

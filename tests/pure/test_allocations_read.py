@@ -5,9 +5,10 @@ import pytest
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts import multi_host
 from syncvar_launcher.hosts.ssh import why_failed
+from syncvar_launcher.options.allocated_hosts import within
 from syncvar_launcher.options.hostfile import parse_hosts
-from syncvar_launcher.options.option_table import parse
-from syncvar_launcher.schedulers.allocation import allocation, within
+from syncvar_launcher.options.parse_options import parse
+from syncvar_launcher.schedulers.allocation import allocation, find_allocation
 
 SLURM = {  # of a batch script on n1, of sbatch --nodes=3 --ntasks=5
     "SLURM_JOB_ID": "7",
@@ -46,7 +47,7 @@ def found(environ, own="login"):
 
 def chosen(environ, folder, *line):
     (folder / "x.py").touch()
-    return parse([*line, "x.py"], environ, folder)
+    return parse([*line, "x.py"], environ, folder, find_allocation)
 
 
 def test_slurm():
@@ -136,22 +137,26 @@ def test_a_file_takes_away_and_adds_nothing():
 
 def test_the_launcher_takes_hosts_and_slots_from_the_job(tmp_path):
     options = chosen(SLURM, tmp_path)
-    assert [one.name for one in options.hosts] == ["n1", "n2", "gpu03"]
-    assert options.scheduled.starter.program == "srun"
-    assert options.workers == 0, "all slots"
-    assert [one.name for one in chosen(SLURM, tmp_path, "--exclude", "n2").hosts] == ["n1", "gpu03"]
+    assert [one.name for one in options.hosts.entries] == ["n1", "n2", "gpu03"]
+    assert options.hosts.scheduled.starter.program == "srun"
+    assert options.ranks.workers == 0, "all slots"
+    assert [one.name for one in chosen(SLURM, tmp_path, "--exclude", "n2").hosts.entries] == [
+        "n1",
+        "gpu03",
+    ]
     (tmp_path / "hosts").write_text("n2 slots=1\n")
     assert [
-        (one.name, one.slots) for one in chosen(SLURM, tmp_path, "--hostfile", "hosts").hosts
+        (one.name, one.slots)
+        for one in chosen(SLURM, tmp_path, "--hostfile", "hosts").hosts.entries
     ] == [("n2", 1)]
     by_ssh = chosen(SLURM, tmp_path, "--ssh", "ssh -q")
-    assert [one.name for one in by_ssh.hosts] == ["n1", "n2", "gpu03"]
-    assert by_ssh.scheduled is None
-    assert chosen(SLURM | {"SYNCVAR_LAUNCH_SSH": "ssh -q"}, tmp_path).scheduled is None
+    assert [one.name for one in by_ssh.hosts.entries] == ["n1", "n2", "gpu03"]
+    assert by_ssh.hosts.scheduled is None
+    assert chosen(SLURM | {"SYNCVAR_LAUNCH_SSH": "ssh -q"}, tmp_path).hosts.scheduled is None
     for line in (("--allocation", "off"), ("--fake-hosts", "2", "-n", "2")):
-        assert chosen(SLURM, tmp_path, *line).hosts == ()
+        assert chosen(SLURM, tmp_path, *line).hosts.entries == ()
     assert (
-        chosen(SLURM, tmp_path, "--allocation", "off", "-H", "elsewhere:2").hosts[0].name
+        chosen(SLURM, tmp_path, "--allocation", "off", "-H", "elsewhere:2").hosts.entries[0].name
         == "elsewhere"
     )
 
@@ -163,22 +168,27 @@ def test_a_job_of_this_host_alone_is_one_as_anywhere(tmp_path):
         "SLURM_JOB_CPUS_PER_NODE": "4",
     }
     options = chosen(here, tmp_path)
-    assert (options.hosts, options.workers, options.origin["workers"]) == (
+    assert (options.hosts.entries, options.ranks.workers, options.origin["workers"]) == (
         (),
         3,
         "SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE",
     )
-    assert chosen(here, tmp_path, "-n", "2").workers == 2
-    assert chosen(here | {"SLURMD_NODENAME": ""}, tmp_path).hosts[0].name == "n1", (
+    assert chosen(here, tmp_path, "-n", "2").ranks.workers == 2
+    assert chosen(here | {"SLURMD_NODENAME": ""}, tmp_path).hosts.entries[0].name == "n1", (
         "a shell of salloc is elsewhere"
     )
 
 
 def test_what_others_have_started_in_the_job_takes_no_hosts(tmp_path):
     step = SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
-    assert chosen(step, tmp_path).hosts == (), "each task would start on all of them"
+    assert chosen(step, tmp_path).hosts.entries == (), "each task would start on all of them"
     assert (
-        len(chosen(step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, tmp_path).hosts) == 3
+        len(
+            chosen(
+                step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, tmp_path
+            ).hosts.entries
+        )
+        == 3
     )
 
 

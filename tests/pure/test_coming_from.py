@@ -10,7 +10,7 @@ import pytest
 import syncvar as sv
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES, coming_from_text, tasks
-from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.options.parse_options import parse
 
 TASKS = tasks()
 COMMANDS = [one.syncvar for one in TASKS if "syncvar-launch" in one.syncvar]
@@ -61,7 +61,7 @@ def test_a_command_is_understood_by_the_launcher(command, tmp_path):
     (tmp_path / "train.py").write_text("")
     words = [word for word in shlex.split(command) if "=" not in word]
     assert words[0] == "syncvar-launch"
-    assert parse(words[1:], {}, tmp_path).workers == 4
+    assert parse(words[1:], {}, tmp_path).ranks.workers == 4
 
 
 def test_every_row_has_five_spellings_and_says_its_task_once():

@@ -9,7 +9,7 @@ import pytest
 
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES
-from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.options.parse_options import parse
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])

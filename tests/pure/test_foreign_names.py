@@ -13,7 +13,8 @@ from syncvar.cli.migration_table import LIBRARIES, SHORT, coming_from_text
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import WORDS, explained, words_text
 from syncvar.core.settings import nearest
-from syncvar_launcher.options import option_table
+from syncvar_launcher.options.option_table import BY_FLAG, BY_OFF_FLAG, OPTIONS, OTHER_FLAGS
+from syncvar_launcher.options.parse_options import parse
 
 OURS = {
     "sv": sv,
@@ -53,13 +54,13 @@ def test_a_word_stands_in_the_table_once_and_is_none_of_ours():
     assert len(set(seen)) == len(seen)
     for place, name in ATTRIBUTES:
         assert name not in vars(OURS[place]), f"{place} has {name} itself"
-    known = {flag for option in option_table._OPTIONS for flag in option.flags}
+    known = {flag for option in OPTIONS for flag in option.flags}
     assert not known & {name for place, name in seen if place == "option"}
 
 
 def test_what_a_word_is_told_is_there():
     """Names, methods, options and settings that the sentences speak of exist."""
-    flags = {*option_table._BY_FLAG, *option_table._OFF, *option_table._OTHER_FLAGS}
+    flags = {*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS}
     for word in WORDS:
         for dotted in re.findall(r"\bsv((?:\.[A-Za-z_]+)+)", word.text):
             value = sv
@@ -147,8 +148,14 @@ class Linear:
         (lambda: sv.MirroredStrategy([0, 1]), "write group = sv.new_group([0, 1]), on all ranks"),
         (lambda: sv.all_reduce(X, group=range(2)), "write group = sv.new_group(range(0, 2))"),
         (lambda: sv.MultiWorkerMirroredStrategy(Linear()), '"A module of PyTorch"'),
-        (lambda: sv.MirroredStrategy(TFConfigClusterResolver()), "leave it out: TF_CONFIG"),
-        (lambda: sv.ParameterServerStrategy(TFConfigClusterResolver()), "leave it out: TF_CONFIG"),
+        (
+            lambda: sv.MirroredStrategy(TFConfigClusterResolver()),
+            "leave it out: sv reads TF_CONFIG",
+        ),
+        (
+            lambda: sv.ParameterServerStrategy(TFConfigClusterResolver()),
+            "leave it out: sv reads TF_CONFIG",
+        ),
         (lambda: sv.ParameterServerStrategy(Linear()), '"A module of PyTorch"'),
         (lambda: sv.ParameterServerStrategy(3), "write sv.partitioners.FixedShards(2)"),
     ],
@@ -178,7 +185,7 @@ X = np.ones(2)
             lambda: sv.all_reduce(X, average=True),
             "all_reduce() got an unexpected keyword argument 'average': write op=\"mean\"",
         ),
-        (lambda: sv.all_reduce(X, name="x"), "leave it out: calls are told apart by their order"),
+        (lambda: sv.all_reduce(X, name="x"), "leave it out: sv identifies calls by their order"),
         (lambda: sv.all_reduce(X, tiemout=1), "'tiemout' (did you mean timeout?)"),
         (lambda: sv.all_reduce(X, zzz=1), "unexpected keyword argument 'zzz'"),
         (lambda: sv.broadcast(X, src=0), "'src': write root="),
@@ -200,7 +207,7 @@ X = np.ones(2)
         ),
         (
             lambda: sv.MultiWorkerMirroredStrategy(cluster_resolver=1),
-            "TF_CONFIG, torchrun's variables",
+            "sv reads TF_CONFIG and the variables",
         ),
         (lambda: sv.CentralStorageStrategy(compute_devices=[]), "one replica is one process"),
         (
@@ -220,7 +227,7 @@ X = np.ones(2)
         ),
         (
             lambda: sv.data.from_arrays(X, batch_size=1).shuffle(reshuffle_each_iteration=True),
-            "each epoch has an order of its own",
+            "each epoch has its own order",
         ),
     ],
 )
@@ -339,7 +346,7 @@ def test_near_words_are_guessed():
 
 def refused(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
-        option_table.parse(arguments, {}, "/")
+        parse(arguments, {}, "/")
     assert ended.value.code == 2
     return capsys.readouterr().err
 

@@ -13,7 +13,7 @@ maps = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(lambda sizes: Hos
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_ranks_are_divided_evenly_and_none_is_lost(workers, hosts):
     if hosts > workers:
-        with pytest.raises(ConfigError, match="each host needs a worker"):
+        with pytest.raises(ConfigError, match="each host needs at least one"):
             divided(workers, hosts)
         return
     sizes = divided(workers, hosts)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher.join.join_handshake import Hello
 from syncvar_launcher.options.join_options import place_of
-from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.options.parse_options import parse
 
 HELLO = Hello("n1", "10.0.0.7", None, None, "0.1.0", 1, "3.11.7", "little")
 
@@ -51,11 +51,11 @@ def test_what_is_no_address_is_refused(text):
         (["--listen", "[::]:29400", "--hosts", "2", "-m", "x"], "would listen on all networks"),
         (
             ["--listen", "10.0.0.1", "--hostfile", "h", "-n", "2", "-m", "x"],
-            "--hostfile is for hosts that are logged in to",
+            "--hostfile is for hosts that the launcher logs in to",
         ),
         (
             ["--listen", "10.0.0.1", "--hosts", "2", "--slots", "2", "-m", "x"],
-            "--slots is said by each host that joins",
+            "--slots is an option of each host that joins",
         ),
         (["--join", "10.0.0.1", "--key-file", "k"], "the port is missing"),
         (["--join", "10.0.0.1:9", "train.py"], "leave train.py out"),
@@ -78,17 +78,21 @@ def test_a_job_that_waits_for_hosts(tmp_path):
     )
     assert (
         chosen.has_hosts,
-        chosen.hosts,
-        chosen.host_count,
-        chosen.workers,
-        str(chosen.key_file),
+        chosen.hosts.entries,
+        chosen.join.host_count,
+        chosen.ranks.workers,
+        str(chosen.join.key_file),
     ) == (True, (), 3, 0, "/home/ann/.syncvar-key")
     chosen = parse(
         ["--listen", "node1", "--workers", "3", "--key-file", "k", "-m", "x"], {}, tmp_path
     )
-    assert (chosen.host_count, chosen.workers, chosen.key_file) == (None, 3, tmp_path / "k")
+    assert (chosen.join.host_count, chosen.ranks.workers, chosen.join.key_file) == (
+        None,
+        3,
+        tmp_path / "k",
+    )
     chosen = parse(["--join", "node1:9", "--slots", "2", "--cwd", str(tmp_path)], {}, tmp_path)
-    assert (chosen.join, chosen.slots, str(chosen.cwd), chosen.has_hosts) == (
+    assert (chosen.join.address, chosen.join.slots, str(chosen.program.cwd), chosen.has_hosts) == (
         "node1:9",
         2,
         str(tmp_path),

@@ -8,7 +8,7 @@ from syncvar_launcher.hosts.host_checks import why_unfit
 from syncvar_launcher.hosts.host_facts import facts_of
 from syncvar_launcher.job import resource_limits
 from syncvar_launcher.options.hostfile import parse_hosts
-from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.options.parse_options import parse
 
 
 def group(folder, allowed, current):

@@ -44,11 +44,11 @@ def steps_of(world, rank, number, one):
         kind, owner, place = memory
         if kind in (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH):
             return own.setdefault((kind, place), {})
-        if kind == MemoryKind.LYING:
+        if kind == MemoryKind.PEER_SOURCE:
             return world.memory[(MemoryKind.SOURCE, place), owner, number]
         if kind == MemoryKind.SLOT:
             return world.memory.setdefault(("SLOT", owner, number & 1), {})
-        if kind == MemoryKind.MADE:
+        if kind == MemoryKind.COMBINED:
             return world.memory.setdefault(("MADE", owner, place), {})
         return world.memory.setdefault(("CELLS", owner, sides[owner] ^ place), {})
 
@@ -153,7 +153,7 @@ def moves(kind, size, count, tell, lag=2):
         )
         everyone = len(tell) == size
         way = (
-            TransferPath.LYING
+            TransferPath.DIRECT
             if everyone
             else TransferPath.SLOTS
             if count <= 2 and not tell

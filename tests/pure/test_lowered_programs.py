@@ -80,9 +80,9 @@ def call(world, rank, number, count, cells, places, in_place, ends):
                 rank,
                 of_call,
             )
-        if kind == MemoryKind.LYING:
+        if kind == MemoryKind.PEER_SOURCE:
             return ("TARGET" if in_place else "SOURCE", owner, of_call)
-        if kind == MemoryKind.GOAL:
+        if kind == MemoryKind.PEER_TARGET:
             return ("TARGET", owner, of_call)
         if kind == MemoryKind.CELLS:
             return ("CELLS", owner, place ^ sides[owner])

@@ -18,7 +18,7 @@ from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.transports.base import Control, Transport
-from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.options.parse_options import parse
 
 MPI = {"SYNCVAR_TRANSPORT": "mpi"}
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -26,7 +26,7 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
 
 def test_syncvar_launch_starts_no_processes_of_mpi(tmp_path):
     (tmp_path / "script.py").touch()
-    assert parse(["--workers", "2", "script.py"], {}, tmp_path).workers == 2
+    assert parse(["--workers", "2", "script.py"], {}, tmp_path).ranks.workers == 2
     with pytest.raises(ConfigError, match="start the script with mpirun"):
         parse(["--workers", "2", "script.py"], MPI, tmp_path)
 

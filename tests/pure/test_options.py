@@ -11,15 +11,11 @@ import pytest
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.hosts.placement import HostCapacity, placed
-from syncvar_launcher.options import option_table as options_module
+from syncvar_launcher.options import usable_cores as cores_module
 from syncvar_launcher.options.forwarded_signals import forwarded
-from syncvar_launcher.options.option_table import (
-    help_text,
-    host_keys,
-    hosts_help_text,
-    launch_keys,
-    parse,
-)
+from syncvar_launcher.options.option_help import help_text, hosts_help_text
+from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys
+from syncvar_launcher.options.parse_options import parse
 from syncvar_launcher.options.worker_environment import inherited
 
 HERE = Path(__file__).parent
@@ -57,18 +53,38 @@ def configuration(folder, text):
 
 def test_defaults(folder):
     options = run("train.py", cwd=folder)
-    assert (options.kind, options.target, options.args) == ("script", "train.py", ())
-    assert (options.workers, options.output, options.bind, options.color) == (
+    assert (options.program.kind, options.program.target, options.program.args) == (
+        "script",
+        "train.py",
+        (),
+    )
+    assert (
+        options.ranks.workers,
+        options.output.selection,
+        options.ranks.bind,
+        options.output.color,
+    ) == (
         1,
         "all",
         "auto",
         "auto",
     )
-    assert options.timeout_s == math.inf
+    assert options.limits.timeout_s == math.inf
     assert options.runtime == RuntimeConfig()
-    assert options.cwd == folder
-    assert options.log_dir is options.debug is options.config is options.cores_per_worker is None
-    assert {options.timestamps, options.torch_env, options.dry_run, options.verbose} == {False}
+    assert options.program.cwd == folder
+    assert (
+        options.output.log_dir
+        is options.ranks.debug
+        is options.program.config
+        is options.ranks.cores_per_worker
+        is None
+    )
+    assert {
+        options.output.timestamps,
+        options.ranks.torch_env,
+        options.program.dry_run,
+        options.output.verbose,
+    } == {False}
     assert set(options.origin.values()) == {"default"}
     assert set(options.origin) == {*launch_keys(), "config", "join", *RuntimeConfig.names()}
 
@@ -91,7 +107,12 @@ def test_defaults(folder):
 )
 def test_everything_after_the_program_is_passed_on(folder, argv, kind, target, args):
     options = run("-n", "2", *argv, cwd=folder)
-    assert (options.kind, options.target, options.args, options.workers) == (kind, target, args, 2)
+    assert (
+        options.program.kind,
+        options.program.target,
+        options.program.args,
+        options.ranks.workers,
+    ) == (kind, target, args, 2)
 
 
 @pytest.mark.parametrize(
@@ -108,21 +129,21 @@ def test_everything_after_the_program_is_passed_on(folder, argv, kind, target, a
     ],
 )
 def test_spellings_of_workers(spelling):
-    assert run(*spelling, "-m", "x").workers == 3
+    assert run(*spelling, "-m", "x").ranks.workers == 3
 
 
 def test_workers_auto_counts_usable_cores(monkeypatch, tmp_path):
-    monkeypatch.setattr(options_module.os, "sched_getaffinity", lambda pid: {3, 1, 8})
-    monkeypatch.setattr(options_module, "core_quota", lambda: None)
-    assert run("-n", "auto", "-m", "x").workers == 3
-    assert run("-m", "x", environ={"SYNCVAR_LAUNCH_WORKERS": "auto"}).workers == 3
+    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda pid: {3, 1, 8})
+    monkeypatch.setattr(cores_module, "core_quota", lambda: None)
+    assert run("-n", "auto", "-m", "x").ranks.workers == 3
+    assert run("-m", "x", environ={"SYNCVAR_LAUNCH_WORKERS": "auto"}).ranks.workers == 3
     path = configuration(tmp_path, '[launch]\nworkers = "auto"\n')
-    assert run("--config", str(path), "-m", "x").workers == 3
+    assert run("--config", str(path), "-m", "x").ranks.workers == 3
 
 
 def test_last_value_wins():
-    assert run("-n", "3", "-n", "4", "-m", "x").workers == 4
-    assert run("--timestamps", "--no-timestamps", "-m", "x").timestamps is False
+    assert run("-n", "3", "-n", "4", "-m", "x").ranks.workers == 4
+    assert run("--timestamps", "--no-timestamps", "-m", "x").output.timestamps is False
 
 
 def test_all_options_together(folder):
@@ -161,23 +182,33 @@ def test_all_options_together(folder):
         "train.py",
         environ={"B": "b b"},
     )
-    assert options.env == {"A": "1=2", "B": "b b", "C": ""}
-    assert (options.cwd, options.log_dir) == (folder, Path("/logs"))
-    assert (options.output, options.timestamps, options.color, options.timeout_s) == (
+    assert options.program.env == {"A": "1=2", "B": "b b", "C": ""}
+    assert (options.program.cwd, options.output.log_dir) == (folder, Path("/logs"))
+    assert (
+        options.output.selection,
+        options.output.timestamps,
+        options.output.color,
+        options.limits.timeout_s,
+    ) == (
         "failed",
         True,
         "always",
         1.5,
     )
     assert (options.runtime.rendezvous_timeout_s, options.runtime.term_grace_s) == (7, 0)
-    assert (options.bind, options.cores_per_worker, options.torch_env, options.debug) == (
+    assert (
+        options.ranks.bind,
+        options.ranks.cores_per_worker,
+        options.ranks.torch_env,
+        options.ranks.debug,
+    ) == (
         "cores",
         2,
         True,
         1,
     )
-    assert options.dry_run
-    assert options.verbose
+    assert options.program.dry_run
+    assert options.output.verbose
     assert options.origin["env.B"] == options.origin["term_grace_s"] == "command line"
 
 
@@ -230,7 +261,7 @@ def test_usage_errors(capsys, argv, message):
         ("--output", "0,", "'' is no rank"),
         ("--output", "-1", "or ranks such as 0,3-5, not '-1'"),
         ("--output", "0-1-2", "'0-1-2' is no rank"),
-        ("--output", "3-1", "the span 3-1 begins above its end"),
+        ("--output", "3-1", "the span 3-1 ends before it begins"),
         ("--output", "0-" + "9" * 99, "there is no rank 999"),
         (
             "--forward-signals",
@@ -285,13 +316,13 @@ def test_python_before_the_script_is_left_out(capsys, folder, python):
     text = usage_error(capsys, "-np", "2", python, "train.py", cwd=folder)
     assert f"leave out {python}, because the launcher starts Python by itself" in text
     (folder / "python").write_text("print('a script of this name')\n")
-    assert parse(["python"], {}, folder).target == "python"
+    assert parse(["python"], {}, folder).program.target == "python"
 
 
 def test_the_script_is_looked_for_in_the_folder_of_the_ranks(folder):
     (folder / "sub").mkdir()
     (folder / "sub" / "deep.py").write_text("")
-    assert run("--cwd", "sub", "deep.py", cwd=folder).cwd == folder / "sub"
+    assert run("--cwd", "sub", "deep.py", cwd=folder).program.cwd == folder / "sub"
 
 
 # Wrong configuration.
@@ -384,7 +415,7 @@ def test_bad_variables(environ, message):
 def test_bad_files_name_file_key_and_nearest_name(folder, text, message):
     path = configuration(folder, text)
     if message is None:
-        assert run("--config", str(path), "-m", "x").env == {"A": "\\u0000"}
+        assert run("--config", str(path), "-m", "x").program.env == {"A": "\\u0000"}
         return
     with pytest.raises(ConfigError) as caught:
         run("--config", str(path), "-m", "x")
@@ -422,14 +453,14 @@ def test_variables_are_copied_by_name_and_by_their_beginning():
         "x",
         environ=environ,
     )
-    assert options.env == {
+    assert options.program.env == {
         "AWS_ID": "z",
         "AWS_KEY": "b",
         "OTHER": "c",
         "LD_X": "e",
         "SYNCVAR_MINE": "g",
     }
-    assert run("-x", "LD_PRELOAD", "-m", "x", environ=environ).env == {"LD_PRELOAD": "d"}, (
+    assert run("-x", "LD_PRELOAD", "-m", "x", environ=environ).program.env == {"LD_PRELOAD": "d"}, (
         "named explicitly"
     )
     with pytest.raises(
@@ -437,7 +468,10 @@ def test_variables_are_copied_by_name_and_by_their_beginning():
         match=r"--env GCP_\* \(command line\): syncvar-launch has no variable to copy whose name begins with GCP_",
     ):
         run("-x", "GCP_*", "-m", "x", environ=environ)
-    assert (run("-m", "x").env_clear, run("--env-clear", "-m", "x").env_clear) == (False, True)
+    assert (run("-m", "x").program.env_clear, run("--env-clear", "-m", "x").program.env_clear) == (
+        False,
+        True,
+    )
 
 
 def test_what_a_worker_inherits():
@@ -466,7 +500,7 @@ def test_debug_needs_a_rank_of_the_world(workers, ranks):
 
 def test_output_of_ranks_needs_ranks_of_the_world(folder):
     for which in ("all", "first", "failed", "none", "0", "3,0-1", "0-3"):
-        assert run("-n", "4", "--output", which, "-m", "x").output == which
+        assert run("-n", "4", "--output", which, "-m", "x").output.selection == which
     with pytest.raises(
         ConfigError,
         match=r"--output 0,4 \(command line\): there is no rank 4 among 4 \(ranks are 0 to 3\)",
@@ -505,13 +539,17 @@ def test_each_layer_overrules_those_below_and_origin_tells(folder):
         "SYNCVAR_TERM_GRACE_S": "6",
     }
     options = run("-n", "4", "--grace", "7", "-m", "x", environ=environ, cwd=folder)
-    assert (options.workers, options.output, options.log_dir) == (4, "none", folder / "from_file")
+    assert (options.ranks.workers, options.output.selection, options.output.log_dir) == (
+        4,
+        "none",
+        folder / "from_file",
+    )
     assert (
         options.runtime.term_grace_s,
         options.runtime.lost_after_s,
         options.runtime.suspect_after_s,
     ) == (7, 5, 1)
-    assert options.config == path
+    assert options.program.config == path
     origin = options.origin
     assert origin["workers"] == origin["term_grace_s"] == "command line"
     assert origin["output"] == origin["lost_after_s"] == origin["config"] == "environment"
@@ -524,7 +562,7 @@ def test_the_command_line_names_the_file_first(folder):
     assert (
         run(
             "--config", "job.toml", "-m", "x", environ={"SYNCVAR_LAUNCH_CONFIG": "/no"}, cwd=folder
-        ).config
+        ).program.config
         == path
     )
 
@@ -533,7 +571,12 @@ def test_variables_of_all_layers_are_joined_by_name(folder):
     path = configuration(folder, '[launch]\nenv = ["A=file", "B=file", "C=file x"]\n')
     environ = {"SYNCVAR_LAUNCH_ENV": "B=environment 'D=two words'"}
     options = run("--config", str(path), "--env", "A=line x", "-m", "x", environ=environ)
-    assert options.env == {"A": "line x", "B": "environment", "C": "file x", "D": "two words"}
+    assert options.program.env == {
+        "A": "line x",
+        "B": "environment",
+        "C": "file x",
+        "D": "two words",
+    }
     assert [options.origin[f"env.{name}"] for name in "ABCD"] == [
         "command line",
         "environment",
@@ -544,12 +587,12 @@ def test_variables_of_all_layers_are_joined_by_name(folder):
 
 def test_a_switch_of_the_file_can_be_turned_off(folder):
     path = configuration(folder, "[launch]\ntimestamps = true\n")
-    assert run("--config", str(path), "-m", "x").timestamps is True
-    assert run("--config", str(path), "--no-timestamps", "-m", "x").timestamps is False
+    assert run("--config", str(path), "-m", "x").output.timestamps is True
+    assert run("--config", str(path), "--no-timestamps", "-m", "x").output.timestamps is False
     assert (
         run(
             "--config", str(path), "-m", "x", environ={"SYNCVAR_LAUNCH_TIMESTAMPS": "off"}
-        ).timestamps
+        ).output.timestamps
         is False
     )
 
@@ -569,12 +612,12 @@ def test_a_switch_of_the_file_can_be_turned_off(folder):
 )
 def test_habits_of_colour(argv, environ, color, origin):
     options = run(*argv, "-m", "x", environ=environ)
-    assert (options.color, options.origin["color"]) == (color, origin)
+    assert (options.output.color, options.origin["color"]) == (color, origin)
 
 
 def test_color_on():
     assert [
-        run("--color", when, "-m", "x").color_on(on)
+        run("--color", when, "-m", "x").output.has_color(is_terminal=on)
         for when in ("auto", "always", "never")
         for on in (False, True)
     ] == [
@@ -659,7 +702,8 @@ def test_version(capsys):
 @pytest.mark.parametrize("name", ["local", "ci", "debug", "parameter_server"])
 def test_files_of_the_repository_load(name):
     assert (
-        run("--config", str(CONFIGS / f"{name}.toml"), "-m", "x").config == CONFIGS / f"{name}.toml"
+        run("--config", str(CONFIGS / f"{name}.toml"), "-m", "x").program.config
+        == CONFIGS / f"{name}.toml"
     )
 
 
@@ -681,28 +725,30 @@ def test_local_holds_every_option_and_knob_with_its_default():
     without = run("-m", "x")
     assert with_file.runtime == without.runtime
     for key in set(launch_keys()).difference(host_keys()):
-        attribute = "timeout_s" if key == "timeout" else key
-        assert getattr(with_file, attribute) == getattr(without, attribute), key
+        one = next(one for one in OPTIONS if one.key == key)
+        sections = (getattr(with_file, one.section), getattr(without, one.section))
+        assert getattr(sections[0], one.field_name) == getattr(sections[1], one.field_name), key
     assert set(tomllib.loads(text)["runtime"]) == set(RuntimeConfig.names())
 
 
 def test_two_hosts_holds_the_defaults_of_all_options_for_several():
     options = run("--config", str(CONFIGS / "two_hosts.toml"), "-m", "x", cwd=CONFIGS.parent)
-    assert [(one.name, one.slots) for one in options.hosts] == [("node1", 4), ("node2", 4)]
-    assert options.workers == 0  # all slots
+    assert [(one.name, one.slots) for one in options.hosts.entries] == [("node1", 4), ("node2", 4)]
+    assert options.ranks.workers == 0  # all slots
     without = run("-m", "x")
     for key in ("map_by", "ssh", "ssh_port", "ssh_always", "remote_python", "iface"):
-        assert getattr(options, key) == getattr(without, key), key
+        assert getattr(options.hosts, key) == getattr(without.hosts, key), key
 
 
 def test_a_host_without_a_number_has_one_slot_in_a_list_and_its_cores_in_a_file(tmp_path):
     (tmp_path / "hosts").write_text("a\nb:2\n")
-    of_file = run("--hostfile", "hosts", "-m", "x", cwd=tmp_path).hosts
+    of_file = run("--hostfile", "hosts", "-m", "x", cwd=tmp_path).hosts.entries
     assert [(one.name, one.slots) for one in of_file] == [("a", None), ("b", 2)]
-    of_list = run("-H", "a,b:2,c,c", "-n", "2", "-m", "x").hosts
+    of_list = run("-H", "a,b:2,c,c", "-n", "2", "-m", "x").hosts.entries
     assert [(one.name, one.slots) for one in of_list] == [("a", 1), ("b", 2), ("c", 2)]
     rooms = [
-        HostCapacity(one.name, one.slots) for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts
+        HostCapacity(one.name, one.slots)
+        for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts.entries
     ]
     assert placed(rooms, 2) == (1, 1)
     with pytest.raises(ConfigError, match="name:N in -H"):
@@ -712,7 +758,7 @@ def test_a_host_without_a_number_has_one_slot_in_a_list_and_its_cores_in_a_file(
 def test_hosts_of_a_file_were_named_where_the_file_was(tmp_path):
     (tmp_path / "hosts").write_text("a:2\nb:2\n")
     options = run("--hostfile", "hosts", "-m", "x", cwd=tmp_path)
-    assert [one.name for one in options.hosts] == ["a", "b"]
+    assert [one.name for one in options.hosts.entries] == ["a", "b"]
     assert options.origin["hosts"] == "command line"
 
 
@@ -739,7 +785,7 @@ def test_the_commented_lines_of_local_are_right_too(tmp_path):
     text = (CONFIGS / "local.toml").read_text(encoding="utf-8")
     text = re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)
     options = run("--config", str(configuration(tmp_path, text)), "-m", "x")
-    assert (options.debug, options.cores_per_worker) == (0, 1)
+    assert (options.ranks.debug, options.ranks.cores_per_worker) == (0, 1)
 
 
 def test_ci_is_short_and_debug_is_endless():
@@ -756,7 +802,7 @@ def test_ci_is_short_and_debug_is_endless():
 
 def test_the_launcher_imports_no_numpy():
     code = (
-        "import sys, syncvar_launcher.options.option_table, syncvar_launcher.io.output, syncvar_launcher.job.failure_report, syncvar_launcher.job.dry_run\n"
+        "import sys, syncvar_launcher.options.parse_options, syncvar_launcher.io.output, syncvar_launcher.job.failure_report, syncvar_launcher.job.dry_run\n"
         "sys.exit('numpy' in sys.modules or 'zmq' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -766,9 +812,14 @@ def test_the_launcher_imports_no_numpy():
 
 
 def test_servers_are_asked_for_with_a_copy_of_each_or_without():
-    assert (run("-m", "x").servers, run("-m", "x").server_replicas) == (0, 0)
+    assert (run("-m", "x").ranks.servers, run("-m", "x").ranks.server_replicas) == (0, 0)
     options = run("--config", str(CONFIGS / "parameter_server.toml"), "-m", "x")
-    assert (options.workers, options.servers, options.server_replicas, options.max_restarts) == (
+    assert (
+        options.ranks.workers,
+        options.ranks.servers,
+        options.ranks.server_replicas,
+        options.limits.max_restarts,
+    ) == (
         4,
         2,
         1,
@@ -777,7 +828,7 @@ def test_servers_are_asked_for_with_a_copy_of_each_or_without():
     assert (
         run(
             "--servers", "3", "-m", "x", environ={"SYNCVAR_LAUNCH_SERVER_REPLICAS": "1"}
-        ).server_replicas
+        ).ranks.server_replicas
         == 1
     )
 
@@ -805,7 +856,7 @@ def test_copies_that_have_no_place_are_refused(arguments, words):
 
 
 def test_signals_are_passed_on_by_name_or_number():
-    assert forwarded(run("-m", "x").forward_signals) == (
+    assert forwarded(run("-m", "x").limits.forward_signals) == (
         signal.SIGUSR1,
         signal.SIGUSR2,
         signal.SIGCONT,
@@ -822,8 +873,8 @@ def test_totals_are_asked_for_as_a_table_or_a_file(folder, capsys):
         (["--stats=out.json"], folder / "out.json"),
         (["--stats", "--stats=no"], False),
     ):
-        assert run(*argv, "train.py", cwd=folder).stats == stats
-    assert run("-m", "x", environ={"SYNCVAR_LAUNCH_STATS": "1"}).stats is True
+        assert run(*argv, "train.py", cwd=folder).output.stats == stats
+    assert run("-m", "x", environ={"SYNCVAR_LAUNCH_STATS": "1"}).output.stats is True
     assert run(
         "--config", str(configuration(folder, '[launch]\nstats = "a.json"\n')), "-m", "x"
-    ).stats == Path("/a.json")
+    ).output.stats == Path("/a.json")

@@ -14,8 +14,8 @@ from syncvar_launcher.io.output import (
     OutputForwarder,
     Sink,
     escape,
-    shown_ranks,
 )
+from syncvar_launcher.options.option_values import shown_ranks
 
 
 class Broken(io.RawIOBase):

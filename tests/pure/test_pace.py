@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.variables.block_digests import BLOCK_BYTES, block_count, block_digests, combined
-from syncvar.variables.deferral_policy import (
+from syncvar.variables.deferral_tuner import (
     COSTS,
     IDLE_RUNS,
     Costs,

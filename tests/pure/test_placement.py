@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.placement import MAP_BY, HostCapacity, placed
+from syncvar_launcher.hosts.placement import HostCapacity, placed
+from syncvar_launcher.options.option_table import MAP_BY
 
 
 def rooms(*sizes):

@@ -151,7 +151,7 @@ def test_a_reduction_by_the_tree(capsys):
 def test_the_program_of_a_rank_is_shown(capsys, arguments, words):
     lines = [line.strip() for line in printed(capsys, *arguments).splitlines()]
     assert words in lines
-    assert "phase 0  all ranks say what they do, and compare" in lines
+    assert "phase 0  all ranks publish their call, and compare" in lines
 
 
 def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):

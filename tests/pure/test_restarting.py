@@ -84,7 +84,7 @@ def test_the_exceptions_of_the_library_in_the_list_exist():
 def test_ranks_that_never_met_are_not_started_again_and_those_that_had_are():
     never = Ending(exit_code=exit_codes.RENDEZVOUS, why="the job failed", had_met=False)
     assert Restarting(2, 1.0).after(never) == Decision(
-        restarts=False, reason="the ranks have never met"
+        restarts=False, reason="the ranks have never all joined"
     )
     job = Restarting(2, 1.0)
     assert job.after(KILLED).restarts

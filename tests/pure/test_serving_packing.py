@@ -26,14 +26,16 @@ def whole_of(message):
     return whole
 
 
-@pytest.mark.parametrize("apart_nbytes", [1, 8, 100, NBYTES_MAX])
+@pytest.mark.parametrize("separate_nbytes", [1, 8, 100, NBYTES_MAX])
 @pytest.mark.parametrize("has_checksum", [False, True])
-def test_parts_come_out_as_they_went_in(apart_nbytes, has_checksum):
-    message = packed(PARTS, segment=HERE, has_checksum=has_checksum, apart_nbytes=apart_nbytes)
-    assert [len(one) for one in message.apart] == [
-        len(one) for one in PARTS if len(one) >= apart_nbytes
+def test_parts_come_out_as_they_went_in(separate_nbytes, has_checksum):
+    message = packed(
+        PARTS, segment=HERE, has_checksum=has_checksum, separate_nbytes=separate_nbytes
+    )
+    assert [len(one) for one in message.separate] == [
+        len(one) for one in PARTS if len(one) >= separate_nbytes
     ]
-    frames, segment = unpacked(whole_of(message), message.apart)
+    frames, segment = unpacked(whole_of(message), message.separate)
     assert ([bytes(one) for one in frames], segment) == (PARTS, HERE)
 
 
@@ -57,7 +59,7 @@ def test_what_is_lent_is_borrowed_and_nothing_of_it_is_sent():
         match=r"8 bytes .*in segment .* \(host 2, generation 3\), and this process has mapped no shared memory",
     ):
         unpacked(whole_of(message))
-    with pytest.raises(ValueError, match="does not say in which shared memory"):
+    with pytest.raises(ValueError, match="names no shared memory"):
         unpacked(whole_of(packed(PARTS, [(2, lent[0])])))
 
 
@@ -98,7 +100,7 @@ def test_parts_travel_in_frames_of_which_none_is_long():
 
 @pytest.mark.parametrize("apart", [[], [b"x" * 7], [b"x" * 8, b"more"]])
 def test_parts_that_are_apart_have_to_be_there(apart):
-    message = packed([b"head", b"x" * 8], apart_nbytes=8)
+    message = packed([b"head", b"x" * 8], separate_nbytes=8)
     with pytest.raises(ValueError, match="message"):
         unpacked(whole_of(message), apart)
 

@@ -10,9 +10,10 @@ from syncvar_launcher.hosts.provision import HostSlot
 from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
-from syncvar_launcher.options import option_table as options_module
+from syncvar_launcher.options import usable_cores as cores_module
 from syncvar_launcher.options.hostfile import Host
-from syncvar_launcher.options.option_table import core_count, parse
+from syncvar_launcher.options.parse_options import parse
+from syncvar_launcher.options.usable_cores import core_count
 
 
 def chosen(*argv, **environ):
@@ -54,11 +55,11 @@ def test_a_size_that_is_none(text):
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 4), (1, 1), (3, 3), (4, 4), (100, 4)])
 def test_a_container_s_quota_counts_where_cores_are_counted(monkeypatch, quota, cores):
-    monkeypatch.setattr(options_module, "core_quota", lambda: quota)
-    monkeypatch.setattr(options_module.os, "sched_getaffinity", lambda pid: {3, 1, 8, 9})
+    monkeypatch.setattr(cores_module, "core_quota", lambda: quota)
+    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda pid: {3, 1, 8, 9})
     assert core_count() == cores
-    assert chosen("-n", "auto").workers == cores
-    assert options_module.usable_cores() == (1, 3, 8, 9), "but nothing is bound because of it"
+    assert chosen("-n", "auto").ranks.workers == cores
+    assert cores_module.usable_cores() == (1, 3, 8, 9), "but nothing is bound because of it"
 
 
 def test_each_host_of_a_job_has_its_own_reason():
@@ -91,9 +92,15 @@ def test_hosts_of_other_processors_are_told_to_make_no_shm(tmp_path):
     ]
     fleet = SimpleNamespace(sites=sites, secret=b"s" * 32)
     agents = RemoteWorkers(
-        fleet, Job(chosen("-n", "4"), [], {}, fleet), None, tmp_path, "tcp://10.0.0.1:1", 0, 0
+        fleet,
+        Job(chosen("-n", "4"), [], {}, fleet),
+        None,
+        tmp_path,
+        "tcp://10.0.0.1:1",
+        generation=0,
+        restarts=0,
     )
-    agents.begin()
+    assert not list(agents.start())
     (first,), (second,) = (site.remote.orders for site in sites)
     assert first.shm_unavailable_reason == ""
     assert "other cores of aarch64 may see stores out of order" in second.shm_unavailable_reason

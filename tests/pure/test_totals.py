@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.cli.collective_registry import COLLECTIVES
 from syncvar.core.bus_bandwidth import BUS_FACTORS, bus_factor
-from syncvar.runtime.flight_recorder.call_record import CallInfo
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallInfo, CallLabel
 from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
 from syncvar_launcher.job.job_stats import merged, read_totals, table
@@ -16,17 +16,20 @@ def told(what, nbytes=0, members=(0, 1), path="shm", group=0):
     return CallInfo(what, group, members, 1, nbytes, path)
 
 
+def label(collective, op="", size=-1):
+    return CallLabel(f"{collective}(...)", CallFields(collective, op, size=size))
+
+
 @pytest.mark.parametrize(
     ("call", "nbytes", "size"),
     [
-        (told("all_reduce(sum, float64[1])", 8), 8, 8),
-        (told("all_reduce(sum, bool[2, 3])"), 999, 6),
-        (told("all_reduce(sum, float64[])"), 999, 8),
-        (told("all_reduce(max, float32[10])", path="hosts"), 120, 40),
-        (told("all_to_all(float32, 4000 bytes)", 2000), 2000, 4000),
-        (told("all_gather(float32, axis 0)", 4000), 4000, 8000),
-        (told("all_gather(float32, axis 0)"), 8240, 8240),
-        (told("all_gather(float32, axis 0)", path="hosts"), 65920, -1),
+        (told(label("all_reduce", "sum", 8), 8), 8, 8),
+        (told(label("all_reduce", "sum", 6)), 999, 6),
+        (told(label("all_reduce", "max", 40), path="hosts"), 120, 40),
+        (told(label("all_to_all", size=4000), 2000), 2000, 4000),
+        (told(label("all_gather"), 4000), 4000, 8000),
+        (told(label("all_gather")), 8240, 8240),
+        (told(label("all_gather"), path="hosts"), 65920, -1),
         (told("barrier"), 0, 0),
     ],
 )
@@ -76,17 +79,17 @@ def test_works_that_have_not_ended_are_looked_at_a_few_times_only():
 
 def test_more_calls_are_counted_than_the_ring_holds(tmp_path):
     recorder = Recorder(1, 2, 3, stats=str(tmp_path))
-    small = told("all_reduce(sum, float64[1])", 8)
+    small = told(label("all_reduce", "sum", 8), 8)
     for number in range(RING + 952):
         recorder.add((small, number, 100, 150, 0))
-    waiting = recorder.begin(told("broadcast(root 0, float32[1000])"), 1)
+    waiting = recorder.begin(told(label("broadcast", size=4000)), 1)
     done = recorder.begin(told("barrier"), 2)
     done.end()
-    failed = recorder.begin(told("all_reduce(sum, float64[1])"), 3)
+    failed = recorder.begin(told(label("all_reduce", "sum", 8)), 3)
     failed.end(ValueError("x"))
     recorder.note("joined")
     for number in range(600):  # others are put together meanwhile
-        recorder.begin(told("send(float32[2] to rank 1, tag 0)", path="links"), number).end()
+        recorder.begin(told(label("send", size=8), path="links"), number).end()
     waiting.end()
     recorder.closed()
     rows = {

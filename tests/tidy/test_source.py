@@ -525,7 +525,7 @@ SLOW = {
             "import syncvar_launcher.local.local_workers, syncvar_launcher.job.supervisor, syncvar_launcher.job.failure_report",
             {"numpy"},
         ),
-        ("import syncvar_launcher.options.option_table as o; o.help_text()", {"numpy", "zmq"}),
+        ("import syncvar_launcher.options.option_help as o; o.help_text()", {"numpy", "zmq"}),
         (
             "import syncvar_launcher.job.job, syncvar_launcher.job.attempt",
             SLOW - {"argparse", "socket", "subprocess"},

@@ -9,7 +9,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.options import option_table
+from syncvar_launcher.options.parse_options import parse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
@@ -88,7 +88,7 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_a_file_of_settings_loads(path, tmp_path):
     (tmp_path / "train.py").write_text("")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")}
-    chosen = option_table.parse(["--config", str(path), "train.py"], environ, tmp_path)
+    chosen = parse(["--config", str(path), "train.py"], environ, tmp_path)
     document = tomllib.loads(path.read_text())
     assert set(document) <= {"launch", "runtime"}
     for key, value in document.get("runtime", {}).items():

@@ -1,8 +1,10 @@
-"""What every engine that starts processes is asked, and what it answers.
+"""Base class of launch environments.
 
-An engine is what started this process and others: a launcher, a scheduler, a cluster manager. Each is a small class that
-reads its own variables and answers four questions: is it there; which rank is this, of how many, and which on this host;
-who is rank 0; and how do the ranks meet.
+Reading the identity of a process from the variables of its launcher.
+
+A launch environment stands for a launcher, scheduler or cluster manager. It answers four questions:
+Is it present? Which rank is this, of how many, and which on this host? Where is rank 0? How do the
+ranks meet?
 """
 
 from __future__ import annotations
@@ -14,32 +16,31 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ADDRESS", "FOLDER", "MPI", "PMI", "LaunchEnvironment", "LaunchInfo", "port_of", "whole"]
-
 ADDRESS, FOLDER, PMI, MPI = "address", "folder", "pmi", "mpi"
-"""How ranks of several hosts meet: where rank 0 is said to listen; by cards in a folder that all hosts have, named after
-the run; by cards that the process manager hands round, over the descriptor that it left open (PMI_FD); by cards that the
-MPI library does."""
+"""How ranks of several hosts meet.
+
+ADDRESS: at a configured port of rank 0. FOLDER: by files in a folder that all hosts see.
+PMI: by the process manager's key-value store (PMI_FD). MPI: by collectives of MPI."""
 
 _PORT_MAX = 65535
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class LaunchInfo(NamedTuple):
-    """What an engine says.
+    """The identity of a process, as its launcher's variables describe it.
 
     Args:
         source: The variables, for messages.
-        rank: 0-based identity in the world.
+        rank: 0-based rank in the world.
         world_size: Ranks in the world.
-        local_rank: 0-based identity among the ranks of this host.
-        local_world_size: Ranks on this host; 0 where only the process manager knows.
-        host_index: 0-based index of this host; -1 where the ranks find out when they meet.
-        host_count: Hosts; 0 likewise.
-        address: Where rank 0 can be reached, a name or an address; empty where nobody has said it.
-        port: A port there that is meant for this job; 0 likewise.
-        run: What tells this run from others.
-        restarts: How often the ranks have been started again before.
+        local_rank: 0-based rank among the ranks of this host.
+        local_world_size: Ranks on this host; 0 if only the process manager knows.
+        host_index: 0-based index of this host; -1 if the ranks find out when they meet.
+        host_count: Hosts; 0 if the ranks find out when they meet.
+        address: Name or address of rank 0; empty if unknown.
+        port: Port for this job on rank 0; 0 if unknown.
+        run: Identity of this run.
+        restarts: How often the ranks have been restarted.
         way: How ranks of several hosts meet: ADDRESS, FOLDER, PMI or MPI.
     """
 
@@ -58,18 +59,15 @@ class LaunchInfo(NamedTuple):
 
 
 class LaunchEnvironment:
-    """One engine, for one environment.
-
-    Args:
-        environ: The environment of the process.
+    """One launcher, for one environment.
 
     Attributes:
-        name: What people call that which starts the processes.
-        rank: The variable that each of its processes has.
-        sizes: Variables with the number of its processes; the first that is set counts.
-        local_rank: The variable with the number of a process on its host.
-        local_sizes: Variables with the number of its processes on this host.
-        remedy: What to write where it does not say enough to meet.
+        name: Common name of the launcher.
+        rank: Variable that each of its processes has.
+        sizes: Variables with the number of processes; the first that is set counts.
+        local_rank: Variable with the rank on the host.
+        local_sizes: Variables with the number of processes on this host.
+        remedy: Advice if its variables are not sufficient to meet.
     """
 
     name: str
@@ -83,16 +81,16 @@ class LaunchEnvironment:
         self.environ = environ
 
     def is_present(self) -> bool:
-        """Return whether this engine has started this process."""
+        """Return whether this launcher has started this process."""
         return any(name in self.environ for name in (self.rank, *self.sizes, *self.local_sizes))
 
     def size(self) -> int:
-        """Return the number of its processes; 0 where it does not say."""
+        """Return the number of its processes; 0 if unknown."""
         name = self.named(self.sizes)
         return whole(self.environ, name) if name else 0
 
     def run(self) -> str:
-        """Return what tells this run from all others of its engine, the same on all its ranks; empty where nothing does."""
+        """Return the identity of this run, equal on all its ranks; empty if unknown."""
         return ""
 
     def way(self) -> str:
@@ -100,10 +98,10 @@ class LaunchEnvironment:
         return FOLDER
 
     def told(self) -> LaunchInfo | None:
-        """Return what it says of this process; None where that is not enough to meet.
+        """Return the identity of this process; None if the variables are not sufficient to meet.
 
         Raises:
-            ConfigError: What it says is wrong, or cannot be joined.
+            ConfigError: The variables are wrong, or do not allow joining.
         """
         size, local_size = self.size(), self.named(self.local_sizes)
         if not size or self.rank not in self.environ:
@@ -126,7 +124,7 @@ class LaunchEnvironment:
         )
 
     def seen(self) -> tuple[str, str] | None:
-        """Return that it has started several processes, or cannot say that it has started one: in words, and how many as text."""
+        """Return a text and a count if the launcher has, or may have, started several processes."""
         for name in (*self.sizes, *self.local_sizes):
             count = whole(self.environ, name) if name in self.environ else 0
             if count > 1:
@@ -141,18 +139,24 @@ class LaunchEnvironment:
             return None
         rank = whole(self.environ, self.rank)
         return (
-            f"{self.rank}={rank}: {self.name} {'has' if rank else 'may have'} started more processes than this one",
+            (
+                f"{self.rank}={rank}: {self.name} {'has' if rank else 'may have'} started more "
+                "processes than this one"
+            ),
             "N",
         )
 
     def named(self, names: tuple[str, ...]) -> str:
-        """Return the first of some variables that is set; empty where none is."""
+        """Return the first of some variables that is set; empty if none is."""
         return next((name for name in names if name in self.environ), "")
 
     def _checked(
         self, rank: int, size: int, local_rank: int, local_size: int, **more: Any
     ) -> LaunchInfo:
-        """Return what is told, with its numbers compared; on one host everything else follows from them."""
+        """Return the identity after comparing its numbers.
+
+        On one host the rest follows from them.
+        """
         for name, value, limit in (
             (self.rank, rank, size),
             (self.local_rank, local_rank, local_size or size),
@@ -161,7 +165,8 @@ class LaunchEnvironment:
                 raise ConfigError(f"{name}={value} is outside of {limit} ({self.source()})")
         if local_size > size or local_rank > rank:
             raise ConfigError(
-                f"{self.local_rank}={local_rank} of {local_size} contradicts {self.rank}={rank} of {size}"
+                f"{self.local_rank}={local_rank} of {local_size} contradicts {self.rank}={rank} "
+                f"of {size}"
             )
         is_one_host = local_size == size
         address, port = self._master()
@@ -176,21 +181,21 @@ class LaunchEnvironment:
         return LaunchInfo(self.source(), rank, size, local_rank, local_size, **(answers | more))
 
     def source(self) -> str:
-        """Return the variables that it is known by, for messages."""
+        """Return the variables that identify it, for messages."""
         return ", ".join(name for name in (self.rank, self.named(self.sizes)) if name)
 
     def _master(self) -> tuple[str, int]:
-        """Return the address of rank 0 and a port there, where the user has set them as for torch.distributed."""
+        """Return address and port of rank 0, if the user has set them as for torch.distributed."""
         if any(name not in self.environ for name in _MASTER):
             return "", 0
         return self.environ["MASTER_ADDR"], port_of(self.environ["MASTER_PORT"], "MASTER_PORT")
 
 
 def whole(environ: Mapping[str, str], name: str) -> int:
-    """Return the number that a variable holds.
+    """Return the number in a variable.
 
     Raises:
-        ConfigError: It holds none.
+        ConfigError: It is not a number.
     """
     text = environ[name]
     if not (text.isascii() and text.isdigit()):
@@ -199,10 +204,10 @@ def whole(environ: Mapping[str, str], name: str) -> int:
 
 
 def port_of(text: str, name: str) -> int:
-    """Return the port that a text holds.
+    """Return the port in a text.
 
     Raises:
-        ConfigError: It holds none.
+        ConfigError: It is not a port.
     """
     if not (text.isascii() and text.isdigit()) or not 0 < int(text) <= _PORT_MAX:
         raise ConfigError(f"{name} has {text!r} for a port: it must be 1 to {_PORT_MAX}")

@@ -1,12 +1,12 @@
-"""Who a process is that syncvar-launch has not started: what the engines around it say, and which of them counts.
+"""Decides who a process is that syncvar-launch has not started, and which launcher counts.
 
-Engines nest: srun starts mpirun's daemons, these the ranks, in pods of Kubernetes. All have their variables in the
-environment then, and the innermost counts. Of what a program may have set by hand, the variables of torchrun and
-TF_CONFIG, it cannot be known which is wrong: they have to agree, with each other, with what syncvar-launch says, and
-with the engine that has started the process; a contradiction is refused, naming both.
+Launchers nest: srun starts mpirun's daemons, these start the ranks, all in pods of Kubernetes. All
+set variables, and the innermost counts. The variables of torchrun and TF_CONFIG may have been set
+by hand, so they must agree with each other, with syncvar-launch and with the launcher that started
+the process.
 
-A process of several that took itself for a world of one would compute wrong numbers, and nobody would see it: where an
-engine does not say enough to meet, that is refused too.
+A process that takes itself for a world of one by mistake would compute wrong results silently. So
+if the variables are not sufficient to meet, that is an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
     from syncvar.core.environment import RankEnvironment
 
-__all__ = ["is_meant_alone", "started_with_others", "told_elsewhere", "why_not_alone"]
-
 _OWN_SIZE = "SYNCVAR_WORLD_SIZE"
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class _Said(NamedTuple):
-    """What is compared of an engine that has started this process."""
+    """The numbers that are compared with another launcher."""
 
     rank: int
     world_size: int
@@ -39,17 +37,19 @@ class _Said(NamedTuple):
 def told_elsewhere(
     environ: Mapping[str, str], own: RankEnvironment | None = None
 ) -> LaunchInfo | None:
-    """Return what the innermost engine says of this process, or None where none does, or not enough to meet.
+    """Return the identity from the innermost launcher; None if unknown or not sufficient to meet.
 
     Args:
-        environ: The environment.
-        own: What syncvar-launch says, where it has started this process: then nobody but it counts.
+        environ: Environment variables.
+        own: Identity by syncvar-launch, if it has started this process; then only that counts.
 
     Raises:
-        ConfigError: An engine is incomplete or wrong, or two contradict each other.
+        ConfigError: A launcher's variables are incomplete or wrong, or two launchers contradict
+            each other.
 
     Example:
-        >>> told_elsewhere({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).rank
+        >>> env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
+        >>> told_elsewhere(env).rank
         1
         >>> told_elsewhere({"PATH": "/bin"}) is None
         True
@@ -78,7 +78,7 @@ def told_elsewhere(
 
 
 def is_meant_alone(environ: Mapping[str, str]) -> bool:
-    """Return whether a process that syncvar-launch did not start is told to be a world of one.
+    """Return whether the user wants a world of one, in a process without syncvar-launch.
 
     Example:
         >>> is_meant_alone({"SYNCVAR_WORLD_SIZE": "1"})
@@ -88,20 +88,21 @@ def is_meant_alone(environ: Mapping[str, str]) -> bool:
 
 
 def why_not_alone(environ: Mapping[str, str]) -> str:
-    """Return why a process that nobody says who it is, to join it, must not be a world of one; empty where it may.
+    """Return why a process without identity must not be a world of one; empty if it may be.
 
-    It may not where an engine says that it has started several, or cannot say that it has started one.
+    It must not if a launcher has started several processes, or may have.
 
     Args:
-        environ: The environment of a process of which neither syncvar-launch nor `told_elsewhere` knows enough.
+        environ: Environment variables of a process of which neither syncvar-launch nor
+            `told_elsewhere` knows enough.
 
     Raises:
-        ConfigError: A number of processes is none.
+        ConfigError: A number of processes is not a number.
 
     Example:
         >>> why_not_alone({"PMIX_RANK": "1"}).partition(", and")[0]
         'PMIX_RANK=1: a launcher that speaks PMIx has started more processes than this one'
-        >>> why_not_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # a shell of salloc: no srun has been here
+        >>> why_not_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # a shell of salloc
         ''
     """
     seen = started_with_others(environ)
@@ -111,39 +112,36 @@ def why_not_alone(environ: Mapping[str, str]) -> str:
             ""
             if own == "1"
             else (
-                f"{_OWN_SIZE}={own} is set and SYNCVAR_RANK is not: syncvar-launch has not started this process. Start it with "
-                f"syncvar-launch --workers {own} script.py; or set {_OWN_SIZE}=1 where it is alone on purpose"
+                f"{_OWN_SIZE}={own} is set and SYNCVAR_RANK is not: syncvar-launch has not "
+                f"started this process. Start it with syncvar-launch --workers {own} script.py; "
+                f"or set {_OWN_SIZE}=1 where it is alone on purpose"
             )
         )
     if seen is not None:
         return "" if own == "1" else _refusal(*seen)
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if (
-        rank.isdecimal() and size.isdecimal() and int(size) > 1
-    ):  # RANK alone is set by many programs
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:  # many programs set RANK alone
         missing = " and ".join(name for name in _TORCH if name not in environ)
         return (
-            f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun sets them, and {missing or 'the rest'} not: set MASTER_ADDR and MASTER_PORT "
-            f"to where rank 0 can be reached, the same for all {size}. Where each is alone on purpose, set {_OWN_SIZE}=1, or call "
-            f"sv.init(alone=True)"
+            f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun sets them, and "
+            f"{missing or 'the rest'} not: set MASTER_ADDR and MASTER_PORT to where rank 0 can be "
+            f"reached, the same for all {size}. Where each is alone on purpose, set "
+            f"{_OWN_SIZE}=1, or call sv.init(alone=True)"
         )
     return ""
 
 
 def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return that an engine has started several of this process, or cannot say that it has started one.
+    """Return a description if a launcher has, or may have, started several processes.
 
-    Variables that a program may have set by hand are left out.
-
-    Args:
-        environ: The environment.
+    Variables that a program may have set by hand do not count.
 
     Returns:
-        What is seen, in words; the number of processes as text; and what to write, where the engine has more to say of
-        that. None where nothing is seen.
+        The description; the number of processes as text; the launcher's advice, or an empty text.
+        None without such a launcher.
 
     Raises:
-        ConfigError: A number of processes is none.
+        ConfigError: A number of processes is not a number.
     """
     outer = next((one for one in _present(environ) if not isinstance(one, BY_HAND)), None)
     seen = None if outer is None else outer.seen()
@@ -151,29 +149,30 @@ def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | No
 
 
 def _present(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
-    """Return the engines that are there, the innermost first."""
+    """Return the launchers that are present, the innermost first."""
     return [one for one in (kind(environ) for kind in ENGINES) if one.is_present()]
 
 
 def _refusal(seen: str, workers: str, remedy: str) -> str:
-    others = (
-        remedy
-        or f"Or, on several hosts, give each process what torchrun gives ({', '.join((*_TORCH, 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'))})"
+    others = remedy or (
+        "Or, on several hosts, give each process what torchrun gives "
+        f"({', '.join((*_TORCH, 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'))})"
     )
     return (
-        f"{seen}, and it is not said how they meet: each would be a world of one, with numbers of its own. Start them instead with\n"
-        f"    syncvar-launch --workers {workers} script.py\n"
-        f"{others}. Where each is alone on purpose, set {_OWN_SIZE}=1, or call sv.init(alone=True)"
+        f"{seen}, and it is not said how they meet: each would be a world of one, with numbers of "
+        f"its own. Start them instead with\n    syncvar-launch --workers {workers} "
+        f"script.py\n{others}. Where each is alone on purpose, set {_OWN_SIZE}=1, or call "
+        "sv.init(alone=True)"
     )
 
 
 def _compare_with_outer(
     inner: LaunchEnvironment, told: LaunchInfo, outer: LaunchEnvironment
 ) -> None:
-    """Refuse variables that contradict the engine that has started the process, or what has set them.
+    """Raise ConfigError if variables contradict the launcher that has started the process.
 
-    Each of its processes may have started several ranks, so that it may be fewer. Where they are as many, each is the rank
-    that it is; but torchrun numbers those that it starts as they come.
+    Each of the outer launcher's processes may have started several ranks, so its number may be
+    smaller. With equal numbers the ranks must be equal; but torchrun numbers its processes freely.
     """
     size = outer.size()
     if not size or outer.rank not in outer.environ:
@@ -191,6 +190,7 @@ def _compare(
     for name in names:
         if getattr(one, name) != getattr(other, name):
             raise ConfigError(
-                f"{one_source} says {name} {getattr(one, name)}, {other_source} says {name} {getattr(other, name)}: unset "
-                f"the variables of the launcher that did not start this process"
+                f"{one_source} says {name} {getattr(one, name)}, {other_source} says {name} "
+                f"{getattr(other, name)}: unset the variables of the launcher that did not start "
+                "this process"
             )

@@ -1,15 +1,9 @@
-"""The engines that start processes: one small class each, the innermost first."""
+"""The launch environments in order, the innermost first."""
 
 from __future__ import annotations
 
-from syncvar.bootstrap.launch_env.base import (
-    ADDRESS,
-    FOLDER,
-    MPI,
-    PMI,
-    LaunchEnvironment,
-    LaunchInfo,
-)
+from typing import TYPE_CHECKING
+
 from syncvar.bootstrap.launch_env.kubernetes import IndexedJob
 from syncvar.bootstrap.launch_env.mpi_launchers import Horovod, Hydra, Mvapich, OpenMpi, Pmix
 from syncvar.bootstrap.launch_env.other_schedulers import Flux, Jsrun, Pals, Pbsdsh
@@ -17,21 +11,11 @@ from syncvar.bootstrap.launch_env.slurm import Slurm
 from syncvar.bootstrap.launch_env.tf_config import TfConfig
 from syncvar.bootstrap.launch_env.torchrun import Torchrun
 
-__all__ = [
-    "ADDRESS",
-    "BY_HAND",
-    "ENGINES",
-    "FOLDER",
-    "MPI",
-    "PMI",
-    "LaunchEnvironment",
-    "LaunchInfo",
-    "TfConfig",
-    "Torchrun",
-]
+if TYPE_CHECKING:
+    from syncvar.bootstrap.launch_env.base import LaunchEnvironment
 
 BY_HAND: tuple[type[LaunchEnvironment], ...] = (Torchrun, TfConfig)
-"""Those whose variables a program, or a person, may have set for processes that something else has started."""
+"""Launchers whose variables a user may have set by hand."""
 
 ENGINES: tuple[type[LaunchEnvironment], ...] = (
     *BY_HAND,
@@ -47,4 +31,4 @@ ENGINES: tuple[type[LaunchEnvironment], ...] = (
     Pbsdsh,
     IndexedJob,
 )
-"""The innermost first, as one starts the other: mpirun on what srun has started, in a pod of Kubernetes."""
+"""The innermost first, for instance mpirun under srun in a pod of Kubernetes."""

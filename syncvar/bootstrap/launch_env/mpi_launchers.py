@@ -1,4 +1,4 @@
-"""The launchers of MPI: mpirun of Open MPI, the process managers that speak PMI, and horovodrun."""
+"""The launchers of MPI: mpirun of Open MPI, process managers with PMI, and horovodrun."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from syncvar.bootstrap.launch_env.base import FOLDER, PMI, LaunchEnvironment, La
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Horovod", "Hydra", "Mvapich", "OpenMpi", "Pmix", "hands_cards"]
-
 
 def hands_cards(environ: Mapping[str, str]) -> bool:
-    """Return whether the process manager has left a descriptor open over which it hands cards round."""
+    """Return whether the process manager offers its key-value store on an open descriptor."""
     return environ.get("PMI_FD", "").isdecimal()
 
 
 class Horovod(LaunchEnvironment):
-    """horovodrun with Gloo; with MPI beneath, the launcher of MPI is seen too, and says the same."""
+    """horovodrun with Gloo; with MPI, the MPI launcher is present too and agrees."""
 
     name = "horovodrun"
     rank = "HOROVOD_RANK"
@@ -27,7 +25,7 @@ class Horovod(LaunchEnvironment):
     local_sizes = ("HOROVOD_LOCAL_SIZE",)
 
     def run(self) -> str:
-        """Return where it serves this run."""
+        """Return the address of its rendezvous."""
         place = [
             self.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")
         ]
@@ -35,18 +33,17 @@ class Horovod(LaunchEnvironment):
 
 
 class OpenMpi(LaunchEnvironment):
-    """mpirun of Open MPI, 4 and 5: its ranks have its name of the job, and the 4th also a number that it has drawn."""
+    """mpirun of Open MPI 4 and 5: it has a name of the job, and version 4 also a random number."""
 
     name = "mpirun of Open MPI"
     rank = "OMPI_COMM_WORLD_RANK"
     sizes = ("OMPI_COMM_WORLD_SIZE",)
-    local_rank = (
-        "OMPI_COMM_WORLD_LOCAL_RANK"  # OMPI_COMM_WORLD_NODE_RANK counts over all jobs of the host
-    )
+    # OMPI_COMM_WORLD_NODE_RANK counts ranks of all jobs on the host
+    local_rank = "OMPI_COMM_WORLD_LOCAL_RANK"
     local_sizes = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
 
     def run(self) -> str:
-        """Return the job's name, with what was drawn for it."""
+        """Return the job's name and its random number."""
         name = self.environ.get("PMIX_NAMESPACE") or self.environ.get("OMPI_MCA_ess_base_jobid", "")
         return (
             f"{name} {self.environ.get('OMPI_MCA_orte_precondition_transports', '')}"
@@ -56,7 +53,10 @@ class OpenMpi(LaunchEnvironment):
 
 
 class Hydra(LaunchEnvironment):
-    """mpiexec of MPICH and Intel MPI. Other launchers set PMI's variables too, and are known by their own."""
+    """mpiexec of MPICH and Intel MPI.
+
+    Other launchers set PMI variables too, and have variables of their own.
+    """
 
     name = "mpiexec, by PMI as of MPICH and Intel MPI,"
     rank = "PMI_RANK"
@@ -70,7 +70,7 @@ class Hydra(LaunchEnvironment):
     )
 
     def is_present(self) -> bool:
-        """Return whether it has started this process, rather than a scheduler that speaks PMI as well."""
+        """Return whether mpiexec has started this process, and not a scheduler with PMI."""
         if not super().is_present():
             return False
         environ = self.environ
@@ -89,7 +89,7 @@ class Hydra(LaunchEnvironment):
 
 
 class Mvapich(Hydra):
-    """MVAPICH2, whose mpiexec is that of MPICH."""
+    """MVAPICH2, which uses MPICH's mpiexec."""
 
     name = "mpirun of MVAPICH2"
     rank = "MV2_COMM_WORLD_RANK"
@@ -103,11 +103,11 @@ class Mvapich(Hydra):
 
 
 class Pmix(LaunchEnvironment):
-    """A launcher of which nothing is known but that it speaks PMIx."""
+    """An unknown launcher that speaks PMIx."""
 
     name = "a launcher that speaks PMIx"
     rank = "PMIX_RANK"
 
     def told(self) -> LaunchInfo | None:
-        """Return None: PMIx tells the rest only to its own library."""
+        """Return None: only the library of PMIx can read the rest."""
         return None

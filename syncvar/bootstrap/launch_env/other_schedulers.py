@@ -1,15 +1,13 @@
-"""Schedulers with launchers of their own: Flux, PALS beneath PBS, jsrun beneath LSF; and pbsdsh."""
+"""Schedulers with launchers of their own: Flux, PALS under PBS, jsrun under LSF; and pbsdsh."""
 
 from __future__ import annotations
 
 from syncvar.bootstrap.launch_env.base import FOLDER, PMI, LaunchEnvironment, LaunchInfo, whole
 from syncvar.bootstrap.launch_env.mpi_launchers import hands_cards
 
-__all__ = ["Flux", "Jsrun", "Pals", "Pbsdsh"]
-
 
 class Flux(LaunchEnvironment):
-    """flux run: it says who is how many on a host only through PMI."""
+    """flux run: only PMI says how many ranks are on a host."""
 
     name = "flux run"
     rank = "FLUX_TASK_RANK"
@@ -25,7 +23,10 @@ class Flux(LaunchEnvironment):
         return PMI if hands_cards(self.environ) else FOLDER
 
     def told(self) -> LaunchInfo | None:
-        """Return what it says of this process; None where nobody says how many of its job are on this host."""
+        """Return the identity of this process.
+
+        None if the number of ranks on this host is unknown.
+        """
         size = self.size()
         is_one_host = size == 1 or self.environ.get("FLUX_JOB_NNODES") == "1"
         if (
@@ -41,7 +42,7 @@ class Flux(LaunchEnvironment):
 
 
 class Pals(LaunchEnvironment):
-    """mpiexec of PALS: only the size on this host has a variable that is always there."""
+    """mpiexec of PALS: only the size on this host always has a variable."""
 
     name = "mpiexec of PALS"
     rank = "PALS_RANKID"
@@ -72,21 +73,21 @@ class Jsrun(LaunchEnvironment):
     local_sizes = ("JSM_NAMESPACE_LOCAL_SIZE",)
 
     def run(self) -> str:
-        """Return the job, and which of its steps."""
+        """Return the job and its step."""
         job, step = self.environ.get("LSB_JOBID", ""), self.environ.get("PMIX_NAMESPACE", "")
         return f"{job} {step}" if job and step else ""
 
 
 class Pbsdsh(LaunchEnvironment):
-    """pbsdsh: it numbers its tasks and says nothing of how many they are. The first is also the job's script."""
+    """pbsdsh: it numbers its tasks, but has no total. Task 0 is the job's script."""
 
     name = "pbsdsh"
     rank = "PBS_VNODENUM"
 
     def is_present(self) -> bool:
-        """Return whether this is a task beside the job's script."""
+        """Return whether this is a task other than the job's script."""
         return self.environ.get(self.rank, "0") not in ("", "0")
 
     def told(self) -> LaunchInfo | None:
-        """Return None: it does not say enough."""
+        """Return None: its variables are not sufficient."""
         return None

@@ -1,4 +1,4 @@
-"""Slurm: a task of srun. A batch script, or a shell of salloc, is none: it runs once, however many tasks its job has."""
+"""Slurm: tasks of srun. Batch scripts and shells of salloc are none: they run once per job."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import re
 from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, whole
 from syncvar.core.errors import ConfigError
 
-__all__ = ["Slurm", "counts"]
-
-_STEP_MAX = 0xFFFFFFF0  # Slurm's numbers from here on are its own steps: of batch scripts, interactive, extern, pending
+_STEP_MAX = 0xFFFFFFF0  # larger step numbers are Slurm's own: batch, interactive, extern, pending
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Slurm(LaunchEnvironment):
-    """srun: SLURM_NTASKS is of the whole job, of which a step may have fewer."""
+    """srun: SLURM_NTASKS counts tasks of the whole job; a step may have fewer."""
 
     name = "srun"
     rank = "SLURM_PROCID"
@@ -22,16 +20,16 @@ class Slurm(LaunchEnvironment):
     local_rank = "SLURM_LOCALID"
 
     def is_present(self) -> bool:
-        """Return whether srun has started this process, rather than that it merely runs where Slurm has given room."""
+        """Return whether srun has started this process, and not only allocated its host."""
         if self.rank not in self.environ:
             return False
         step = self._step()
-        if not step:  # sbatch sets ENVIRONMENT, and the number of its only process
+        if not step:  # sbatch sets ENVIRONMENT, and procid 0
             return self.environ.get("ENVIRONMENT") != "BATCH" or self.environ[self.rank] != "0"
         return step.isdigit() and int(step) < _STEP_MAX
 
     def run(self) -> str:
-        """Return the step: of which cluster, which job and which of its starts, and where its srun listens: numbers come again."""
+        """Return cluster, job, step, restart and port of srun: numbers alone are reused."""
         job, step = (
             self.environ.get("SLURM_JOB_ID", self.environ.get("SLURM_JOBID", "")),
             self._step(),
@@ -44,10 +42,12 @@ class Slurm(LaunchEnvironment):
         return f"{cluster} {job}.{step} {again} {port}" if job and step else ""
 
     def told(self) -> LaunchInfo | None:
-        """Return what it says of this process; None where an old srun does not say which tasks are on which host.
+        """Return the identity of this process.
+
+        None if an old srun does not list the tasks of each host.
 
         Raises:
-            ConfigError: What it says is wrong, or the tasks are not numbered host by host.
+            ConfigError: The variables are wrong, or the tasks are not numbered host by host.
         """
         environ, size = self.environ, self.size()
         if size == 1:
@@ -67,21 +67,22 @@ class Slurm(LaunchEnvironment):
         on_hosts = counts(environ["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
         if sum(on_hosts) != size or host >= len(on_hosts):
             raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} contradicts {self.named(self.sizes)}={size} "
-                f"and SLURM_NODEID={host}"
+                f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} contradicts "
+                f"{self.named(self.sizes)}={size} and SLURM_NODEID={host}"
             )
         first = sum(on_hosts[:host])
         here = environ.get("SLURM_GTIDS", "").split(
             ","
-        )  # of all tasks on this host: so that all see it, if one is not in its order
+        )  # tasks of this host; all of them see a wrong order
         if (
             rank != first + local_rank
             or here[0] not in ("", str(first))
             or here[-1] not in ("", str(first + on_hosts[host] - 1))
         ):
             raise ConfigError(
-                f"SLURM_PROCID={rank} is the task {local_rank} of host {host}{', which has ' + environ['SLURM_GTIDS'] if here[0] else ''}, and ranks are "
-                f"numbered host by host: write srun --distribution=block"
+                f"SLURM_PROCID={rank} is the task {local_rank} of host "
+                f"{host}{', which has ' + environ['SLURM_GTIDS'] if here[0] else ''}, and ranks "
+                "are numbered host by host: write srun --distribution=block"
             )
         again = whole(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
         return self._checked(
@@ -99,14 +100,10 @@ class Slurm(LaunchEnvironment):
 
 
 def counts(text: str, name: str) -> list[int]:
-    """Return the numbers of a list such as Slurm writes it.
-
-    Args:
-        text: For instance "2(x3),1".
-        name: The variable, for messages.
+    """Return the numbers in a list as Slurm writes it.
 
     Raises:
-        ConfigError: It is no such list.
+        ConfigError: The list cannot be parsed.
 
     Example:
         >>> counts("2(x3),1", "SLURM_TASKS_PER_NODE")
@@ -117,7 +114,8 @@ def counts(text: str, name: str) -> list[int]:
         found = _COUNT.fullmatch(part)
         if found is None:
             raise ConfigError(
-                f"{name}={text} cannot be understood: {part!r} is no number, and no number with (xN)"
+                f"{name}={text} cannot be understood: {part!r} is no number, and no number with "
+                "(xN)"
             )
         result += [int(found[1])] * int(found[2] or 1)
     return result

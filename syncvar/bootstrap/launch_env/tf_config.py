@@ -11,37 +11,35 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["TfConfig"]
-
 _KINDS = ("chief", "master", "worker")
 
 
 class TfConfig(LaunchEnvironment):
-    """The variable TF_CONFIG, whoever sets it."""
+    """The variable TF_CONFIG."""
 
     name = "TF_CONFIG"
     rank = "TF_CONFIG"
 
     def is_present(self) -> bool:
-        """Return whether it describes a cluster. TensorFlow takes `{}`, and an empty cluster, for no cluster."""
+        """Return whether it describes a cluster; TensorFlow ignores `{}` and an empty cluster."""
         text = self.environ.get("TF_CONFIG", "").strip()
         if not text:
             return False
-        import json  # only TF_CONFIG needs it
+        import json
 
         try:
             config = json.loads(text)
         except ValueError:
-            return True  # and `told` says what is wrong
+            return True  # `told` raises
         return not isinstance(config, dict) or bool(config.get("cluster", {}))
 
     def told(self) -> LaunchInfo:
-        """Return what it says of this process.
+        """Return the identity of this process.
 
         Raises:
-            ConfigError: It cannot be read, or this process is no worker of its cluster.
+            ConfigError: The variable cannot be parsed, or this process is not a worker.
         """
-        import json  # only TF_CONFIG needs it
+        import json
 
         try:
             config = json.loads(self.environ["TF_CONFIG"])
@@ -51,7 +49,8 @@ class TfConfig(LaunchEnvironment):
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"TF_CONFIG cannot be read ({type(error).__name__}: {error}); it has to look like "
-                f'{{"cluster": {{"worker": ["host:port", ...]}}, "task": {{"type": "worker", "index": 0}}}}'
+                '{"cluster": {"worker": ["host:port", ...]}, '
+                '"task": {"type": "worker", "index": 0}}'
             ) from None
         others = sorted(set(tasks) - set(_KINDS))
         if "ps" in (*others, kind):
@@ -63,8 +62,8 @@ class TfConfig(LaunchEnvironment):
             )
         if others or kind not in _KINDS:
             raise ConfigError(
-                f"TF_CONFIG has tasks of type {', '.join(others) or kind}: only chief and worker become ranks; leave the "
-                f"others out"
+                f"TF_CONFIG has tasks of type {', '.join(others) or kind}: only chief and worker "
+                "become ranks; leave the others out"
             )
         everyone: list[tuple[str, int]] = [
             (name, number) for name in _KINDS for number in range(len(tasks.get(name, [])))
@@ -93,7 +92,7 @@ class TfConfig(LaunchEnvironment):
 
 
 def _places(addresses: list[object]) -> tuple[list[str], list[int]]:
-    """Return the hosts of some addresses, and the ports."""
+    """Return hosts and ports of addresses."""
     hosts: list[str] = []
     ports: list[int] = []
     for address in addresses:
@@ -106,5 +105,5 @@ def _places(addresses: list[object]) -> tuple[list[str], list[int]]:
 
 
 def _workers(tasks: Mapping[str, Sequence[str]]) -> int:
-    """Return for how many ranks a cluster has tasks."""
+    """Return the number of ranks of a cluster."""
     return max(1, sum(len(tasks.get(kind, ())) for kind in _KINDS))

@@ -5,27 +5,25 @@ from __future__ import annotations
 from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, port_of, whole
 from syncvar.core.errors import ConfigError
 
-__all__ = ["Torchrun"]
-
 _ALL = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Torchrun(LaunchEnvironment):
-    """The variables of torchrun, all of them: RANK alone is set by many programs."""
+    """The variables of torchrun, all of them: many programs set RANK alone."""
 
     name = "torchrun"
     rank = "RANK"
     sizes = ("WORLD_SIZE",)
 
     def is_present(self) -> bool:
-        """Return whether it, or somebody in its place, has said who this process is."""
+        """Return whether its variables identify this process."""
         return self.is_torchrun or all(name in self.environ for name in _ALL)
 
     @property
     def is_torchrun(self) -> bool:
-        """Whether torchrun itself has, which numbers its agents as it likes."""
+        """Whether torchrun itself has started this process; it numbers its agents freely."""
         return "TORCHELASTIC_RUN_ID" in self.environ
 
     def source(self) -> str:
@@ -33,22 +31,23 @@ class Torchrun(LaunchEnvironment):
         return ", ".join((*_ALL, *(name for name in _LOCAL if name in self.environ)))
 
     def run(self) -> str:
-        """Return the run's name and how often it was started again."""
+        """Return the name of the run and its number of restarts."""
         return self.environ.get("TORCHELASTIC_RUN_ID", "") + self.environ.get(
             "TORCHELASTIC_RESTART_COUNT", ""
         )
 
     def told(self) -> LaunchInfo:
-        """Return what it says of this process.
+        """Return the identity of this process.
 
         Raises:
-            ConfigError: It is incomplete or wrong.
+            ConfigError: The variables are incomplete or wrong.
         """
         environ = self.environ
         missing = ", ".join(name for name in _ALL if name not in environ)
         if missing:
             raise ConfigError(
-                f"TORCHELASTIC_RUN_ID is set, as by torchrun, but {missing} is not: start all ranks alike"
+                f"TORCHELASTIC_RUN_ID is set, as by torchrun, but {missing} is not: start all "
+                "ranks alike"
             )
         rank, world_size = (whole(environ, name) for name in _ALL[:2])
         local = [name for name in _LOCAL if name in environ]
@@ -68,7 +67,7 @@ class Torchrun(LaunchEnvironment):
                 if "GROUP_WORLD_SIZE" in environ
                 else -(-world_size // max(1, local_world_size))
             )
-        else:  # as torch.distributed's env:// without torchrun
+        else:  # as with torch.distributed's env://
             is_here = environ["MASTER_ADDR"] in _LOOPBACK
             local_rank, local_world_size = (rank, world_size) if is_here else (0, 1)
             host_index, host_count = (0, 1) if is_here else (rank, world_size)
@@ -101,5 +100,6 @@ def _check(told: LaunchInfo) -> None:
             raise ConfigError(f"{name}={value} is outside of {limit} ({told.source})")
     if told.local_world_size > told.world_size or told.local_rank > told.rank:
         raise ConfigError(
-            f"LOCAL_RANK={told.local_rank} of {told.local_world_size} contradicts RANK={told.rank} of {told.world_size}"
+            f"LOCAL_RANK={told.local_rank} of {told.local_world_size} contradicts "
+            f"RANK={told.rank} of {told.world_size}"
         )

@@ -1,13 +1,15 @@
-"""What workers are forked from: `syncvar.bootstrap.prefork.fork_server script.py …` or `… -m module …`, as for `syncvar.bootstrap.worker_main`.
+"""The process that workers are forked from.
 
-Where workers are forked the launcher starts one such process, perhaps before it knows what for: its first message tells.
-Then the process imports NumPy and syncvar once (`preloaded`), and says whether it can fork workers that are as fresh
-ones. Then the launcher asks for one worker after the other, over the socket SYNCVAR_FORK_FD: environment, cores and
-descriptors in, the number of a process out. A forked process becomes the worker: it unwinds to the top of this module
-and runs the bootstrap there, so that exit codes, tracebacks and handlers at the end are the interpreter's own.
+`fork_server script.py …` or `… -m module …`, as `worker_main`.
 
-When the launcher has all its workers it ends the server. It is a subreaper then, so that the system makes the workers
-its own children, as those that it starts itself. A worker runs nothing of the script before that.
+The launcher may start it before it knows the job; the first message has the variables and
+arguments. The server imports NumPy and syncvar once (`preloaded_imports`) and reports whether it
+can fork. Then each request on the socket SYNCVAR_FORK_FD sends environment, cores and descriptors,
+and gets a PID. A forked worker unwinds to `main` here, so that exit codes, tracebacks and exit
+handlers are the interpreter's own.
+
+With all workers forked, the launcher ends the server and, as a subreaper, becomes the workers'
+parent. A worker runs nothing of the script before that.
 """
 
 from __future__ import annotations
@@ -29,8 +31,6 @@ from syncvar.bootstrap import worker_main
 from syncvar.bootstrap.prefork.preloaded_imports import Preloaded, why_not_carried
 from syncvar.core.parent_death import end_with
 
-__all__ = ["main"]
-
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
     "numpy",
@@ -44,41 +44,47 @@ _IMPORTED = (
     "syncvar.bootstrap.connect",
     "hashlib",
 )
-"""What a worker needs up to its first collective."""
+"""Modules that a worker needs up to its first collective."""
 
 _REQUEST_MAX = 1 << 20
-_LENGTH_BYTES = 8  # before an order
+_LENGTH_BYTES = 8  # prefix of an order
 _DESCRIPTORS_MAX = 16
 _TEXT_MAX = 500
-_EMPTIED = ("__main__", "builtins", "sys")  # these end as ever
+_EMPTIED = ("__main__", "builtins", "sys")  # modules that the interpreter clears as usual
 _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 
 
 def main() -> None:
-    """Serve until the launcher ends this process; returns in each worker, when that has run its script."""
+    """Serve until the launcher ends this process; returns in each worker after its script."""
     end = socket.socket(fileno=int(os.environ.pop(_FORK_FD)))
     _await_order(end)
     shared: dict[str, Any] = {}
     atexit.register(_leave_whole, shared)  # registered first, so it runs last
-    worker_main.add_folder(sys.argv[1:])  # what is imported here is what the script would import
-    gc.disable()  # next to nothing of what is imported is garbage
+    worker_main.add_folder(sys.argv[1:])  # so that this imports the same modules as the script
+    gc.disable()  # imports create hardly any garbage
     try:
         preloaded = Preloaded(_IMPORTED)
     except Exception as error:
-        why = f"importing NumPy and syncvar failed in the process that workers are forked from ({type(error).__name__}: {str(error)[:_TEXT_MAX]})"
+        why = (
+            "importing NumPy and syncvar failed in the process that workers are forked from "
+            f"({type(error).__name__}: {str(error)[:_TEXT_MAX]})"
+        )
         end.send(msgpack.packb({"cannot": why, "doubt": ""}))
-        end.recv(1)  # until the launcher ends this process
+        end.recv(1)  # waits until the launcher ends this process
         os._exit(1)
     shared |= {name: module for name, module in sys.modules.items() if name not in _EMPTIED}
-    shared[""] = shared  # a cycle that no collection looks at keeps them
+    shared[""] = shared  # an uncollected cycle keeps them alive
     doubt = why_not_carried() or _foreign_threads()
     preloaded.hide()
-    gc.freeze()  # a collection in a worker leaves these pages alone, so that they stay shared
+    gc.freeze()  # garbage collections in workers then leave these pages shared
     others = [
         thread.name for thread in threading.enumerate() if thread is not threading.current_thread()
     ]
     cannot = (
-        f"the process that workers are forked from has threads ({', '.join(others)}), which a forked worker would not have"
+        (
+            f"the process that workers are forked from has threads ({', '.join(others)}), which a "
+            "forked worker would not have"
+        )
         if others
         else ""
     )
@@ -89,19 +95,19 @@ def main() -> None:
     _become(request, descriptors)
     preloaded.seed()
     if not os.read(begin, 1):
-        os._exit(1)  # the server was killed before it had forked all
+        os._exit(1)  # the server died before it had forked all workers
     os.close(begin)
     worker_main.work()
 
 
 def _await_order(end: socket.socket) -> None:
-    """Wait until it is known what the workers are to run, and with which variables: this process may have been started ahead."""
+    """Wait for the arguments and variables of the workers."""
     data = end.recv(_REQUEST_MAX)
     length = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     while data and len(data) < length:
         more = end.recv(_REQUEST_MAX)
         data = data + more if more else b""
-    if not data:  # nothing is to be forked
+    if not data:  # the launcher needs no workers
         os._exit(0)
     order = msgpack.unpackb(data[_LENGTH_BYTES:], unicode_errors="surrogateescape")
     os.environ.update(order["environ"])
@@ -109,17 +115,23 @@ def _await_order(end: socket.socket) -> None:
 
 
 def _foreign_threads() -> str:
-    """Return that there are threads which no Python code has started; empty where there are none."""
+    """Return a warning if there are threads that no Python code has started; else an empty text."""
     count = len(os.listdir("/proc/self/task")) - threading.active_count()
     return (
-        f"the process that workers are forked from has {count} threads beside those of Python, which a forked worker would not have"
+        (
+            f"the process that workers are forked from has {count} threads beside those of "
+            "Python, which a forked worker would not have"
+        )
         if count > 0
         else ""
     )
 
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
-    """Fork on request; returns in the worker only, with a descriptor that a byte can be read from if it is to begin."""
+    """Fork on request.
+
+    Returns only in a worker, with a pipe that delivers a byte when it may begin.
+    """
     led, leads = os.pipe2(os.O_CLOEXEC)
     begin, begins = os.pipe2(os.O_CLOEXEC)
     count = 0
@@ -129,9 +141,9 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
             os._exit(0)
         request = msgpack.unpackb(data, unicode_errors="surrogateescape")
         answer: dict[str, Any] = {}
-        if (
-            not request
-        ):  # that was all: each worker is to lead its session, by which the launcher knows it
+        # All workers are forked. Each first becomes the leader of its session, by which the
+        # launcher knows it.
+        if not request:
             os.close(leads)
             os.read(led, 1)
             os.write(begins, b"." * count)
@@ -154,7 +166,7 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Take over what a fresh process is given, and wait until the launcher is the parent."""
+    """Apply the environment of a fresh process, and wait until the launcher is the parent."""
     for name, descriptor in zip(request["names"], descriptors, strict=True):
         if name in _STREAMS:
             os.dup2(descriptor, _STREAMS[name])
@@ -171,7 +183,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _open_stream(name: str) -> None:
-    """Make a stream of `sys` anew, as the interpreter does at its start: it remembers what kind of file it had."""
+    """Recreate a stream of `sys`, because the kind of its file has changed."""
     old = getattr(sys, name)
     writes = name != "stdin"
     raw = io.FileIO(_STREAMS[name], "w" if writes else "r", closefd=False)
@@ -197,11 +209,11 @@ def _open_stream(name: str) -> None:
 
 
 def _leave_whole(shared: dict[str, Any]) -> None:
-    """Take what was imported before the fork from the modules that the interpreter's end empties one after the other.
+    """Remove preloaded modules from `sys.modules`: the interpreter would clear them at its end.
 
-    They share their memory with other workers: to empty them would copy nearly all of it, and only then free the copy.
-    The script and what it has imported itself end as ever, but for what it has put into these modules or their classes:
-    that stays until the process has ended.
+    Their memory is shared with other workers; clearing would copy nearly all of it. The script and
+    its own imports end as usual. Values that it has put into preloaded modules stay until the
+    process has ended.
     """
     for name, module in shared.items():
         if sys.modules.get(name) is module:

@@ -1,12 +1,12 @@
-"""What workers are forked with: modules that were imported once, and are out of sight until a worker's script imports one.
+"""Preloaded modules of forked workers, hidden until a worker's script imports one of them.
 
-A script may set variables, or `sys.path`, before it imports NumPy. So a forked worker begins without these modules in
-`sys.modules`, as a fresh interpreter does. The first import of one of them brings back all, as they were; just then it
-is looked at again what NumPy's import reads:
+A script may set variables or `sys.path` before it imports NumPy. So a forked worker starts without
+these modules in `sys.modules`. The first import of one of them restores all. Then three things that
+NumPy's import reads are checked again:
 
-* how many threads its linear algebra may have: set to what a fresh OpenBLAS would take from variables and cores;
-* where it lies: modules to which `sys.path` leads no longer are let go of, and the script's import finds its own;
-* what it reads once (`READ_ONCE`): a warning says that a change of it came too late.
+* The number of OpenBLAS threads: set as a fresh OpenBLAS would choose it.
+* The location: modules that `sys.path` no longer leads to are dropped, and imported normally.
+* Variables that NumPy reads once (`READ_ONCE`): a warning says that a change came too late.
 """
 
 from __future__ import annotations
@@ -27,28 +27,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
-__all__ = ["READ_ONCE", "Preloaded", "blas_threads", "openblas", "why_not_carried"]
-
 THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-"""In this order OpenBLAS looks for the number of its threads."""
+"""Variables with the number of OpenBLAS threads, in its order."""
 
 READ_ONCE = re.compile(rf"\b(?!(?:{'|'.join(THREADS)})\b)(?:NPY|NUMPY|OPENBLAS)_[A-Z0-9_]+")
-"""Variables that NumPy and OpenBLAS read when they are imported, and that nothing can set later."""
+"""Variables that NumPy and OpenBLAS read at import; nothing can change them later."""
 
 _LINEAR_ALGEBRA = "numpy.linalg._umath_linalg"
 _SPELLINGS = [
     (prefix, suffix) for prefix in ("scipy_openblas", "openblas") for suffix in ("64_", "_64", "")
 ]
-_PTHREADS = 1  # what openblas_get_parallel gives: 0 without threads, 2 with OpenMP
+_PTHREADS = 1  # openblas_get_parallel: 0 without threads, 2 with OpenMP
 
 
 class Preloaded:
-    """Modules that have been imported for others, and the finder that gives them to who asks.
+    """Imported modules, and the finder that gives them to the first import.
 
-    While they are imported OpenBLAS is told to have one thread, so that the process that forks has none.
+    While importing, OpenBLAS has one thread, so that the forking process has none.
 
     Args:
-        names: What to import; whatever that imports beside the standard library belongs to it.
+        names: Modules to import; all their imports outside the standard library belong to them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -69,10 +67,10 @@ class Preloaded:
         self._lock = threading.Lock()
 
     def hide(self) -> None:
-        """Take the modules out of sight; whoever imports one of them brings back all."""
+        """Remove the modules from `sys.modules`; the first import of one restores all."""
         for name, module in self._modules.items():
-            # Theirs from now on: an import that is under way in one thread, while another thread brings all back, would
-            # otherwise take the module's own and run it again.
+            # Own copies of the specs: an import under way in one thread, while another thread
+            # restores all, would otherwise execute the module again.
             module.__spec__ = spec = copy.copy(module.__spec__)
             assert spec is not None
             spec.loader = _Again(self, module, spec.loader)  # type: ignore[assignment]  # it has what the protocol asks
@@ -85,7 +83,7 @@ class Preloaded:
         sys.meta_path.insert(0, self)
 
     def seed(self) -> None:
-        """Let NumPy's shared generator draw anew, as in every fresh process; `random` sees to itself."""
+        """Reseed NumPy's shared generator, as in every fresh process; `random` does so itself."""
         found: Any = self._modules.get("numpy.random", sys.modules.get("numpy.random"))
         if found is not None:
             found.seed()
@@ -93,7 +91,7 @@ class Preloaded:
     def find_spec(
         self, name: str, _path: object = None, _target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return how a module of ours is found; part of the protocol of `sys.meta_path`."""
+        """Return the spec of a preloaded module; part of the protocol of `sys.meta_path`."""
         if name not in self._modules:
             return None
         if sys.path != self._path:
@@ -103,7 +101,7 @@ class Preloaded:
         return None if module is None else module.__spec__
 
     def bring_back(self) -> None:
-        """Let all of them be found where modules are, and set what a fresh import would have found otherwise."""
+        """Restore the modules in `sys.modules`, and update what a fresh import would have read."""
         with self._lock:
             if self not in sys.meta_path:
                 return
@@ -130,29 +128,36 @@ class Preloaded:
         )
         if changed:
             warnings.warn(
-                f"{', '.join(changed)} changed after NumPy had been loaded for this worker, which reads it only then: set it by "
-                f"--env of syncvar-launch, or start with --start-method spawn",
+                f"{', '.join(changed)} changed after NumPy had been loaded for this worker, which "
+                "reads it only then: set it by --env of syncvar-launch, or start with "
+                "--start-method spawn",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def _let_go(self) -> None:
-        """Forget what `sys.path` leads to no longer, and all that may use it; NumPy itself cannot be loaded twice."""
-        elsewhere = {
+        """Forget modules that `sys.path` no longer leads to, and their users.
+
+        NumPy cannot be loaded twice.
+        """
+        moved = {
             name
             for name, module in self._modules.items()
-            if "." not in name and _is_elsewhere(name, module)
+            if "." not in name and _is_moved(name, module)
         }
-        if elsewhere:
+        if moved:
             self._modules = {
                 name: module
                 for name, module in self._modules.items()
-                if name.partition(".")[0] == "numpy" and "numpy" not in elsewhere
+                if name.partition(".")[0] == "numpy" and "numpy" not in moved
             }
 
 
 class _Again:
-    """The loader of a module that has been loaded already; for all other questions the one that did it."""
+    """Loader of a module that has been loaded already.
+
+    Other attributes are those of the original loader.
+    """
 
     def __init__(self, preloaded: Preloaded, module: ModuleType, first: Any) -> None:
         self._preloaded = preloaded
@@ -164,20 +169,14 @@ class _Again:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: it has been executed."""
+        """Do nothing: the module has been executed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._first, name)
 
 
 class OpenBlas:
-    """The functions of a loaded OpenBLAS.
-
-    Args:
-        library: What it is found through.
-        prefix: How its names begin.
-        suffix: How they end.
-    """
+    """The functions of a loaded OpenBLAS."""
 
     def __init__(self, library: ctypes.CDLL, prefix: str, suffix: str) -> None:
         self.get_num_threads, self.set_num_threads, self.get_parallel = (
@@ -187,10 +186,10 @@ class OpenBlas:
 
 
 def openblas() -> OpenBlas | None:
-    """Return NumPy's OpenBLAS, None where its linear algebra is another one; imports NumPy."""
+    """Return NumPy's OpenBLAS; None for another library. Imports NumPy."""
     library = ctypes.CDLL(
         importlib.import_module(_LINEAR_ALGEBRA).__file__
-    )  # symbols are found in what it needs, too
+    )  # finds symbols of its dependencies too
     for prefix, suffix in _SPELLINGS:
         with contextlib.suppress(AttributeError):
             return OpenBlas(library, prefix, suffix)
@@ -198,28 +197,35 @@ def openblas() -> OpenBlas | None:
 
 
 def why_not_carried() -> str:
-    """Return why what a script sets before it imports NumPy may not reach a forked worker's; empty where it does."""
+    """Return why a script's settings for linear algebra cannot reach a forked worker.
+
+    Empty if they can.
+    """
     functions = openblas()
     if functions is None:
-        return "NumPy's linear algebra is not OpenBLAS, and what a script sets for it could not be set later"
+        return (
+            "NumPy's linear algebra is not OpenBLAS, and what a script sets for it could not be "
+            "set later"
+        )
     if functions.get_parallel() > _PTHREADS:
-        return "NumPy's OpenBLAS has threads of OpenMP, and what a script sets for them could not be set later"
+        return (
+            "NumPy's OpenBLAS has threads of OpenMP, and what a script sets for them could not "
+            "be set later"
+        )
     return ""
 
 
 def blas_threads(environ: Mapping[str, str], cores: int) -> int:
-    """Return how many threads OpenBLAS takes when it is loaded.
-
-    Args:
-        environ: The variables of the process.
-        cores: How many it may use.
+    """Return the number of threads that OpenBLAS chooses when it is loaded.
 
     Example:
-        >>> blas_threads({"OMP_NUM_THREADS": "2"}, 4), blas_threads({"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "8"}, 4)
-        (2, 4)
+        >>> blas_threads({"OMP_NUM_THREADS": "2"}, 4)
+        2
+        >>> blas_threads({"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "8"}, 4)
+        4
     """
     for name in THREADS:
-        found = re.match(r"\s*\+?(\d+)", environ.get(name, ""))  # as atoi reads it
+        found = re.match(r"\s*\+?(\d+)", environ.get(name, ""))  # parsed as by atoi
         if found and int(found[1]) > 0:
             return min(int(found[1]), cores)
     return cores
@@ -229,7 +235,7 @@ def _read_once(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if READ_ONCE.fullmatch(name)}
 
 
-def _is_elsewhere(name: str, module: ModuleType) -> bool:
+def _is_moved(name: str, module: ModuleType) -> bool:
     found = importlib.machinery.PathFinder.find_spec(name)
     return (
         found is not None and module.__spec__ is not None and found.origin != module.__spec__.origin

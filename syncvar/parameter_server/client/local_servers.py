@@ -1,4 +1,4 @@
-"""Servers inside this process, for programs of one worker without a launcher, and for worlds of threads in tests."""
+"""Servers inside this process, for one worker without a launcher, or for ranks as threads."""
 
 from __future__ import annotations
 
@@ -18,80 +18,74 @@ if TYPE_CHECKING:
 
 
 class LocalServers:
-    """Servers of a job whose workers are all in this process.
-
-    Args:
-        workers: How many.
-        servers: How many.
-        replicas: 1: each server's variables have a copy on the next one.
-    """
+    """Servers of a job whose workers are all in this process."""
 
     def __init__(self, workers: int, servers: int = 1, replicas: int = 0) -> None:
         self.count = servers
         self.heirs = [heirs_of(index, [0] * servers, replicas) for index in range(servers)]
-        self.changed = threading.Condition(
-            threading.RLock()
-        )  # of all sessions: no two locks are ever taken
+        # One lock for all sessions, so that no thread ever holds two.
+        self.changed = threading.Condition(threading.RLock())
         self._servers = {index: Server(index, workers, self.heirs) for index in range(servers)}
-        self._gone: dict[int, str] = {}
+        self._failures: dict[int, str] = {}
         self._sessions: dict[int, Session] = {}
         self._waiting: deque[tuple[Endpoint, OutgoingMessage]] = deque()
-        self._is_moving = False
+        self._is_delivering = False
 
     def session(self, rank: int, timeout_s: float, incarnation: int = 0) -> Session:
-        """Return a session of a worker; one of a later incarnation takes the place of the earlier one."""
+        """Return a session of a worker; a later incarnation replaces the earlier one."""
         with self.changed:
-            made = _LocalSession(self, Client(rank, incarnation, self.count, self.heirs), timeout_s)
-            self._sessions[rank] = made
-            for server, reason in self._gone.items():
-                made.server_lost(server, reason)
-            return made
+            client = Client(rank, incarnation, self.count, self.heirs)
+            session = self._sessions[rank] = _LocalSession(self, client, timeout_s)
+            for server, reason in self._failures.items():
+                session.server_lost(server, reason)
+            return session
 
     def lose(self, server: int, reason: str = "signal 9") -> None:
-        """End a server as if its process had been killed."""
+        """End a server as if the system had killed its process."""
         with self.changed:
             del self._servers[server]
-            self._gone[server] = reason
+            self._failures[server] = reason
             for index, one in list(self._servers.items()):
                 self.move(("server", index), one.server_lost(server, time.monotonic()))
             for session in self._sessions.values():
                 session.server_lost(server, reason)
 
     def lose_worker(self, rank: int, incarnation: int = 0) -> None:
-        """Tell the servers that an incarnation of a worker has ended."""
+        """End an incarnation of a worker for the servers."""
         with self.changed:
             for index, one in list(self._servers.items()):
                 self.move(("server", index), one.worker_lost(rank, incarnation, time.monotonic()))
 
     def move(self, sender: Endpoint, outgoing: list[OutgoingMessage]) -> None:
-        """Carry messages to where they go, and what follows from them."""
+        """Deliver messages, and the messages that follow from them."""
         with self.changed:
             self._waiting += [(sender, one) for one in outgoing]
-            if self._is_moving:
+            if self._is_delivering:
                 return
-            self._is_moving = True
+            self._is_delivering = True
             try:
                 while self._waiting:
-                    self._carry(*self._waiting.popleft())
+                    self._deliver(*self._waiting.popleft())
             finally:
-                self._is_moving = False
+                self._is_delivering = False
 
     def turn(self) -> float:
-        """Do what is due by time; returns in how many seconds it is due again."""
+        """Do what is due by time; return the seconds until it is due again."""
         with self.changed:
             now = time.monotonic()
             for index, one in list(self._servers.items()):
                 self.move(("server", index), one.wake(now))
             return min(one.wake_at() for one in self._servers.values()) - now
 
-    def _carry(self, sender: Endpoint, one: OutgoingMessage) -> None:
+    def _deliver(self, sender: Endpoint, one: OutgoingMessage) -> None:
         kind, index = one.target
         if kind == "worker":
             if index in self._sessions:
                 self._sessions[index].received(sender, one.message, one.arrays)
         elif index in self._servers:
-            made = self._servers[index].handle(sender, one.message, one.arrays, time.monotonic())
-            self._waiting += [(one.target, each) for each in made]
+            server = self._servers[index]
+            outgoing = server.handle(sender, one.message, one.arrays, time.monotonic())
+            self._waiting += [(one.target, each) for each in outgoing]
 
 
 class _LocalSession(Session):

@@ -1,6 +1,6 @@
-"""How many pushes a worker has made, kept in a file: whoever is started in its place after all have ended can tell how many are lost.
+"""The number of a worker's pushes in a file, so that a restart of all ranks can report lost pushes.
 
-The file is mapped memory, so a count costs no call of the system, and what was counted last is there whoever is killed.
+The file is mapped memory: counting costs no system call, and survives the death of the process.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 
 _NAME = "pushes-{}"
 
-_CONTENT = struct.Struct("<QQ")  # generation + 1, so that a new file has none; pushes
+_CONTENT = struct.Struct("<QQ")  # attempt + 1, so that 0 marks a new file; number of pushes
 
 
 def tally_path(folder: str, rank: int) -> str:
-    """Return where the file of a worker is."""
+    """Return the path of a worker's file."""
     return str(Path(folder) / _NAME.format(rank))
 
 
 def take_tallies(folder: Path) -> dict[str, bytes]:
-    """Return the files in a folder that is about to be removed, by name."""
+    """Return the files in a folder that the launcher is about to remove, by name."""
     return {path.name: path.read_bytes() for path in folder.glob(_NAME.format("*"))}
 
 
 def put_tallies(tallies: dict[str, bytes], folder: Path) -> None:
-    """Put files into the folder that takes its place."""
+    """Write the files to the new folder."""
     for name, content in tallies.items():
         (folder / name).write_bytes(content)
 
@@ -34,12 +34,8 @@ def put_tallies(tallies: dict[str, bytes], folder: Path) -> None:
 class PushCounter:
     """The file of one worker.
 
-    Args:
-        path: It; made if need be.
-        generation: Which start of the job this is.
-
     Attributes:
-        before: What the process of an earlier start had counted; 0 where there was none.
+        before: Pushes that an earlier attempt counted; 0 if there was none.
     """
 
     def __init__(self, path: str, generation: int) -> None:
@@ -50,13 +46,13 @@ class PushCounter:
         finally:
             os.close(descriptor)
         self._generation = generation + 1
-        written_in, pushes = _CONTENT.unpack_from(self._memory)
-        self.before = pushes if 0 < written_in <= generation else 0
+        attempt, pushes = _CONTENT.unpack_from(self._memory)
+        self.before = pushes if 0 < attempt <= generation else 0
 
     def count(self, pushes: int) -> None:
-        """Keep a count."""
+        """Store a count."""
         _CONTENT.pack_into(self._memory, 0, self._generation, pushes)
 
     def close(self) -> None:
-        """Let go of the memory; the file stays."""
+        """Unmap the memory; the file stays."""
         self._memory.close()

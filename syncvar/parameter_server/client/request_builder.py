@@ -77,17 +77,12 @@ class RequestBuilder:
         method: str,
         value: NDArray[Any],
         rows: NDArray[Any] | None = None,
-        *,
-        rule: tuple[str, dict[str, Any]] = ("", {}),
-        rate: float = 0.0,
-        combine: str = "mean",
+        **step: Any,
     ) -> ResultRef:
-        """Change a shard; see `shard.Push`."""
-        fields: dict[str, Any] = {"how": method, "value": self._array(server, value)}
-        fields["rows"] = None if rows is None else self._array(server, rows)
-        if rule[0]:
-            fields |= {"rule": list(rule), "rate": rate, "combine": combine}
-        return self.add(server, "push", key=key, **fields)
+        """Change a shard; a "step" also has `rule`, `rate` and `combine`; see `shard.Push`."""
+        step |= {"how": method, "value": self._array(server, value)}
+        step["rows"] = None if rows is None else self._array(server, rows)
+        return self.add(server, "push", key=key, **step)
 
     def pull(self, server: int, key: str, rows: NDArray[Any] | None = None) -> ResultRef:
         """Read a shard, or rows of it."""

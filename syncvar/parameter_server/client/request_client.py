@@ -1,8 +1,8 @@
-"""A worker's side: it numbers requests, sends them again until they are answered, and takes the answers.
+"""The client state machine of a worker: it numbers requests, repeats them, and takes the answers.
 
-One request goes to all servers that it concerns at once and is over when all have answered, so a step's worth of variables costs
-one round trip. After a request that reads, nothing is sent until it is over: what a program reads, it waits for anyway, and order
-is plain.
+One request goes to all its servers at once and is over when all have answered, so the variables of
+a step cost one round trip. After a request that reads, the client sends nothing until it is over:
+the program waits for the result anyway, and the order stays simple.
 """
 
 from __future__ import annotations
@@ -33,27 +33,18 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message
 
 _NEVER = float("inf")
-_TOLD = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
+_ERRORS = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
 
 
 class ServerPart(NamedTuple):
-    """What one server is asked.
-
-    Args:
-        operations: Maps with "do", see `ledger`; they name arrays by number.
-        arrays: Must not change until the request is over.
-    """
+    """The part of a request for one server; arrays must not change until the request is over."""
 
     operations: list[dict[str, Any]]
     arrays: Arrays = ()
 
 
 class Ticket:
-    """A request on its way.
-
-    Args:
-        parts: What each server is asked.
-    """
+    """A request in progress, with its part for each server."""
 
     def __init__(self, parts: Mapping[int, ServerPart], transaction: int = 0) -> None:
         self.parts = dict(parts)
@@ -65,30 +56,30 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether all servers have answered, or it has failed."""
+        """Whether all servers have answered, or the request has failed."""
         return self._is_over
 
     def array(self, server: int, operation: int) -> NDArray[Any]:
-        """Return what one operation has read."""
+        """Return the array that one operation has read."""
         number: int = self.results[server][operation]["array"]
         return self.arrays[server][number]
 
     def fail(self, error: SyncvarError) -> None:
-        """End it with an error."""
+        """End the request with an error."""
         self.error, self._is_over = error, True
 
     def finish(self) -> None:
-        """End it."""
+        """End the request."""
         self._is_over = True
 
 
 class _Snapshot(Ticket):
-    """A cut on its way."""
+    """A snapshot in progress."""
 
     def __init__(self, parts: Mapping[int, ServerPart]) -> None:
         super().__init__(parts)
         self.id = 0
-        self.peeks = True  # nobody is held up for it
+        self.peeks = True  # the first attempt, which does not stop the servers
         self.marks: dict[int, dict[int, list[Any]]] = {}
         self.need: dict[int, dict[int, list[int]]] = {}
         self.version: dict[int, dict[int, list[Any]]] = {}
@@ -100,15 +91,7 @@ class _Sent(NamedTuple):
 
 
 class Client:
-    """One worker's requests to all servers.
-
-    Args:
-        rank: The worker's; one beyond the ranks of the job (an evaluator) is waited for by nobody.
-        incarnation: How often the worker was started before.
-        servers: How many there are.
-        heirs: For each server those that take its place, in order.
-        resend_s: Seconds after which what has no answer is sent again.
-    """
+    """One worker's requests to all servers."""
 
     def __init__(
         self,
@@ -131,44 +114,30 @@ class Client:
         self._waiting: deque[Ticket] = deque()
         self._sent: list[dict[int, _Sent]] = [{} for _ in range(servers)]
         self._snapshot: _Snapshot | None = None
-        self._snapshots: deque[_Snapshot] = deque()  # that wait for it: one is taken at a time
+        self._snapshots: deque[_Snapshot] = deque()  # waiting; one runs at a time
         self._sent_at = 0.0
         self.resent = 0
-        self.pushes = 0  # made so far, or said by whoever knows of those before
+        self.pushes = 0  # of all incarnations, where earlier ones are known
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def request(
         self, parts: Mapping[int, ServerPart], now: float
     ) -> tuple[Ticket, list[OutgoingMessage]]:
-        """Ask servers; what is pushed to several of them is applied on all or on none.
-
-        Args:
-            parts: For each server that it concerns, what it is asked.
-            now: Seconds of a monotonic clock.
-
-        Returns:
-            A ticket that is over when all have answered, and what is to be sent now.
-        """
+        """Send a request; its pushes are applied on all of its servers or on none."""
         ticket = Ticket(parts)
         if self.broken is not None:
             ticket.fail(self.broken)
             return ticket, []
-        self.pushes += any(
-            one["do"] == "push" for part in parts.values() for one in part.operations
-        )
+        operations = [one for part in parts.values() for one in part.operations]
+        self.pushes += any(one["do"] == "push" for one in operations)
         self._waiting.append(ticket)
         return ticket, self._send_waiting(now)
 
     def snapshot(
         self, parts: Mapping[int, ServerPart], now: float
     ) -> tuple[Ticket, list[OutgoingMessage]]:
-        """Read variables as they are at one version of all servers: of each worker the same pushes on every server.
-
-        Args:
-            parts: For each server, pulls.
-            now: Seconds of a monotonic clock.
-        """
+        """Send pulls that read one version: the same pushes of each worker on all servers."""
         ticket = _Snapshot(parts)
         if self.broken is not None:
             ticket.fail(self.broken)
@@ -178,7 +147,7 @@ class Client:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no request is in progress."""
         return not any(self._sent) and self._snapshot is None
 
     @property
@@ -191,13 +160,10 @@ class Client:
     def handle(
         self, sender: Endpoint, message: Message, arrays: Arrays, now: float
     ) -> list[OutgoingMessage]:
-        """Take one message of a server; return what is to be sent."""
+        """Take one message of a server; return the messages to send."""
         server = message["server"]
-        if (
-            not 0 <= server < self.servers
-            or sender != self._target(server)
-            or self.broken is not None
-        ):
+        is_from_server = 0 <= server < self.servers and sender == self._target(server)
+        if not is_from_server or self.broken is not None:
             return []
         self._patience_s = self._resend_s
         kind = message["kind"]
@@ -206,27 +172,25 @@ class Client:
                 return []
             return self._answered(server, message, arrays, now)
         if kind == "lost":
-            self.fail(
-                PeerLost(
-                    server_number(server), "", "its copy was lost too before there was another"
-                )
-            )
+            reason = "its copy was lost too before there was another"
+            self.fail(PeerLost(server_number(server), "", reason))
             return []
         if kind == "refused":
             if message["incarnation"] == self.incarnation:
-                self.fail(
-                    GroupBroken(
-                        "the servers have given this worker up: another process has taken its place"
-                    )
+                reason = (
+                    "the servers have given this worker up: another process has taken its place"
                 )
+                self.fail(GroupBroken(reason))
             return []
-        ticket = self._snapshot
-        if (
-            ticket is None
-            or message["id"] != ticket.id
-            or server not in ticket.parts
-            or server in ticket.version
-        ):
+        return self._snapshot_message(server, message, arrays, now)
+
+    def _snapshot_message(
+        self, server: int, message: Message, arrays: Arrays, now: float
+    ) -> list[OutgoingMessage]:
+        ticket, kind = self._snapshot, message["kind"]
+        if ticket is None or message["id"] != ticket.id:
+            return []
+        if server not in ticket.parts or server in ticket.version:
             return []
         if kind == "marks":
             return self._marked(ticket, server, message["marks"], now)
@@ -237,62 +201,56 @@ class Client:
         raise WireError(f"a worker has no use for a message {kind!r:.40}")
 
     def server_lost(self, server: int, now: float, reason: str = "") -> list[OutgoingMessage]:
-        """Go on without a server: who takes its place is asked again what it has not answered.
+        """Continue without a failed server: its successor gets the unanswered requests.
 
-        Without a copy all requests fail with PeerLost.
+        Without a backup, all requests fail with PeerLost.
         """
-        before = [self._place(one) for one in range(self.servers)]
+        before = [self._home_of(one) for one in range(self.servers)]
         self._gone.add(server)
-        if any(self._place(one) is None for one in range(self.servers)):
-            self.fail(
-                PeerLost(
-                    server_number(server), "", reason or "no other has a copy of its variables"
-                )
-            )
+        if any(self._home_of(one) is None for one in range(self.servers)):
+            reason = reason or "no other has a copy of its variables"
+            self.fail(PeerLost(server_number(server), "", reason))
             return []
         self.resent += 1
-        made = self._again(lambda one: before[one] != self._place(one))
+        outgoing = self._again(lambda one: before[one] != self._home_of(one))
         if self._snapshot is not None:
-            made += self._begin_cut(self._snapshot, now)
-        return made
+            outgoing += self._begin_cut(self._snapshot, now)
+        return outgoing
 
     def give_up(self, ticket: Ticket, now: float) -> list[OutgoingMessage]:
-        """Wait no longer for a request that only reads; what waits behind it is sent. Others are kept: they may be executed."""
+        """Stop waiting for a request that only reads, and send those behind it.
+
+        Requests that change something stay, since servers may execute them.
+        """
         for sent in self._sent:
-            for number in [
-                number
-                for number, one in sent.items()
-                if one.ticket is ticket and not changes(one.outgoing.message)
-            ]:
-                del sent[number]
+            for number, one in list(sent.items()):
+                if one.ticket is ticket and not changes(one.outgoing.message):
+                    del sent[number]
         if self._snapshot is ticket:
             self._snapshot = None
         return [*self._send_waiting(now), *self._next_cut(now)]
 
     def wake_at(self) -> float:
-        """Return the time at which `wake` is due at the latest; infinite for never."""
+        """Return the time at which `wake` is due; infinite for never."""
         return _NEVER if self.is_idle else self._sent_at + self._patience_s
 
     def wake(self, now: float) -> list[OutgoingMessage]:
-        """Send again what has no answer; each time nothing comes, wait twice as long: servers may be busy."""
+        """Repeat requests without an answer; the interval doubles, as servers may be busy."""
         if self.wake_at() > now:
             return []
         self._sent_at = now
         self._patience_s = min(2 * self._patience_s, PATIENCE * self._resend_s)
-        made = self._again(lambda _: True)
+        outgoing = self._again(lambda _: True)
         if self._snapshot is not None:
-            made += self._cut_messages(self._snapshot)
-        self.resent += len(made)
-        return made
+            outgoing += self._cut_messages(self._snapshot)
+        self.resent += len(outgoing)
+        return outgoing
 
     def fail(self, error: SyncvarError) -> None:
         """End all requests, also later ones, with an error."""
         self.broken = error
-        for ticket in [
-            *self.unanswered,
-            *self._snapshots,
-            *([] if self._snapshot is None else [self._snapshot]),
-        ]:
+        running = [] if self._snapshot is None else [self._snapshot]
+        for ticket in [*self.unanswered, *self._snapshots, *running]:
             ticket.fail(error)
         self._waiting.clear()
         self._snapshots.clear()
@@ -300,31 +258,32 @@ class Client:
         for sent in self._sent:
             sent.clear()
 
-    # -- requests ----------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
-    def _place(self, server: int) -> int | None:
-        """Return which process is in charge of a server's variables; None where they are lost."""
+    def _home_of(self, server: int) -> int | None:
+        """Return the server in charge of a server's state; None if the state is lost."""
         if server not in self._gone:
             return server
         return next((other for other in self._heirs[server] if other not in self._gone), None)
 
     def _target(self, server: int) -> Endpoint:
-        place = self._place(server)
-        return "server", -1 if place is None else place
+        home = self._home_of(server)
+        return "server", -1 if home is None else home
 
     def _send_waiting(self, now: float) -> list[OutgoingMessage]:
-        made: list[OutgoingMessage] = []
+        outgoing: list[OutgoingMessage] = []
         while self._waiting:
             if not any(self._sent):
                 self._sent_at = now
-            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or any(
-                reads(one.outgoing.message) for sent in self._sent for one in sent.values()
-            ):
+            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or self._is_reading():
                 break
-            made += self._sent_off(self._waiting.popleft())
-        return made
+            outgoing += self._start(self._waiting.popleft())
+        return outgoing
 
-    def _sent_off(self, ticket: Ticket) -> list[OutgoingMessage]:
+    def _is_reading(self) -> bool:
+        return any(reads(one.outgoing.message) for sent in self._sent for one in sent.values())
+
+    def _start(self, ticket: Ticket) -> list[OutgoingMessage]:
         self._transactions += 1
         ticket.transaction = self._transactions
         before = list(self._changed)
@@ -332,14 +291,15 @@ class Client:
             self._numbers[server] += 1
             if changes({"operations": part.operations}):
                 self._changed[server] = self._numbers[server]
-        sharing: list[int] = []
+        # The servers that must apply this request together.
+        shared: list[int] = []
         if len(ticket.parts) > 1:
-            sharing = sorted(
+            shared = sorted(
                 server
                 for server, part in ticket.parts.items()
                 if any(one["do"] in SHARED for one in part.operations)
             )
-        made: list[OutgoingMessage] = []
+        messages: list[OutgoingMessage] = []
         for server, part in ticket.parts.items():
             number = self._numbers[server]
             answered = min(self._sent[server], default=number) - 1
@@ -352,14 +312,14 @@ class Client:
                 "follows": before[server],
                 "answered": answered,
                 "transaction": ticket.transaction,
-                "parts": sharing if server in sharing else [server],
+                "parts": shared if server in shared else [server],
                 "sent": list(self._changed),
                 "operations": part.operations,
             }
             outgoing = OutgoingMessage(self._target(server), message, part.arrays)
             self._sent[server][number] = _Sent(ticket, outgoing)
-            made.append(outgoing)
-        return made
+            messages.append(outgoing)
+        return messages
 
     def _again(self, concerns: Any) -> list[OutgoingMessage]:
         return [
@@ -394,9 +354,9 @@ class Client:
     def _begin_cut(
         self, ticket: _Snapshot, now: float, *, peeks: bool = False
     ) -> list[OutgoingMessage]:
-        """Begin a cut, or begin it anew: under another number, which ends the earlier one on the servers.
+        """Begin a snapshot or repeat it, under a new number, which ends the earlier cut.
 
-        At first the servers are only asked for what they have (`peeks`): if that happens to be of one version it was one round trip.
+        With `peeks`, the servers only send their present state: one round trip if it fits.
         """
         self._cuts += 1
         ticket.id, ticket.peeks = self._cuts, peeks
@@ -407,37 +367,30 @@ class Client:
         return self._cut_messages(ticket)
 
     def _cut_messages(self, ticket: _Snapshot) -> list[OutgoingMessage]:
-        """Return what the servers of a cut have not answered yet."""
-        made: list[OutgoingMessage] = []
+        """Return the messages of a snapshot to servers that have not answered."""
+        outgoing: list[OutgoingMessage] = []
         for server, part in ticket.parts.items():
-            about = {"server": server, "rank": self.rank, "id": ticket.id}
             if server in ticket.version:
                 continue
+            message: Message = {"server": server, "rank": self.rank, "id": ticket.id}
+            arrays = part.arrays
             if ticket.peeks:
-                made.append(
-                    OutgoingMessage(
-                        self._target(server),
-                        {"kind": "peek", **about, "operations": part.operations},
-                        part.arrays,
-                    )
-                )
+                message |= {"kind": "peek", "operations": part.operations}
             elif server in ticket.need:
-                take = {
-                    "kind": "take",
-                    **about,
-                    "need": ticket.need[server],
-                    "operations": part.operations,
-                }
-                made.append(OutgoingMessage(self._target(server), take, part.arrays))
+                need = ticket.need[server]
+                message |= {"kind": "take", "need": need, "operations": part.operations}
             elif server not in ticket.marks:
-                made.append(OutgoingMessage(self._target(server), {"kind": "cut", **about}))
-        return made
+                message["kind"], arrays = "cut", ()
+            else:
+                continue
+            outgoing.append(OutgoingMessage(self._target(server), message, arrays))
+        return outgoing
 
     def _marked(
         self, ticket: _Snapshot, server: int, marks: dict[int, list[Any]], now: float
     ) -> list[OutgoingMessage]:
         if ticket.marks.get(server) == marks and server in ticket.need:
-            return []  # an earlier answer that came twice
+            return []  # a repeated answer
         ticket.marks[server] = marks
         if len(ticket.marks) < len(ticket.parts):
             return []
@@ -446,9 +399,8 @@ class Client:
         if not changed.isdisjoint(ticket.version):
             return self._begin_cut(ticket, now)
         ticket.need = needs
-        return [
-            one for one in self._cut_messages(ticket) if one.message["server"] in {server, *changed}
-        ]
+        concerned = {server, *changed}
+        return [one for one in self._cut_messages(ticket) if one.message["server"] in concerned]
 
     def _taken(
         self, ticket: _Snapshot, server: int, message: Message, arrays: Arrays, now: float
@@ -461,16 +413,15 @@ class Client:
         for one, version in ticket.version.items():
             for rank, (incarnation, number) in _needed(one, ticket.version).items():
                 if version.get(rank, [0, 0])[:2] != [incarnation, number]:
-                    return self._begin_cut(
-                        ticket, now
-                    )  # one of them had to go on for another cut meanwhile
+                    # Another cut has advanced this server meanwhile.
+                    return self._begin_cut(ticket, now)
         self._snapshot = None
         ticket.finish()
         return self._next_cut(now)
 
 
 def _needed(server: int, marks: dict[int, dict[int, list[Any]]]) -> dict[int, list[int]]:
-    """Return how far a server has to go for each worker, so that it has all that any of the servers knows of."""
+    """Return rank -> change up to which a server must execute to miss nothing of any server."""
     need: dict[int, list[int]] = {}
     for one, workers in marks.items():
         for rank, (incarnation, executed, *sent) in workers.items():
@@ -480,6 +431,6 @@ def _needed(server: int, marks: dict[int, dict[int, list[Any]]]) -> dict[int, li
 
 
 def error_of(name: str, reason: str) -> SyncvarError:
-    """Return the error that a server has told of."""
-    kind: type[ConfigError | MismatchError | UsageError] | None = _TOLD.get(name)
-    return WireError(reason) if kind is None else kind(reason)
+    """Return the error in an answer."""
+    error: type[ConfigError | MismatchError | UsageError] | None = _ERRORS.get(name)
+    return WireError(reason) if error is None else error(reason)

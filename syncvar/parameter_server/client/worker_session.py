@@ -1,8 +1,8 @@
-"""A worker's way to the servers: who waits for an answer takes it from the sockets itself, without another thread in between.
+"""A worker's session with the servers: a thread that waits for an answer reads the sockets itself.
 
-The sockets may be used by several threads one after the other, which the lock of the session sees to. Who waits does so without
-the lock, and looks at what has something then. What comes while nobody waits is taken by the next call, or by a thread that looks
-50 times a second, and stays with what was sent until it is gone.
+Several threads may use the sockets one after the other, under the lock of the session. A thread
+waits without the lock. Messages that arrive while no thread waits stay in the sockets until the
+next call, or until a background thread looks, 50 times a second; it also flushes what is unsent.
 """
 
 from __future__ import annotations
@@ -35,24 +35,17 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import ServerPart, Ticket
     from syncvar.parameter_server.messages import OutgoingMessage
 
-_LOOK_EVERY_S = 0.02
-_edges: list[WorkerSession] = []  # of this process, until they are closed
-_LOOK_S = 0.05  # another thread may have taken what this one waits for
+_POLL_EVERY_S = 0.02  # of the background thread
+_WAIT_MAX_S = 0.05  # another thread may have read the message that this one waits for
+_sessions: list[WorkerSession] = []  # open sessions of this process
 
 
 class WorkerSession(Session):
     """The session of a worker with the servers of its job.
 
-    Args:
-        environment: Who this worker is.
-        config: Deadlines and limits.
-        environ: `os.environ`, from which the job's secret is taken.
-
     Attributes:
-        before_end: Called with what is being done, and None, at the end of the script: they wait for what they have pushed.
-
-    Raises:
-        RendezvousError: Not all servers have begun in time, or the launcher refuses this process.
+        before_end: Functions of a call's name and a timeout that wait for this worker's pushes; the
+            end of the script calls them.
     """
 
     def __init__(
@@ -68,13 +61,12 @@ class WorkerSession(Session):
         self._config = config
         self._process = os.getpid()
         self._waiting = 0
-        self._is_given_up = False  # nobody waits any more for what was pushed
+        self._has_failed = False  # a push has failed: `close` does not wait for others
         self.before_end: list[Callable[[str, float | None], None]] = []
         self._ends = threading.Event()
-        self._tally = PushCounter(
-            tally_path(environment.socket_directory, environment.rank), environment.generation
-        )
-        self.pushes_before = self._tally.before
+        path = tally_path(environment.socket_directory, environment.rank)
+        self._push_counter = PushCounter(path, environment.generation)
+        self.pushes_before = self._push_counter.before
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         keys = keys_of(environment, config, environ)
@@ -91,37 +83,38 @@ class WorkerSession(Session):
                     self.server_lost(number - SERVER_0, reason)
             self._links.watching.add(self._directory.socket)
         except BaseException:
-            self._let_go(0.0)
+            self._release(0.0)
             raise
-        self._thread = threading.Thread(target=self._look, name="syncvar-servers", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="syncvar-servers", daemon=True)
         self._thread.start()
         register_exit(self._close_at_exit)
-        _edges.append(self)
+        _sessions.append(self)
 
     # -- the session -------------------------------------------------------------------------------
 
     def send(self, outgoing: list[OutgoingMessage]) -> None:
-        """Send messages; called with the lock held."""
+        """Send messages; the caller holds the lock."""
         for one in outgoing:
             self._links.send(one.target[1] + SERVER_0, frames_of(one.message, one.arrays))
 
     def request(self, parts: Mapping[int, ServerPart], *, snapshot: bool = False) -> Ticket:
-        """Ask servers; returns at once."""
+        """Send a request; does not wait."""
         if os.getpid() != self._process:
             raise UsageError(
-                "this process was forked from one that uses servers, and cannot use them: start it afresh"
+                "this process was forked from one that uses servers, and cannot use them: start "
+                "it afresh"
             )
         with self._changed:
             if self._ends.is_set():
                 raise UsageError("the servers have been left")
             if not self.client.is_idle:
-                self._take(self._links.watching.wait(0.0))
+                self._receive(self._links.watching.wait(0.0))
             ticket = super().request(parts, snapshot=snapshot)
-            self._tally.count(self.client.pushes)
+            self._push_counter.count(self.client.pushes)
             return ticket
 
     def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
-        """Wait until a request is over, and take what comes meanwhile."""
+        """Wait until a request is over, and take incoming messages meanwhile."""
         now = time.monotonic()
         allowed = self.timeout_s if timeout_s is None else timeout_s
         deadline = now + allowed
@@ -131,7 +124,7 @@ class WorkerSession(Session):
             while True:
                 with self._changed:
                     if ready:
-                        self._take(ready)
+                        self._receive(ready)
                         if ticket.is_over:
                             break
                         now = time.monotonic()
@@ -141,7 +134,7 @@ class WorkerSession(Session):
                         break
                     if now >= deadline:
                         self._overdue(ticket, what, allowed)
-                    until = min(now + _LOOK_S, self.client.wake_at(), deadline)
+                    until = min(now + _WAIT_MAX_S, self.client.wake_at(), deadline)
                 ready = self._links.watching.wait(until - now)
                 if not ready:
                     now = time.monotonic()
@@ -149,63 +142,64 @@ class WorkerSession(Session):
             self._waiting -= 1
         if not ticket.is_over:
             raise UsageError("the servers have been left")
-        return self._told(ticket)
+        return self._checked(ticket)
 
     def close(self) -> None:
-        """Wait until what was pushed is acknowledged, for at most `shutdown_timeout_s`, and let go. Idempotent."""
+        """Wait for pushes, at most `shutdown_timeout_s`, and close the sockets. Idempotent."""
         if self._ends.is_set() or os.getpid() != self._process:
             return
         try:
-            if self.client.broken is None and not self._is_given_up:
+            if self.client.broken is None and not self._has_failed:
                 self.settle("leaving the servers", self._config.shutdown_timeout_s)
         finally:
             self._ends.set()
             if self._thread is not None:
                 self._thread.join()
             with self._changed:
-                self._let_go(self._config.shutdown_timeout_s)
+                self._release(self._config.shutdown_timeout_s)
             unregister_exit(self._close_at_exit)
-            _edges.remove(self)
+            _sessions.remove(self)
 
     def settle_own(self, what: str) -> None:
-        """Wait until what was pushed is acknowledged; nothing in a forked copy, or where the program was told that it cannot be."""
-        if not self._ends.is_set() and os.getpid() == self._process and self.client.broken is None:
-            try:
-                for settle in self.before_end:
-                    settle(what, None)
-                self.settle(what)
-            except SyncvarError:
-                self._is_given_up = True
-                raise
+        """Wait until servers have acknowledged all pushes; not in a fork or a broken session."""
+        if self._ends.is_set() or os.getpid() != self._process or self.client.broken is not None:
+            return
+        try:
+            for settle in self.before_end:
+                settle(what, None)
+            self.settle(what)
+        except SyncvarError:
+            self._has_failed = True
+            raise
 
     def _close_at_exit(self) -> None:
-        with contextlib.suppress(
-            SyncvarError
-        ):  # `settle_all` has told, or the process fails for another reason
+        # `settle_all` has raised the error, or the process fails for another reason.
+        with contextlib.suppress(SyncvarError):
             self.close()
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _take(self, ready: list[Any]) -> None:
-        """Take what has come on some sockets; with the lock held."""
+    def _receive(self, ready: list[Any]) -> None:
+        """Take the messages of some sockets; the caller holds the lock."""
         try:
-            self._take_all(ready)
-        except InternalError as error:  # to drop the message and ask again would bring the same one
+            self._receive_all(ready)
+        except InternalError as error:  # a repeated request would bring the same message
             self.fail(error)
 
-    def _take_all(self, ready: list[Any]) -> None:
+    def _receive_all(self, ready: list[Any]) -> None:
         for one in ready:
             if one is self._directory.socket:
-                self._take_changes()
+                self._apply_changes()
                 continue
-            while (came := self._links.receive(one)) is not None:
-                with contextlib.suppress(WireError):  # it is asked for again
-                    self.received(("server", came.number - SERVER_0), *message_of(came.frames))
+            while (message := self._links.receive(one)) is not None:
+                sender = "server", message.number - SERVER_0
+                with contextlib.suppress(WireError):  # the client repeats the request
+                    self.received(sender, *message_of(message.frames))
                 if not self._links.may_have_more(one):
                     break
 
-    def _take_changes(self) -> None:
-        """Take what the launcher says of servers."""
+    def _apply_changes(self) -> None:
+        """Apply the launcher's news of servers."""
         try:
             changes = self._directory.changes()
         except SyncvarError as error:
@@ -220,32 +214,28 @@ class WorkerSession(Session):
                 self._links.forget(change.number)
                 self.server_lost(server, change.reason)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         watching = self._links.watching
-        while not self._ends.wait(_LOOK_EVERY_S):
+        while not self._ends.wait(_POLL_EVERY_S):
             while not self._waiting and not self._ends.is_set():
                 ready = watching.wait(0.0)
                 with self._changed:
-                    self._take(ready)
+                    self._receive(ready)
                     self.turn()
                     if not self._links.is_behind:
                         break
-                watching.wait(_LOOK_S)
+                watching.wait(_WAIT_MAX_S)
 
-    def _let_go(self, linger_s: float) -> None:
+    def _release(self, linger_s: float) -> None:
         self._links.close(linger_s)
         self._directory.close()
         self._context.term()
-        self._tally.close()
+        self._push_counter.close()
         if self._lender is not None:
             self._lender.close()
 
 
 def settle_all() -> None:
-    """Wait until what this process has pushed is acknowledged: a script that ends before would lose it, and nobody would know.
-
-    Raises:
-        SyncvarError: A push was refused, or took too long.
-    """
-    for edge in _edges:
-        edge.settle_own("the end of the script")
+    """Wait until servers have acknowledged all pushes of this process; raise the error of one."""
+    for session in _sessions:
+        session.settle_own("the end of the script")

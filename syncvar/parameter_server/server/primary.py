@@ -56,14 +56,7 @@ class _WorkerQueue:
 
 
 class PrimaryReplica:
-    """One server's replicated state, executed here.
-
-    Args:
-        server: Index of the server.
-        ledger: Its state; new, or that of a backup.
-        mirror: Server of the backup; None for no backup.
-        resend_s: Seconds after which it repeats messages without an answer.
-    """
+    """One server's replicated state, executed here."""
 
     def __init__(
         self, server: int, ledger: ReplicatedState, mirror: int | None, resend_s: float
@@ -161,8 +154,7 @@ class PrimaryReplica:
         rank, incarnation, number = message["rank"], message["incarnation"], message["number"]
         worker = self.ledger.worker(rank)
         if incarnation < worker.incarnation:
-            refusal = {"kind": "refused", "server": self.server, "incarnation": incarnation}
-            self._send(OutgoingMessage(("worker", rank), refusal))
+            self._answer_worker(rank, "refused", incarnation=incarnation)
             return
         if incarnation > worker.incarnation:
             self._fence(rank, incarnation)
@@ -239,16 +231,9 @@ class PrimaryReplica:
         arrays: Arrays = (),
     ) -> None:
         error, reason = refusal or ("", "")
-        answer = {
-            "kind": "answer",
-            "server": self.server,
-            "incarnation": message["incarnation"],
-            "number": message["number"],
-            "error": error,
-            "reason": reason,
-            "results": results or [],
-        }
-        self._send(OutgoingMessage(("worker", message["rank"]), answer, arrays))
+        fields = {name: message[name] for name in ("incarnation", "number")}
+        fields |= {"error": error, "reason": reason, "results": results or []}
+        self._answer_worker(message["rank"], "answer", arrays, **fields)
 
     def _fence(self, rank: int, incarnation: int) -> None:
         queue = self._queue(rank)
@@ -283,7 +268,7 @@ class PrimaryReplica:
         if vote["home"] == self.server:
             self._vote(vote)
         else:
-            self._send(OutgoingMessage(("server", vote["home"]), vote))
+            self._replication.say(OutgoingMessage(("server", vote["home"]), vote))
 
     def _vote(self, vote: Message) -> None:
         rank, incarnation, transaction = vote["rank"], vote["incarnation"], vote["transaction"]
@@ -313,13 +298,9 @@ class PrimaryReplica:
 
     def _send_decision(self, about: Message, servers: list[int], reason: str) -> None:
         for server in servers:
-            decision = {
-                "kind": "decision",
-                "server": server,
-                "reason": reason,
-                **{name: about[name] for name in ("rank", "incarnation", "transaction")},
-            }
-            self._send(OutgoingMessage(("server", server), decision))
+            decision = {name: about[name] for name in ("rank", "incarnation", "transaction")}
+            decision |= {"kind": "decision", "server": server, "reason": reason}
+            self._replication.say(OutgoingMessage(("server", server), decision))
 
     def _decided(self, decision: Message) -> None:
         """Take the decision of another server, the home."""
@@ -371,13 +352,9 @@ class PrimaryReplica:
         """Send the present state and marks."""
         message = request.message
         if any(self._is_open(worker) for worker in map(self.ledger.worker, self.ledger.undecided)):
-            self._send_uncut(message)
+            self._answer_worker(message["rank"], "uncut", id=message["id"])
         else:
             self._send_state(request, message["id"])
-
-    def _send_uncut(self, message: Message) -> None:
-        uncut = {"kind": "uncut", "server": self.server, "id": message["id"]}
-        self._send(OutgoingMessage(("worker", message["rank"]), uncut))
 
     @staticmethod
     def _is_open(worker: WorkerState) -> bool:
@@ -390,15 +367,8 @@ class PrimaryReplica:
 
     def _send_state(self, request: WorkerRequest, number: int) -> None:
         state = self.ledger.read(-1, request.message["operations"], request.arrays)
-        taken = {
-            "kind": "taken",
-            "server": self.server,
-            "id": number,
-            "marks": self._marks(),
-            "results": state.results,
-        }
-        target = "worker", request.message["rank"]
-        self._send(OutgoingMessage(target, taken, tuple(state.arrays)))
+        fields = {"id": number, "marks": self._marks(), "results": state.results}
+        self._answer_worker(request.message["rank"], "taken", tuple(state.arrays), **fields)
 
     def _cut(self, message: Message) -> None:
         key = message["rank"], message["id"]
@@ -411,15 +381,14 @@ class PrimaryReplica:
         self._send_marks(key)
 
     def _send_marks(self, key: tuple[int, int]) -> None:
-        marks = {"kind": "marks", "server": self.server, "id": key[1], "marks": self._marks()}
-        self._send(OutgoingMessage(("worker", key[0]), marks))
+        self._answer_worker(key[0], "marks", id=key[1], marks=self._marks())
 
     def _take(self, request: WorkerRequest) -> None:
         message = request.message
         key = message["rank"], message["id"]
         cut = self._cuts.get(key)
         if cut is None:
-            self._send_uncut(message)
+            self._answer_worker(key[0], "uncut", id=key[1])
             return
         cut.take = request
         for rank, (incarnation, _) in message["need"].items():
@@ -482,5 +451,6 @@ class PrimaryReplica:
         if self._cuts:
             self._finish_cuts()
 
-    def _send(self, outgoing: OutgoingMessage) -> None:
-        self._replication.say(outgoing)
+    def _answer_worker(self, rank: int, kind: str, arrays: Arrays = (), **fields: Any) -> None:
+        message = {"kind": kind, "server": self.server, **fields}
+        self._replication.say(OutgoingMessage(("worker", rank), message, arrays))

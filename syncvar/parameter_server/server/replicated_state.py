@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, WireError
-from syncvar.parameter_server.messages import (
-    READS,
-    push_of,
-    rule_key_of,
-    slots_of,
-    spec_of,
-)
+from syncvar.parameter_server.messages import READS, push_of, rule_key_of, slots_of, spec_of
 from syncvar.parameter_server.server.server_rules import rule_of
 from syncvar.parameter_server.server.shard import Shard, check_slots
-from syncvar.parameter_server.task_queue import TaskQueue, TaskResult
+from syncvar.parameter_server.task_queue import TaskQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,46 +51,31 @@ class Reading(NamedTuple):
 
 @dataclass
 class WorkerState:
-    """A server's record of one worker.
+    """A server's record of one worker."""
 
-    Args:
-        incarnation: Number of its restarts; servers refuse requests of earlier incarnations.
-        done: Number of its last changing request that was executed, refused or staged.
-        takes_part: Whether others wait for it under a bound of staleness.
-        clock: Number of its ticks.
-        phase: Number of its barriers since the last tick.
-        executed: Number of its last executed request that changed something here.
-        pushes: Applied pushes of all incarnations; those to several servers count at the lowest.
-        sent: Number of its last changing request to each server, as of its last request.
-        staged: Its part of an undecided transaction.
-        refusals: Request number -> error and reason, as long as the worker may ask again.
-        failed: Error of an acknowledged push, for the answer to its next request.
-        decided: Incarnation -> its last transaction decided here.
-        given_up: (incarnation, transaction) -> reason of aborted transactions.
-    """
-
-    incarnation: int = 0
-    done: int = 0
-    takes_part: bool = True
-    clock: int = 0
-    phase: int = 0
-    executed: int = 0
+    incarnation: int = 0  # number of its restarts; servers refuse requests of earlier incarnations
+    done: int = 0  # number of its last changing request that was executed, refused or staged
+    takes_part: bool = True  # whether others wait for it under a bound of staleness
+    clock: int = 0  # number of its ticks
+    phase: int = 0  # number of its barriers since the last tick
+    executed: int = 0  # number of its last executed request that changed something here
+    # applied pushes of all incarnations; those to several servers count at the lowest
     pushes: int = 0
+    # number of its last changing request to each server, as of its last request
     sent: list[int] = field(default_factory=list)
-    staged: WorkerRequest | None = None
+    staged: WorkerRequest | None = None  # its part of an undecided transaction
+    # request number -> error and reason, as long as the worker may ask again
     refusals: dict[int, tuple[str, str]] = field(default_factory=dict)
+    # error of an acknowledged push, for the answer to its next request
     failed: tuple[str, str] | None = None
+    # incarnation -> its last transaction decided here
     decided: dict[int, int] = field(default_factory=dict)
+    # (incarnation, transaction) -> reason of aborted transactions
     given_up: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 class ReplicatedState:
-    """The state of one server.
-
-    Args:
-        server: Index of the server.
-        workers: Number of workers; no worker waits for higher ranks (evaluators).
-    """
+    """The state of one server."""
 
     def __init__(self, server: int, workers: int) -> None:
         self.server = server
@@ -289,23 +268,7 @@ class ReplicatedState:
             worker.takes_part = False
             self.board.lose(rank)
         else:
-            self._change_queue(rank, operation, arrays)
-
-    def _change_queue(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> None:
-        board, kind = self.board, operation["do"]
-        if kind == "put":
-            board.put(operation["task"], arrays[operation["value"]])
-        elif kind == "ask":
-            board.ask(rank)
-        elif kind == "finish":
-            result = TaskResult(operation["failed"], arrays[operation["value"]])
-            board.finish(rank, operation["task"], result)
-        elif kind == "forget":
-            board.forget(operation["tasks"])
-        elif kind == "cancel":
-            board.cancel()
-        elif kind == "close":
-            board.close()
+            self.board.execute(rank, operation, arrays)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -386,18 +349,9 @@ class ReplicatedState:
             elif kind in ("expect", "describe"):
                 if operation["key"] not in self.shards:
                     return False
-            elif not self._is_queue_ready(rank, operation):
+            elif not self.board.is_ready(rank, operation):
                 return False
         return True
-
-    def _is_queue_ready(self, rank: int, operation: dict[str, Any]) -> bool:
-        """Return whether the task queue can answer; True for operations on other state."""
-        board, kind = self.board, operation["do"]
-        if kind == "task":
-            return rank in board.given or board.is_closed
-        if kind == "outcome":
-            return board.is_over(operation["task"])
-        return kind != "drained" or board.is_drained
 
     def read(self, rank: int, operations: Iterable[dict[str, Any]], arrays: Arrays) -> Reading:
         """Return the results of reads; an empty map for an operation that reads nothing."""
@@ -439,29 +393,7 @@ class ReplicatedState:
                 counts = {"shards": len(self.shards), "entries": self.entries}
                 return {"staleness": dict(self.staleness), **counts}
             case _:
-                return self._read_queue(rank, operation, reading)
-        return {}
-
-    def _read_queue(self, rank: int, operation: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        board = self.board
-        match operation["do"]:
-            case "task":
-                if rank not in board.given:
-                    return {"closed": True}
-                task, call = board.given[rank]
-                return {"closed": False, "task": task, "array": reading.add(call)}
-            case "outcome":
-                result = board.outcomes.get(operation["task"])
-                if result is None:
-                    return {"cancelled": True}
-                return {
-                    "cancelled": False,
-                    "failed": result.failed,
-                    "array": reading.add(result.value),
-                }
-            case "progress":
-                failed = [task for task, one in board.outcomes.items() if one.failed]
-                return {"drained": board.is_drained, "failed": failed}
+                return self.board.read(rank, operation, reading.add)
         return {}
 
     def _pull(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> NDArray[Any]:

@@ -1,12 +1,14 @@
-"""A server: a process that holds variables for the workers, and runs nothing of theirs but registered update rules.
+"""The process of a parameter server: it holds variables, and runs only registered update rules.
 
-It is started as `worker_entry.py syncvar.parameter_server.server.server_main server 1 train.py`; the script is named so that what stands beside it can be
-imported, and is not run. It ends when it is told to, after all workers have.
+The launcher starts it as `worker_entry.py syncvar.parameter_server.server.server_main server 1
+train.py`. It does not run the script, but can import modules beside it. It ends on SIGTERM, after
+all workers have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -32,29 +34,32 @@ from syncvar.core.process_ids import (
 )
 from syncvar.core.settings import RuntimeConfig
 from syncvar.core.stack_dump import frames_before
+from syncvar.core.state_folder import write_record
 from syncvar.parameter_server.discovery import Directory
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.server.server_machine import Server
-from syncvar.parameter_server.server.server_stats import Served, what_of
 from syncvar.parameter_server.transport.server_links import ServerLinks
 from syncvar.parameter_server.transport.shm_buffers import lender_of
 from syncvar.runtime.flight_recorder.call_record import CallInfo
+from syncvar.runtime.flight_recorder.call_stats import size_class
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.shm.segment_layout import bytes_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, MutableMapping
+    from collections.abc import Iterable, Mapping, MutableMapping
 
     from syncvar.parameter_server.discovery import ProcessChange
-    from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
+    from syncvar.parameter_server.messages import Arrays, Endpoint, Message, OutgoingMessage
     from syncvar.parameter_server.transport.server_links import ReceivedMessage, Route
 
 _log = logging.getLogger("syncvar")
-_AT_ONCE = 64  # messages of one socket before the others are looked at
+_BATCH = 64  # messages that it takes from one socket before it looks at the others
 _PAUSE_S = 1.0
 _NEVER = float("inf")
-_SAID_MAX = 5
-_TOLDS_MAX = 1024
+_WARNINGS_MAX = 5
+_CALL_INFOS_MAX = 1024
+_ROWS_MAX = 4096
+_OTHERS = "others"
 
 
 def main() -> None:
@@ -84,29 +89,88 @@ def _serve(_arguments: list[str]) -> None:
             raise
 
 
-def party_of(number: int) -> Endpoint:
-    """Return how messages name a process.
-
-    Example:
-        >>> party_of(3), party_of(SERVER_0 + 1)
-        (('worker', 3), ('server', 1))
-    """
+def endpoint_of(number: int) -> Endpoint:
+    """Return the endpoint of a process number."""
     return ("server", number - SERVER_0) if is_server(number) else ("worker", number)
 
 
-def number_of(party: Endpoint) -> int:
-    """Return the number of a process that messages name; the inverse of `party_of`."""
-    return party[1] + (SERVER_0 if party[0] == "server" else 0)
+def number_of(endpoint: Endpoint) -> int:
+    """Return the process number of an endpoint."""
+    return endpoint[1] + (SERVER_0 if endpoint[0] == "server" else 0)
+
+
+def operations_text(message: Message) -> str:
+    """Return the operations of a request, or the kind of another message.
+
+    Example:
+        >>> operations_text({"kind": "request", "operations": [{"do": "push"}, {"do": "tick"}]})
+        'push+tick'
+        >>> operations_text({"kind": "cut"})
+        'cut'
+    """
+    if message["kind"] != "request":
+        return str(message["kind"])
+    return "+".join(dict.fromkeys(str(one.get("do")) for one in message["operations"]))
+
+
+class ServerStats:
+    """Totals of one server's messages for `--stats`, in the form of the totals of a rank's calls.
+
+    Example:
+        >>> stats = ServerStats(1)
+        >>> stats.count({"kind": "request", "operations": [{"do": "pull"}]}, (), (), 1500)
+        >>> [(row["call"], row["ranks"], row["calls"], row["ns"]) for row in stats.rows({})]
+        [('served pull', 'server 1', 1, 1500)]
+        >>> [(row["call"], row["calls"]) for row in stats.rows({0: 9, 1: 3})[1:]]
+        [('reads 0 ticks ahead', 9), ('reads 1 tick ahead', 3)]
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        # (operations, size class) -> calls, bytes, nanoseconds, errors
+        self._rows: dict[tuple[str, int], list[int]] = {}
+
+    def count(
+        self, message: Message, arrays: Arrays, outgoing: Iterable[OutgoingMessage], ns: int
+    ) -> None:
+        """Add a message that took `ns` nanoseconds; bytes are those of request and answers."""
+        answers = [one for one in outgoing if one.message["kind"] in ("answer", "taken")]
+        sent = [array for one in answers for array in one.arrays]
+        nbytes = sum(array.nbytes for array in (*arrays, *sent))
+        key = f"served {operations_text(message)}", size_class(nbytes)
+        if key not in self._rows and len(self._rows) >= _ROWS_MAX:
+            key = _OTHERS, key[1]
+        row = self._rows.setdefault(key, [0, 0, 0, 0])
+        has_failed = any(one.message.get("error") for one in answers)
+        for index, increment in enumerate((1, nbytes, ns, has_failed)):
+            row[index] += increment
+
+    def rows(self, ahead: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return the totals for `syncvar_launcher.job.job_stats`.
+
+        Args:
+            ahead: Ticks ahead of the slowest worker -> number of reads; one row for each.
+        """
+        name = process_name(server_number(self._server))
+        totals = [(*key, *counts) for key, counts in self._rows.items()]
+        totals += [
+            (f"reads {ticks} tick{'s' * (ticks != 1)} ahead", 0, reads, -1, 0, 0)
+            for ticks, reads in sorted(ahead.items())
+        ]
+        names = ("call", "class", "calls", "nbytes", "ns", "failed")
+        common = {"group": -1, "ranks": name, "size": 1}
+        return [{**dict(zip(names, row, strict=True)), **common} for row in totals]
+
+    def write(self, folder: str, generation: int, ahead: Mapping[int, int]) -> None:
+        """Write the totals for the launcher."""
+        number = server_number(self._server)
+        record = json.dumps({"rank": number, "rows": self.rows(ahead)})
+        with contextlib.suppress(OSError):  # the launcher names processes without totals
+            write_record(folder, f"stats-{number}.{generation}.json", record)
 
 
 class Serving:
-    """The loop of a server.
-
-    Args:
-        environment: Which one.
-        config: Deadlines and limits.
-        environ: `os.environ`, from which the job's secret is taken.
-    """
+    """The loop of a server."""
 
     def __init__(
         self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
@@ -122,11 +186,9 @@ class Serving:
             host=environment.host,
             folder=environment.flight_dir,
         )
-        self._tolds: dict[tuple[str, int], CallInfo] = {}
-        self._hurt = ""  # what has gone wrong first, of which a record is evidence
-        self._served: Served | None = None
-        if environment.stats_dir:
-            self._served = Served(environment.rank)
+        self._call_infos: dict[tuple[str, int], CallInfo] = {}
+        self._first_failure = ""  # a reason to write a flight record
+        self._stats = ServerStats(environment.rank) if environment.stats_dir else None
         hosts = server_hosts(environment.servers, environment.host_count)
         heirs = [
             heirs_of(server, hosts, environment.server_replicas)
@@ -134,7 +196,7 @@ class Serving:
         ]
         self.server = Server(environment.rank, environment.world_size, heirs)
         self._incarnations: dict[int, int] = {}
-        self._said = 0
+        self._warnings = 0
         self._is_over = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -151,22 +213,20 @@ class Serving:
             self.close()
             raise
         copies = f"copies on server {heirs[self._index][0]}" if heirs[self._index] else "no copies"
-        memory = (
-            "memory is shared with the workers of this host"
-            if self._lender is not None
-            else "no memory is shared"
-        )
+        sharing = "no memory is shared"
+        if self._lender is not None:
+            sharing = "memory is shared with the workers of this host"
         _log.info(
             "server %d of %d: serving %d workers, %s, %s",
             self._index,
             environment.servers,
             environment.world_size,
             copies,
-            memory,
+            sharing,
         )
 
     def end(self) -> None:
-        """Let `run` return; from a signal handler."""
+        """Make `run` return; for a signal handler."""
         self._is_over = True
         os.eventfd_write(self._wake, 1)
 
@@ -177,50 +237,40 @@ class Serving:
         watching.add(self._wake)
         wake_at = 0.0
         while not self._is_over:
-            for one in watching.wait(
-                _PAUSE_S if wake_at == _NEVER else min(_PAUSE_S, wake_at - time.monotonic())
-            ):
+            pause_s = _PAUSE_S
+            if wake_at != _NEVER:
+                pause_s = min(_PAUSE_S, wake_at - time.monotonic())
+            for one in watching.wait(pause_s):
                 if one is self._directory.socket:
                     for change in self._directory.changes():
-                        self._take_in(change)
+                        self._apply_change(change)
                     watching.is_empty(one)
                 elif one != self._wake:
                     self._receive(one)
             wake_at = self.server.wake_at()
             if wake_at != _NEVER and wake_at <= (now := time.monotonic()):
                 self._send(self.server.wake(now))
-        for (
-            change
-        ) in self._directory.changes():  # told before the word to end, which came another way
+        for change in self._directory.changes():  # sent before SIGTERM, perhaps received after it
             self._note(change)
 
     def failed(self, error: BaseException) -> None:
         """Write the flight record of a server that ends by an exception."""
-        self._recorder.ended(
-            f"uncaught {type(error).__name__}: {error}", frames_before(error.__traceback__)
-        )
+        reason = f"uncaught {type(error).__name__}: {error}"
+        self._recorder.ended(reason, frames_before(error.__traceback__))
 
     def close(self) -> None:
-        """Close everything; what was sent is flushed."""
-        shards = [
-            shard
-            for primary in self.server.primaries.values()
-            for shard in primary.ledger.shards.values()
-        ]
+        """Close everything, after flushing sent messages."""
+        ledgers = [primary.ledger for primary in self.server.primaries.values()]
+        shards = [shard for ledger in ledgers for shard in ledger.shards.values()]
+        nbytes = bytes_in_words(sum(one.array.nbytes for one in shards))
         _log.info(
-            "server %d: over, with %d parts of variables, %s",
-            self._index,
-            len(shards),
-            bytes_in_words(sum(one.array.nbytes for one in shards)),
+            "server %d: over, with %d parts of variables, %s", self._index, len(shards), nbytes
         )
-        if self._hurt:
-            self._recorder.ended(self._hurt)
-        if self._served is not None:
-            self._served.write(
-                self._environment.stats_dir,
-                self._environment.generation,
-                self.server.stats()["staleness"],
-            )
+        if self._first_failure:
+            self._recorder.ended(self._first_failure)
+        if self._stats is not None:
+            me, ahead = self._environment, self.server.stats()["staleness"]
+            self._stats.write(me.stats_dir, me.generation, ahead)
         self.links.close(self._config.shutdown_timeout_s)
         self._directory.close()
         self._context.term()
@@ -231,64 +281,66 @@ class Serving:
     # -- inside ------------------------------------------------------------------------------------
 
     def _receive(self, socket: Any) -> None:
-        for _ in range(_AT_ONCE):
-            came = self.links.receive(socket)
-            if came is None:
+        for _ in range(_BATCH):
+            received = self.links.receive(socket)
+            if received is None:
                 return
-            self._handle(came)
+            self._handle(received)
             if not self.links.may_have_more(socket):
                 return
         self.links.watching.touch(socket)
 
-    def _handle(self, came: ReceivedMessage) -> None:
-        sender, began = party_of(came.number), time.monotonic_ns()
+    def _handle(self, received: ReceivedMessage) -> None:
+        sender, began = endpoint_of(received.number), time.monotonic_ns()
         try:
-            message, arrays = message_of(came.frames)
-            entry = self._recorder.begin(self._told(what_of(message), came.number), -1)
-            made = self.server.handle(sender, message, arrays, time.monotonic())
+            message, arrays = message_of(received.frames)
+            info = self._call_info(operations_text(message), received.number)
+            entry = self._recorder.begin(info, -1)
+            outgoing = self.server.handle(sender, message, arrays, time.monotonic())
         except WireError as error:
             self.links.refused += 1
-            if self._said < _SAID_MAX:  # who sends more of these has been told of
-                self._said += 1
-                sys.stderr.write(f"a message of {process_name(came.number)} was refused: {error}\n")
+            if self._warnings < _WARNINGS_MAX:
+                self._warnings += 1
+                name = process_name(received.number)
+                sys.stderr.write(f"a message of {name} was refused: {error}\n")
             return
-        self._send(made, sender, came.answers)
+        self._send(outgoing, sender, received.answers)
         entry.end()
         if self.server.new_copies:
             for server in self.server.new_copies:
                 self._directory.say_copied(server)
             self.server.new_copies.clear()
-            self.links.watching.touch(
-                self._directory.socket
-            )  # what the launcher says meanwhile may have come unnoticed
-        if self._served is not None:
-            self._served.count(message, arrays, made, time.monotonic_ns() - began)
+            # Sending may have consumed the notification of an incoming message.
+            self.links.watching.touch(self._directory.socket)
+        if self._stats is not None:
+            self._stats.count(message, arrays, outgoing, time.monotonic_ns() - began)
 
-    def _told(self, what: str, number: int) -> CallInfo:
-        """Return how a message is recorded."""
-        key = what, number
-        if key not in self._tolds and len(self._tolds) >= _TOLDS_MAX:
-            self._tolds.clear()
-        return self._tolds.setdefault(
-            key, CallInfo(f"{what} of {process_name(number)}", -1, (), 0, 0, "")
-        )
+    def _call_info(self, operations: str, number: int) -> CallInfo:
+        key = operations, number
+        if key not in self._call_infos and len(self._call_infos) >= _CALL_INFOS_MAX:
+            self._call_infos.clear()
+        info = CallInfo(f"{operations} of {process_name(number)}", -1, (), 0, 0, "")
+        return self._call_infos.setdefault(key, info)
 
     def _send(
-        self, made: Iterable[OutgoingMessage], sender: Endpoint | None = None, answers: Route = b""
+        self,
+        outgoing: Iterable[OutgoingMessage],
+        sender: Endpoint | None = None,
+        answers: Route = b"",
     ) -> None:
-        for one in made:
+        for one in outgoing:
             route = answers if one.target == sender and answers else None
             self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)
 
     def _note(self, change: ProcessChange) -> None:
-        """Remember that a process was lost."""
+        """Record the failure of a process."""
         if change.kind == "ended" and change.reason:
             name = process_name(change.number)
-            self._hurt = self._hurt or f"{name} was lost: {change.reason}"
+            self._first_failure = self._first_failure or f"{name} was lost: {change.reason}"
             self._recorder.note("lost", f"{name}: {change.reason}")
             _log.info("server %d: %s is lost: %s", self._index, name, change.reason)
 
-    def _take_in(self, change: ProcessChange) -> None:
+    def _apply_change(self, change: ProcessChange) -> None:
         number, now = change.number, time.monotonic()
         if change.kind == "begins":
             self._incarnations[number] = change.incarnation

@@ -1,4 +1,4 @@
-"""The steps of optimizers on a server: the same arithmetic as in a worker, on a shard or on the rows of it that were named."""
+"""Steps of optimizers on a server: the arithmetic of workers, on a shard or on rows of it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,37 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Custom, Momentum, RMSProp
-from syncvar.optimizers.exact_math import BLOCK
-from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.optimizers.hyperparameters import checked_number
+from syncvar.optimizers.rules.adam_rules import AdamRule, AdamWRule
+from syncvar.optimizers.rules.adaptive_rules import AdagradRule, RMSPropRule
+from syncvar.optimizers.rules.custom_rules import CustomRule
+from syncvar.optimizers.rules.exact_math import BLOCK
+from syncvar.optimizers.rules.gradient_descent import MomentumRule, SGDRule
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.update_rule import UpdateRule
+    from syncvar.optimizers.rules.update_rule import UpdateRule
 
 _REASON_MAX = 4000  # characters of a traceback
 
 _ELEMENTWISE: dict[str, Callable[..., UpdateRule]] = {
-    "SGD": SGD,
-    "Momentum": Momentum,
-    "Nesterov": Momentum,
-    "Adagrad": Adagrad,
-    "RMSProp": RMSProp,
-    "Adam": Adam,
-    "AdamW": AdamW,
-    "Custom": lambda rate, *, rule, **settings: Custom(rule, rate, **settings),
+    "SGD": SGDRule,
+    "Momentum": MomentumRule,
+    "Nesterov": MomentumRule,
+    "Adagrad": AdagradRule,
+    "RMSProp": RMSPropRule,
+    "Adam": AdamRule,
+    "AdamW": AdamWRule,
+    "Custom": CustomRule,
 }
 
 
 class RuleValidator(NamedTuple):
-    """What a step would make: of the shard's array, or of the rows of it, and of the slots."""
+    """The result of a trial step: array or rows, slots and number of steps."""
 
     touched: NDArray[Any]
     slots: list[NDArray[Any]]
@@ -44,7 +48,7 @@ class RuleValidator(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a rule wants to know of the variable that it steps."""
+    """The attributes of a variable that an update rule reads."""
 
     is_half: bool
     gradient: NDArray[Any]
@@ -56,19 +60,14 @@ class _Room(NamedTuple):
 
 
 class ServerRule:
-    """The step of one optimizer on one shard, and the slots that belong to it.
-
-    Args:
-        rule: The optimizer.
-        array: The shard's.
-    """
+    """The steps of one optimizer on one shard, with its slots."""
 
     def __init__(self, rule: UpdateRule, array: NDArray[Any]) -> None:
         self._rule = rule
         self._compute = compute_dtype(array.dtype)
         self._is_half = is_half(array.dtype)
         self._names = slot_names(rule, array.dtype)
-        initials = rule._initials()  # noqa: SLF001  (a rule as its variables see it)
+        initials = rule.initials()
         self._slots = [
             np.full(array.shape, initial, self._compute) for initial in initials.values()
         ]
@@ -78,20 +77,15 @@ class ServerRule:
 
     @property
     def steps(self) -> int:
-        """How many it has made."""
+        """Number of steps made."""
         return int(self._steps)
 
     def slots(self) -> dict[str, NDArray[Any]]:
-        """Return copies of the slots, by their names."""
+        """Return copies of the slots by name."""
         return {name: slot.copy() for name, slot in zip(self._names, self._slots, strict=True)}
 
     def restore(self, steps: int, slots: Mapping[str, NDArray[Any]]) -> None:
-        """Make the slots that are named what they were once.
-
-        Args:
-            steps: How many it had made.
-            slots: By name; of the shard's shape.
-        """
+        """Set the number of steps, and the slots that are in `slots`."""
         self._steps[...] = steps
         for name, slot in zip(self._names, self._slots, strict=True):
             if name in slots:
@@ -100,14 +94,7 @@ class ServerRule:
     def step(
         self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
     ) -> None:
-        """Make one step in place.
-
-        Args:
-            array: The shard's.
-            gradient: Of its shape, or of the named rows, each of them once.
-            rows: int64, which they are; None for all.
-            rate: Learning rate.
-        """
+        """Make one step in place, on the whole array or on distinct rows of it."""
         if rows is None:
             self._make(array, self._slots, self._steps, gradient, rate)
         else:
@@ -116,27 +103,23 @@ class ServerRule:
     def tried(
         self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
     ) -> RuleValidator:
-        """Make one step beside the array, which stays as it is; see `step`.
-
-        Raises:
-            ConfigError: The rule of a program has raised something; with its traceback.
-        """
+        """Make one step on a copy; raise ConfigError with the traceback of a custom rule."""
         which = ... if rows is None else rows
-        made = RuleValidator(
+        trial = RuleValidator(
             np.array(array[which]),
             [np.array(slot[which]) for slot in self._slots],
             self._steps.copy(),
         )
-        self._make(made.touched, made.slots, made.steps, gradient, rate)
-        return made
+        self._make(trial.touched, trial.slots, trial.steps, gradient, rate)
+        return trial
 
-    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, made: RuleValidator) -> None:
-        """Take over what a trial has made."""
+    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, trial: RuleValidator) -> None:
+        """Copy the result of a trial step to the array and the slots."""
         which = ... if rows is None else rows
-        array[which] = made.touched
-        for slot, changed in zip(self._slots, made.slots, strict=True):
+        array[which] = trial.touched
+        for slot, changed in zip(self._slots, trial.slots, strict=True):
             slot[which] = changed
-        self._steps[...] = made.steps
+        self._steps[...] = trial.steps
 
     def _make(
         self,
@@ -146,61 +129,59 @@ class ServerRule:
         gradient: NDArray[Any],
         rate: float,
     ) -> None:
-        given = np.array(gradient, self._compute)
-        part = _Part(
-            self._is_half,
-            given,
-            np.empty(given.shape if given.size <= BLOCK else BLOCK, self._compute),
-        )
-        counter = [steps] if self._rule._counts_steps else []  # noqa: SLF001
+        copy = np.array(gradient, self._compute)
+        scratch = np.empty(copy.shape if copy.size <= BLOCK else BLOCK, self._compute)
+        part = _Part(self._is_half, copy, scratch)
+        counter = [steps] if self._rule.counts_steps else []
         try:
             with quiet():
-                self._rule._change(  # noqa: SLF001
+                self._rule.change(
                     [array, *slots, *counter], part, _Room(np.empty(0)), rate, int(steps), {}
                 )
         except SyncvarError:
             raise
         except (Exception, SystemExit) as error:
-            raise ConfigError(_told(error)) from error
+            raise ConfigError(_error_text(error)) from error
         if not counter:
             steps += 1
 
 
 def is_users(name: str) -> bool:
-    """Return whether a rule, by its class name, is code of a program, which may raise anything."""
-    return name == Custom.__name__
+    """Return whether a rule, by its class name, is code of the program."""
+    return name == "Custom"
 
 
-def _told(error: BaseException) -> str:
-    where = error.__traceback__
-    for _ in range(3):  # what is below the rule is of no use to who has written it
-        where = where.tb_next if where is not None and where.tb_next is not None else where
-    text = "".join(traceback.format_exception(type(error), error, where))
-    return f"an update rule raised {type(error).__name__} on a server, which goes on without that push:\n{text[-_REASON_MAX:]}"
+def _error_text(error: BaseException) -> str:
+    frame = error.__traceback__
+    for _ in range(3):  # skip our own frames
+        frame = frame.tb_next if frame is not None and frame.tb_next is not None else frame
+    text = "".join(traceback.format_exception(type(error), error, frame))
+    return (
+        f"an update rule raised {type(error).__name__} on a server, which goes on without that "
+        f"push:\n{text[-_REASON_MAX:]}"
+    )
 
 
 def slot_names(rule: UpdateRule, dtype: np.dtype[Any]) -> list[str]:
-    """Return the names of the slots that a rule has of a variable, in their order; those that a checkpoint knows too.
-
-    Example:
-        >>> slot_names(rule_of("Adam", {}), np.dtype("float16"))
-        ['master', 'm', 'v']
-    """
-    return [*(["master"] if is_half(dtype) else []), *rule._initials()]  # noqa: SLF001  (a rule as its variables see it)
+    """Return the names of a rule's slots of a variable, in the order of checkpoints."""
+    initials = rule.initials()
+    return [*(["master"] if is_half(dtype) else []), *initials]
 
 
 def rule_of(name: str, settings: dict[str, Any]) -> UpdateRule:
-    """Return the rule of an optimizer by its class name and its settings.
-
-    Raises:
-        ConfigError: Servers do not know it.
-
-    Example:
-        >>> type(rule_of("Adam", {"beta_1": 0.8})).__name__
-        'Adam'
-    """
+    """Return an optimizer's update rule; raise ConfigError for an unknown class name."""
     if name not in _ELEMENTWISE or not all(re.fullmatch("[a-z_0-9]+", key) for key in settings):
         raise ConfigError(
             f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}"
         )
-    return _ELEMENTWISE[name](0.0, **settings)
+    numbers = dict(settings)
+    decay = numbers.pop("weight_decay", None)
+    try:
+        rule = _ELEMENTWISE[name](**numbers)
+    except TypeError as error:  # an unknown or missing setting
+        raise ConfigError(
+            f"settings {sorted(settings)} do not fit optimizer {name}: {error}"
+        ) from None
+    if decay is not None:
+        rule.decay = checked_number("weight_decay", decay)
+    return rule

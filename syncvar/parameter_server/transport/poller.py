@@ -1,4 +1,4 @@
-"""Waiting until one of several sockets has something, in one system call."""
+"""Wait until one of several sockets or descriptors is readable, in one system call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import zmq
 
 
-class Watching:
-    """What to wait for: sockets of ZeroMQ, other sockets and descriptors.
+class SocketPoller:
+    """An epoll of ZeroMQ sockets, other sockets and descriptors.
 
-    The descriptor of a ZeroMQ socket tells of what comes after the last look at the socket, and a call of the socket is a look. So
-    whoever has sent on one says so (`touch`), and it counts as ready until it was found empty (`is_empty`). Whoever leaves
-    something in a socket touches it too.
+    The descriptor of a ZeroMQ socket only signals what arrives after the last call of the socket.
+    So a caller that has sent on the socket, or left messages in it, calls `touch`. The socket then
+    counts as readable until `is_empty`.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Watching:
         self._touched: dict[int, Any] = {}
 
     def add(self, one: Any) -> None:
-        """Wait for something too: a socket, or a descriptor."""
+        """Wait for a socket or descriptor too."""
         descriptor = _descriptor(one)
         self._ones[descriptor] = one
         self._epoll.register(descriptor, select.EPOLLIN)
@@ -30,42 +30,33 @@ class Watching:
             self._touched[descriptor] = one
 
     def remove(self, one: Any) -> None:
-        """Wait for it no more; before it is closed."""
+        """Stop waiting for it; call this before closing it."""
         descriptor = _descriptor(one)
         if self._ones.pop(descriptor, None) is not None:
             self._touched.pop(descriptor, None)
             self._epoll.unregister(descriptor)
 
     def write(self, one: Any, *, waits: bool) -> None:
-        """Wait until a socket takes more bytes too, or no more for that."""
+        """Start or stop waiting until a socket takes more bytes."""
         self._epoll.modify(_descriptor(one), select.EPOLLIN | (select.EPOLLOUT if waits else 0))
 
     def touch(self, socket: Any) -> None:
-        """Let a socket count as ready."""
+        """Count a socket as readable."""
         self._touched[_descriptor(socket)] = socket
 
     def is_empty(self, socket: Any) -> None:
-        """Note that nothing more is in a socket."""
+        """Note that a socket is empty."""
         if self._touched:
             self._touched.pop(_descriptor(socket), None)
 
     def wait(self, timeout_s: float) -> list[Any]:
-        """Return what may have something, after at most so many seconds; what is returned may turn out to be empty."""
-        if self._touched:
-            descriptors = dict.fromkeys(
-                [*self._touched, *(descriptor for descriptor, _ in self._epoll.poll(0.0))]
-            )
-            return [
-                self._ones[descriptor] for descriptor in descriptors if descriptor in self._ones
-            ]
-        return [
-            self._ones[descriptor]
-            for descriptor, _ in self._epoll.poll(max(0.0, timeout_s))
-            if descriptor in self._ones
-        ]
+        """Return what may be readable, after at most `timeout_s`; some may turn out to be empty."""
+        polled = self._epoll.poll(0.0 if self._touched else max(0.0, timeout_s))
+        descriptors = dict.fromkeys([*self._touched, *(descriptor for descriptor, _ in polled)])
+        return [self._ones[descriptor] for descriptor in descriptors if descriptor in self._ones]
 
     def close(self) -> None:
-        """Let go."""
+        """Close the epoll."""
         self._epoll.close()
 
 

@@ -1,9 +1,9 @@
-"""Arrays that go between a server and the workers of its host through memory that they share.
+"""Arrays that a server and the workers of its host exchange in shared memory.
 
-Who sends an array copies it once, into a block of its own region of shared memory, or has made it there (`ShmBufferPool.room`), and sends
-where that is. Who receives it reads the block where it lies. Nobody writes a block while it is lent, so what is read is never torn, and always one version. A block
-begins with eight words, one for each of so many readers. When the last view of it is gone a reader clears its word, and the owner
-takes that back the next time it lends something.
+The sender copies an array once, into a block of its own region, or has allocated it there
+(`ShmBufferPool.room`), and sends the location. The receiver reads the block in place. No process
+writes a lent block, so a read is never torn. A block begins with eight words, one for each reader.
+A reader clears its word with its last view, and the owner reclaims the block when it lends next.
 """
 
 from __future__ import annotations
@@ -32,48 +32,42 @@ if TYPE_CHECKING:
 
 LEND_NBYTES_MIN = 64 << 10
 _WORDS = 8
-_WORDS_NBYTES = 8 * _WORDS  # before the array: they stay on a line of the cache of their own
+_WORDS_NBYTES = 8 * _WORDS  # before the array: a cache line of their own
 _SPARE_NBYTES_MAX = 128 << 20
 _LENT = 1
-_ALONE = 2  # references to a block that nobody else has: a name, and the question's own
+_UNSHARED = 2  # references to a block that only one name has: the name, and getrefcount's own
 
 
 def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> ShmBufferPool | None:
-    """Return this process's part of the memory that servers and workers of its host share; None where there is none."""
+    """Return this process's region of the host's shared memory for servers; None for none."""
     hosts = server_hosts(environment.servers, environment.host_count)
     here = [server for server, host in enumerate(hosts) if host == environment.host_index]
     if config.transport == "zmq" or not here:
         return None
-    place = (
-        here.index(environment.rank)
-        if environment.role == "server"
-        else len(here) + environment.local_rank
-    )
+    index = len(here) + environment.local_rank
+    if environment.role == "server":
+        index = here.index(environment.rank)
     path = servers_fd_socket_path(environment.socket_directory)
-    shm = SharedSegment.fetch(path, environment, environment.generation, place, config)
+    shm = SharedSegment.fetch(path, environment, environment.generation, index, config)
     if isinstance(shm, str):
         return None
-    # What an earlier process in this one's place has lent may still be read: who came after it lends nothing.
+    # Readers may still have blocks of an earlier incarnation: later ones do not lend.
     return ShmBufferPool(shm, lends=environment.incarnation == 0)
 
 
 class _BufferReader(NamedTuple):
-    """To whom something is lent: a process, and which of those that have had its number."""
+    """A process number and its incarnation."""
 
     number: int
     incarnation: int
 
 
 class ShmBufferPool:
-    """What one process has lent, and what it has borrowed.
-
-    Args:
-        shm: The memory; this process lends from its own region.
-        lends: It may lend; else it only borrows.
+    """The blocks that one process has lent, and views of blocks that it has borrowed.
 
     Attributes:
-        lent: How many arrays have been lent.
-        segment: The memory. An array may be lent to a process only after that one has said that it has mapped the same.
+        lent: Number of arrays lent.
+        segment: The memory. A process may lend only to processes that have mapped it too.
     """
 
     def __init__(self, shm: SharedSegment, *, lends: bool = True) -> None:
@@ -81,34 +75,35 @@ class ShmBufferPool:
         self.segment = shm.segment
         self._shm = shm
         self._lends = lends
-        self._out: collections.deque[tuple[_BufferReader, NDArray[np.uint8], int]] = (
-            collections.deque()
-        )  # to whom, block, word
+        # reader, block, index of the reader's word
+        self._out: collections.deque[tuple[_BufferReader, NDArray[np.uint8], int]]
+        self._out = collections.deque()
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
         self._spare_nbytes = 0
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a new array with any content; a long one lies where it can be lent as it is, once, if nobody writes it then."""
+        """Return a new uninitialized array, in shared memory if it is long.
+
+        `lend` then needs no copy, as long as the caller does not write it any more.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         block = self._block(nbytes) if self._lends and nbytes >= LEND_NBYTES_MIN else None
-        return (
-            np.empty(shape, dtype)
-            if block is None
-            else block[_WORDS_NBYTES:].view(dtype).reshape(shape)
-        )
+        if block is None:
+            return np.empty(shape, dtype)
+        return block[_WORDS_NBYTES:].view(dtype).reshape(shape)
 
     def lend(
         self, number: int, frames: Sequence[Any], incarnation: int = 0
     ) -> list[tuple[int, SharedMemoryReference]]:
-        """Copy the long ones of some buffers to where a process can read them, unless they are there.
+        """Lend the long ones of some buffers, after a copy to shared memory where needed.
 
         Args:
-            number: The process, which has said that it has mapped `segment`.
-            frames: The buffers.
-            incarnation: Which of the processes that have had this number.
+            number: Process number of the reader, which has mapped `segment`.
+            frames: The buffers; the first is never lent.
+            incarnation: Incarnation of the reader.
 
         Returns:
-            For each long one its index, and a reference whose offset is that of the reader's word. The caller sends the others.
+            Index of each lent buffer, and a reference with the offset of the reader's word.
         """
         if not self._lends:
             return []
@@ -117,14 +112,14 @@ class ShmBufferPool:
             if index and len(frame) >= LEND_NBYTES_MIN:
                 view = memoryview(frame)
                 if not found:
-                    self._take_back()
+                    self._reclaim()
                 word = self._free_word(view)
                 if word is None:
-                    copied = self._block(view.nbytes)
-                    if copied is None:
+                    copy = self._block(view.nbytes)
+                    if copy is None:
                         break
-                    copied[_WORDS_NBYTES:] = np.frombuffer(view, np.uint8)
-                    word = copied, self._place(copied)
+                    copy[_WORDS_NBYTES:] = np.frombuffer(view, np.uint8)
+                    word = copy, self._first_word(copy)
                 self._shm.words[word[1]] = _LENT
                 self._out.append((_BufferReader(number, incarnation), *word))
                 found.append((index, self._shm.refer(8 * word[1], view.nbytes)))
@@ -132,16 +127,13 @@ class ShmBufferPool:
         return found
 
     def borrow(self, reference: SharedMemoryReference) -> memoryview:
-        """Return what lies there, to be read; it is given back with the last view of it.
-
-        Raises:
-            InternalError: It is in other memory, or outside of it.
-        """
+        """Return a read-only view of a lent array; its end releases the block."""
         word = self._shm.resolve(reference)
         block = self._shm.refer(word // 64 * 64, _WORDS_NBYTES + reference.nbytes)
         if word % 8:
             raise InternalError(
-                f"another process lends {reference.nbytes} bytes at {word}, where no reader's word can be"
+                f"another process lends {reference.nbytes} bytes at {word}, where no reader's "
+                f"word can be"
             )
         array: Any = np.asarray(
             _Borrowed(self._shm, word, self._shm.resolve(block) + _WORDS_NBYTES, reference.nbytes)
@@ -149,39 +141,32 @@ class ShmBufferPool:
         return memoryview(array)
 
     def forget(self, number: int, incarnation: int) -> None:
-        """Take back what a process had borrowed that has ended, and its earlier incarnations; not what a later one has."""
+        """Reclaim the blocks of a process that has ended; not those of later incarnations."""
         for reader, _, word in self._out:
             if reader.number == number and reader.incarnation <= incarnation:
                 self._shm.words[word] = 0
 
     def close(self) -> None:
-        """Let go of the memory; what is still read stays."""
+        """Unmap the memory, except what is still read."""
         self._out.clear()
         self._spare.clear()
         self._shm.close()
 
-    def _place(self, block: NDArray[np.uint8]) -> int:
-        """Return the index of a block's first word."""
+    def _first_word(self, block: NDArray[np.uint8]) -> int:
         offset = self._shm.locate(block)
         assert offset is not None
         return offset // 8
 
     def _free_word(self, view: memoryview) -> tuple[NDArray[np.uint8], int] | None:
-        """Return the block that `room` has made a buffer in, and a word for one more reader; None where there is none."""
+        """Return the block of a buffer that `room` has made, and a free word of it, or None."""
         owner: Any = view.obj
         while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
             owner = owner.base
-        if (
-            not isinstance(owner, np.ndarray)
-            or owner.nbytes != view.nbytes + _WORDS_NBYTES
-            or self._shm.locate(owner) is None
-        ):
+        is_block = isinstance(owner, np.ndarray) and owner.nbytes == view.nbytes + _WORDS_NBYTES
+        if not is_block or self._shm.locate(owner) is None:
             return None
-        first = self._place(owner)
-        free = next(
-            (word for word in range(first, first + _WORDS) if self._shm.words[word] != _LENT),
-            None,
-        )
+        first, words = self._first_word(owner), self._shm.words
+        free = next((one for one in range(first, first + _WORDS) if words[one] != _LENT), None)
         return None if free is None else (owner, free)
 
     def _block(self, nbytes: int) -> NDArray[np.uint8] | None:
@@ -198,8 +183,8 @@ class ShmBufferPool:
         block[:_WORDS_NBYTES] = 0
         return block
 
-    def _take_back(self) -> None:
-        """Keep blocks that nobody reads any more for arrays of the same size; beyond a limit they are freed."""
+    def _reclaim(self) -> None:
+        """Keep released blocks for arrays of the same size, up to a limit; free the others."""
         words = self._shm.words
         for _ in range(len(self._out)):
             entry = self._out.popleft()
@@ -209,21 +194,19 @@ class ShmBufferPool:
             block = entry[1]
             del entry
             nbytes = len(block) - _WORDS_NBYTES
-            if (
-                sys.getrefcount(block) == _ALONE
-                and self._spare_nbytes + nbytes <= _SPARE_NBYTES_MAX
-            ):
+            fits = self._spare_nbytes + nbytes <= _SPARE_NBYTES_MAX
+            if sys.getrefcount(block) == _UNSHARED and fits:
                 self._spare_nbytes += nbytes
                 self._spare.setdefault(nbytes, []).append(block)
 
 
 class _Borrowed:
-    """The owner of a borrowed array's memory, at the end of the chain of bases."""
+    """The owner of a borrowed array's memory, at the end of the chain of base objects."""
 
     __slots__ = ("__array_interface__", "_ground", "_word", "_words")
 
     def __init__(self, shm: SharedSegment, word: int, offset: int, nbytes: int) -> None:
-        self._ground = shm.ground  # the mapping lives as long as this
+        self._ground = shm.ground  # keeps the mapping alive
         self._words = shm.words
         self._word = word // 8
         self.__array_interface__ = {
@@ -234,7 +217,5 @@ class _Borrowed:
         }
 
     def __del__(self) -> None:
-        with contextlib.suppress(
-            ValueError
-        ):  # shared memory has been closed: nobody lends from it any more
+        with contextlib.suppress(ValueError):  # the segment is closed
             self._words[self._word] = 0

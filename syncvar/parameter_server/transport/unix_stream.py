@@ -1,7 +1,7 @@
-"""Links between two processes of one host: streams of messages over Unix sockets, without a thread of ZeroMQ at either end.
+"""Streams of messages over Unix sockets between two processes of one host, without a thread.
 
-The thread that waits for an answer reads it from the socket itself, and nobody else has to run in between. A short message is one
-system call at each end. What a socket does not take at once is kept and sent when it does: sending never waits.
+The thread that waits for an answer reads the socket itself. A short message costs one system call
+at each end. Sending never waits: what a socket does not take at once is kept and sent later.
 """
 
 from __future__ import annotations
@@ -20,19 +20,12 @@ from syncvar.parameter_server.transport.framing import NBYTES_MAX, Packed, lengt
 
 _CHUNK_NBYTES = 128 << 10
 _JOINED_NBYTES_MAX = 32 << 10  # shorter messages are joined: that is less work than many pieces
-_PIECES_MAX = 512  # of one system call, which takes 1024
+_PIECES_MAX = 512  # of one system call; the limit of Linux is 1024
 _BACKLOG = 4096
 
 
 class UnixListener:
-    """Where the processes of a host open pipes to this one.
-
-    Args:
-        path: Of the socket, which only this user may open.
-
-    Raises:
-        OSError: The system refuses.
-    """
+    """The socket at `path` where processes of this host connect; only for this user."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -47,34 +40,30 @@ class UnixListener:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the descriptor for a poller."""
         return self._socket.fileno()
 
     def accept(self) -> Pipe | None:
-        """Return a pipe that somebody has opened, or None."""
+        """Return a new pipe of another process, or None."""
         try:
-            made, _ = self._socket.accept()
+            connected, _ = self._socket.accept()
         except OSError:
             return None
-        return Pipe(made)
+        return Pipe(connected)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Close and remove the socket."""
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
 
 class Pipe:
-    """One end.
-
-    Args:
-        connected: The socket.
-        is_opener: This end has opened it.
+    """One end of a stream.
 
     Attributes:
-        peer: What its owner knows of the other end.
-        is_over: Nothing can be sent or comes any more.
-        has_more: Whether `receive` may have another message in hand, of which the descriptor does not tell.
+        peer: Data of the owner about the other end.
+        is_over: Whether the stream has ended.
+        has_more: Whether `receive` may return another message that no poller signals.
     """
 
     def __init__(self, connected: socket.socket, *, is_opener: bool = False) -> None:
@@ -84,41 +73,37 @@ class Pipe:
         self.peer: Any = None
         self.is_over = False
         self._unsent: deque[memoryview] = deque()
-        self._room = memoryview(bytearray(_CHUNK_NBYTES))
-        self._is_full = False  # the last look found as much as it would take
-        self._chunk = memoryview(b"")  # what has come and is not taken
+        self._buffer = memoryview(bytearray(_CHUNK_NBYTES))
+        self._is_full = False  # the last read filled the buffer
+        self._chunk = memoryview(b"")  # received bytes of the next messages
         self.has_more = True
-        self._filling: memoryview | None = None  # a message of which a part has come
+        self._filling: memoryview | None = None  # a message that is partly received
         self._filled = 0
 
     @classmethod
     def open(cls, path: str, hello: Packed) -> Pipe:
-        """Open a pipe, and introduce this end; the pipe is over where nobody is there."""
+        """Connect and send a hello; the pipe is over if no process listens."""
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        made = cls(connected, is_opener=True)
+        pipe = cls(connected, is_opener=True)
         try:
             connected.connect(path)
         except OSError:
-            made.close()
+            pipe.close()
         else:
-            made.send(hello)
-        return made
+            pipe.send(hello)
+        return pipe
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the descriptor for a poller."""
         return self._socket.fileno()
 
     @property
     def is_behind(self) -> bool:
-        """Whether something is kept that was not sent yet."""
+        """Whether there are unsent bytes."""
         return bool(self._unsent)
 
     def send(self, message: Packed) -> bool:
-        """Send a message that has nothing apart; what it consists of must not change any more.
-
-        Returns:
-            Whether it is on its way.
-        """
+        """Send a message without separate parts; its buffers must not change. False if over."""
         if self.is_over:
             return False
         pieces: list[Any] = message.pieces
@@ -135,7 +120,7 @@ class Pipe:
         return not self.is_over
 
     def flush(self) -> None:
-        """Send what is kept, as much as the socket takes now."""
+        """Send unsent bytes, as many as the socket takes now."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 sent = self._put(list(self._unsent))
@@ -145,21 +130,15 @@ class Pipe:
                     self._unsent[0] = self._unsent[0][sent:]
 
     def receive(self, nbytes_max: int = NBYTES_MAX) -> memoryview | None:
-        """Return the next message, or None where it has not come as a whole; it stays as it is.
+        """Return the next whole message, which does not change, or None.
 
-        Call it until it returns None, or has no more.
-
-        Args:
-            nbytes_max: The longest message that the other end may send now.
-
-        Raises:
-            ValueError: What comes is no message, or a longer one.
+        Call it until it returns None, or until `has_more` is False.
         """
         if self._filling is not None:
             return self._fill()
         if len(self._chunk) < 8:
             try:
-                nbytes = self._socket.recv_into(self._room)
+                nbytes = self._socket.recv_into(self._buffer)
             except BlockingIOError:
                 return None
             except OSError:
@@ -168,10 +147,9 @@ class Pipe:
                 self.is_over = True
                 return None
             self._is_full = nbytes == _CHUNK_NBYTES
-            came = bytes(
-                self._room[:nbytes]
-            )  # a chunk of its own each time would come from the system, and go back to it
-            self._chunk = memoryview(bytes(self._chunk) + came if self._chunk else came)
+            # One buffer for all reads: the system would allocate and free a new one each time.
+            received = bytes(self._buffer[:nbytes])
+            self._chunk = memoryview(bytes(self._chunk) + received if self._chunk else received)
             if len(self._chunk) < 8:
                 return None
         nbytes = length_of(self._chunk, nbytes_max)
@@ -186,41 +164,39 @@ class Pipe:
         return self._fill()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Flush for at most so many seconds, and close. Idempotent."""
+        """Flush for at most `linger_s`, and close. Idempotent."""
         until = time.monotonic() + linger_s
         while self._unsent and not self.is_over and (left_s := until - time.monotonic()) > 0:
-            waiting = select.poll()
-            waiting.register(self._socket, select.POLLOUT)
-            waiting.poll(1000 * left_s + 1)
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            poll.poll(1000 * left_s + 1)
             self.flush()
         self._end()
         self._socket.close()
 
     def _fill(self) -> memoryview | None:
         whole = self._filling
-        assert whole is not None, "a message is filled that has begun"
+        assert whole is not None, "a message is partly received"
         while self._filled < len(whole):
             try:
-                came = self._socket.recv_into(whole[self._filled :])
+                nbytes = self._socket.recv_into(whole[self._filled :])
             except BlockingIOError:
                 return None
             except OSError:
-                came = 0
-            if not came:
+                nbytes = 0
+            if not nbytes:
                 self._end()
                 return None
-            self._filled += came
+            self._filled += nbytes
         self._filling = None
         self.has_more = True
         return whole.toreadonly()
 
     def _put(self, pieces: list[Any]) -> int:
         try:
-            return (
-                self._socket.send(pieces[0])
-                if len(pieces) == 1
-                else self._socket.sendmsg(pieces[:_PIECES_MAX])
-            )
+            if len(pieces) == 1:
+                return self._socket.send(pieces[0])
+            return self._socket.sendmsg(pieces[:_PIECES_MAX])
         except BlockingIOError:
             raise
         except OSError:  # the other process has ended
@@ -233,7 +209,7 @@ class Pipe:
 
 
 def _after(pieces: list[Any], nbytes: int) -> list[memoryview]:
-    """Return what is left of pieces after so many bytes of them."""
+    """Return the pieces without their first `nbytes` bytes."""
     left: list[memoryview] = []
     for one in pieces:
         size = memoryview(one).nbytes

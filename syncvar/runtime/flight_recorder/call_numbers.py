@@ -1,7 +1,7 @@
 """Call numbers as a program counts them: the first call of a group on a rank is call 1.
 
-On the wire, each begin and end of a `strategy.run` goes on to the next million, so that calls of
-different runs never match (`syncvar.runtime.communicator`). Texts for people show the ordinal instead. Ranks
+In frames, each begin and end of a `strategy.run` continues at the next million, so that calls of
+different runs never match (`syncvar.runtime.communicator`). Texts show the ordinal instead. Ranks
 that have made the same calls have the same ordinals.
 """
 
@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["CallNumbers", "Gap", "ordinal"]
-
 Gap = tuple[int, int]
-"""A number at which a block of calls begins, and how many numbers before it belong to no call."""
+"""First number of a block of calls, and how many numbers before it belong to no call."""
 
-_BLOCKS_MAX = 2048  # those of the ring of events: each block that is kept has a call
+_BLOCKS_MAX = 2048  # as many as the ring of events: each kept block has a call
 _GROUPS_MAX = 1024
 
 
@@ -30,13 +28,7 @@ class CallNumbers:
         self._gaps: OrderedDict[int, deque[Gap]] = OrderedDict()
 
     def skip(self, group: int, following: int, first: int) -> None:
-        """Note that a group goes on with another number than the following one.
-
-        Args:
-            group: Its identity.
-            following: The number that its next call would have had.
-            first: The number that it has instead.
-        """
+        """Record that a group continues with another number than the following one."""
         gaps = self._gaps.get(group)
         if gaps is None:
             gaps = self._gaps[group] = deque(maxlen=_BLOCKS_MAX)
@@ -49,12 +41,7 @@ class CallNumbers:
             gaps.append((first, left_out))
 
     def text(self, what: str, group: int, call: int) -> str:
-        """Return a call in words, with its ordinal.
-
-        Args:
-            what: The call, for instance "barrier".
-            group: Identity of its group.
-            call: Its number on the wire.
+        """Return a call with its ordinal, for messages.
 
         Example:
             >>> numbers = CallNumbers()
@@ -65,7 +52,7 @@ class CallNumbers:
         return what if call < 0 else f"{what} (call {self.ordinal(group, call)})"
 
     def ordinal(self, group: int, call: int) -> int:
-        """Return which call of its group a call is, from 1."""
+        """Return the ordinal of a call in its group, from 1."""
         gaps = self._gaps.get(group)
         return call + 1 if gaps is None else ordinal(list(gaps), call)
 
@@ -75,11 +62,7 @@ class CallNumbers:
 
 
 def ordinal(gaps: Sequence[Gap], call: int) -> int:
-    """Return which call of its group a call is, from 1.
-
-    Args:
-        gaps: Of the group, by number.
-        call: Its number on the wire.
+    """Return the ordinal of a call, from 1.
 
     Example:
         >>> gaps = [(1_000_000, 999_998), (3_000_000, 2_999_995)]

@@ -1,43 +1,87 @@
-"""What stands in the ring of the flight recorder."""
+"""Entries of the flight recorder: one typed record of each call.
+
+Functions that describe a call return a `CallLabel`: a text for people, and fields for statistics
+and records.
+"""
 
 from __future__ import annotations
 
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, NamedTuple
-
-__all__ = [
-    "DETAIL_MAX",
-    "NOWHERE",
-    "UNRECORDED",
-    "CallInfo",
-    "Event",
-    "PendingRecord",
-    "error_text",
-    "event_of",
-    "told_of",
-]
+from typing import Any, NamedTuple, Self
 
 DETAIL_MAX = 2000  # characters
-NOWHERE = -1  # group and call of what is no call
+NOWHERE = -1  # group and call of an entry that is no call of a group
+
+
+class CallFields(NamedTuple):
+    """The description of a call as data; -1 or empty where a field does not apply.
+
+    Args:
+        collective: Name of the call, for instance "all_reduce" or "assign of variable 'w'".
+        op: Reduction.
+        dtype: Element type of the input.
+        shape: Shape of the input.
+        elements: Elements of the input.
+        size: Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved.
+        root: Rank in the group of the root.
+        peer: World rank of the other end of a message.
+        tag: Tag of a message.
+    """
+
+    collective: str
+    op: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    elements: int = -1
+    size: int = -1
+    root: int = -1
+    peer: int = -1
+    tag: int = -1
+
+
+class CallLabel(str):
+    """The text of a call, for instance "all_reduce(sum, float32[10])", with its fields.
+
+    Args:
+        text: The call for people.
+        fields: The call for programs; a label as `collective` means the collective that it names.
+    """
+
+    __slots__ = ("fields",)
+
+    fields: CallFields
+
+    def __new__(cls, text: str, fields: CallFields | None = None) -> Self:
+        """Return the label; without fields the text is the collective."""
+        label = super().__new__(cls, text)
+        fields = fields or CallFields(text)
+        label.fields = fields._replace(collective=collective_of(fields.collective))
+        return label
+
+
+def collective_of(what: str) -> str:
+    """Return the collective that a label or a plain text names."""
+    return what.fields.collective if isinstance(what, CallLabel) else what
 
 
 class Event(NamedTuple):
-    """What one entry of the ring says.
+    """One entry of the ring, as record files contain it.
 
     Args:
-        what: The call in words, for instance "all_reduce(sum, float32[10])"; or what happened: "joined", "left",
-            "broke", "verdict".
-        group: Identity of the group; -1 where the event is of no group.
-        call: Call number within the group; -1 where it is no call of a group.
-        fingerprint: Digest of what the call is, the same on all ranks that make the same call; 0 for none.
-        nbytes: Bytes of the arrays that the call worked on; 0 where it came to none.
-        path: "shm" or "links" and the algorithm; empty where it came to none.
-        began_ns: When it began, CLOCK_MONOTONIC.
-        ended_ns: When it ended; 0 where it has not.
-        state: "started", "done", "failed", or "noted" for what is no operation.
-        thread: The thread that made the call.
-        detail: How it failed, or what there is to say of what happened; else empty.
+        what: The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke",
+            "verdict".
+        group: Identity of the group; -1 for none.
+        call: Call number within the group; -1 for none.
+        fingerprint: Signature of the call, equal on all ranks that make the same call; 0 for none.
+        nbytes: Bytes that the call worked on.
+        path: "shm" or "links", and the algorithm; empty if the call ended before the choice.
+        began_ns: Start, CLOCK_MONOTONIC.
+        ended_ns: End; 0 for a call that is still running.
+        state: "started", "done", "failed", or "noted" for an entry that is no operation.
+        thread: Identity of the calling thread.
+        detail: Error text, or details of a noted event.
+        collective: The fields from here on are those of `CallFields`; a shape is text, "[2, 3]".
     """
 
     what: str
@@ -51,18 +95,27 @@ class Event(NamedTuple):
     state: str
     thread: int
     detail: str
+    collective: str = ""
+    op: str = ""
+    dtype: str = ""
+    shape: str = ""
+    elements: int = -1
+    size: int = -1
+    root: int = -1
+    peer: int = -1
+    tag: int = -1
 
 
 class CallInfo(NamedTuple):
-    """What is the same in all entries of calls that are repeated: made once, and referred to.
+    """The part of an entry that repeated calls share.
 
     Args:
-        what: The call in words.
+        what: The call; a `CallLabel` where it has more fields than its text.
         group: Identity of the group.
-        members: Its ranks in the world.
-        fingerprint: Digest of what the call is.
+        members: World ranks of the group.
+        fingerprint: Signature of the call.
         nbytes: Bytes of the array.
-        path: How the bytes go.
+        path: "shm", "links" or "hosts", and the algorithm.
     """
 
     what: str
@@ -72,9 +125,14 @@ class CallInfo(NamedTuple):
     nbytes: int
     path: str
 
+    @property
+    def fields(self) -> CallFields:
+        """The description of the call as data."""
+        return self.what.fields if isinstance(self.what, CallLabel) else CallFields(self.what)
+
 
 class PendingRecord:
-    """An operation in the ring whose end is still to come."""
+    """The entry of an operation that is still running."""
 
     __slots__ = ("began", "call", "detail", "ended", "nbytes", "state", "thread", "told", "way")
 
@@ -90,12 +148,12 @@ class PendingRecord:
         self.detail = ""
 
     def stage(self, algorithm: str, nbytes: int) -> None:
-        """Note that the operation comes to a plan, and what it works on."""
+        """Record that the operation reaches a schedule that works on so many bytes."""
         self.way = f"{self.told.path} {algorithm}"
         self.nbytes += nbytes
 
     def end(self, error: BaseException | None = None) -> None:
-        """Note the end; the first one counts."""
+        """Record the end; later calls change nothing."""
         if self.ended == 0:
             self.state = "done" if error is None else "failed"
             if error is not None:
@@ -104,44 +162,32 @@ class PendingRecord:
 
 
 UNRECORDED = PendingRecord(CallInfo("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
-"""The entry of operations that nobody records."""
+"""Stands for the entry of operations that are not recorded."""
 
 
 def event_of(entry: Any) -> Event:
-    """Return what an entry of the ring says: an `PendingRecord`, or (told, call, began, ended, thread) of a call that is over."""
+    """Convert an entry of the ring: a `PendingRecord`, or the tuple that `Recorder.add` takes."""
     if isinstance(entry, tuple):
         told, call, began, ended, thread = entry
-        return Event(
-            told.what,
-            told.group,
-            call,
-            told.fingerprint,
-            told.nbytes,
-            told.path,
-            began,
-            ended,
-            "done",
-            thread,
-            "",
+        nbytes, path, state, detail = told.nbytes, told.path, "done", ""
+    else:
+        told, call, began, ended, thread = (
+            entry.told,
+            entry.call,
+            entry.began,
+            entry.ended,
+            entry.thread,
         )
-    told = entry.told
-    return Event(
-        told.what,
-        told.group,
-        entry.call,
-        told.fingerprint,
-        entry.nbytes,
-        entry.way,
-        entry.began,
-        entry.ended,
-        entry.state,
-        entry.thread,
-        entry.detail,
-    )
+        nbytes, path, state, detail = entry.nbytes, entry.way, entry.state, entry.detail
+    what, group, _, fingerprint, *_ = told
+    times = began, ended, state, thread, detail
+    collective, op, dtype, shape, *numbers = told.fields
+    described = collective, op, dtype, str(list(shape)) if dtype else "", *numbers
+    return Event(what, group, call, fingerprint, nbytes, path, *times, *described)
 
 
 def told_of(entry: Any) -> CallInfo:
-    """Return what an entry of the ring shares with others."""
+    """Return the part of an entry that repeated calls share."""
     told: CallInfo = entry[0] if isinstance(entry, tuple) else entry.told
     return told
 

@@ -1,4 +1,4 @@
-"""Where in the user's program a waiting thread stands; read from its frames when somebody asks, never per call."""
+"""The user's program line at which a thread stands, read from its frames on demand."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ if TYPE_CHECKING:
 
     from syncvar.core.stack_dump import StackFrame
 
-__all__ = ["call_site", "main_stack", "own_site", "site_of"]
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _STARTERS = tuple(
     os.path.join(_PACKAGE, "bootstrap", name)
     for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
-)  # as `__main__`
+)  # run as `__main__`
 _looking = threading.Lock()
 
 
 def call_site(thread: int) -> str:
-    """Return file:line and function of the innermost frame of a thread that is not ours."""
+    """Return file:line and function of a thread's innermost frame outside of syncvar."""
     frame = _users(_innermost(thread))
     if frame is None:
         return "a place unknown"
     path = frame.f_code.co_filename
     relative = os.path.relpath(path)
-    return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return (
+        f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in "
+        f"{frame.f_code.co_name}"
+    )
 
 
 def own_site() -> str:
-    """Return file:line and function of the caller's innermost frame that is not ours; about a microsecond."""
+    """Return file:line and function of the caller's innermost frame outside of syncvar.
+
+    About 1 us.
+    """
     frame = _users(sys._getframe())  # noqa: SLF001
     return (
         ""
@@ -45,12 +49,7 @@ def own_site() -> str:
 
 
 def site_of(code: CodeType, instruction: int) -> str:
-    """Return the same of a place in some code.
-
-    Args:
-        code: Of the function.
-        instruction: Its place there, as `f_lasti` of a frame.
-    """
+    """Return file:line and function of an instruction."""
     line = next(
         (line for start, end, line in code.co_lines() if start <= instruction < end and line),
         code.co_firstlineno,
@@ -59,13 +58,13 @@ def site_of(code: CodeType, instruction: int) -> str:
 
 
 def main_stack() -> list[StackFrame]:
-    """Return the calls of the process's main thread, innermost first."""
+    """Return the calls of the main thread, innermost first."""
     ident = threading.main_thread().ident
     return frames_of(_innermost(ident)) if ident is not None else []
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    while frame is not None:  # copy.deepcopy calls us in the user's name
+    while frame is not None:  # copy.deepcopy calls us on behalf of the user
         module = frame.f_globals.get("__name__", "")
         ours = (
             module == "copy"
@@ -79,10 +78,7 @@ def _users(frame: FrameType | None) -> FrameType | None:
 
 
 def _innermost(thread: int) -> FrameType | None:
-    """Return a thread's innermost frame, if it runs."""
     if thread == threading.get_ident():
         return sys._getframe()  # noqa: SLF001
-    with (
-        _looking
-    ):  # lest one thread leave the garbage collector off, which another had switched off meanwhile
+    with _looking:  # otherwise two threads could leave the garbage collector switched off
         return current_frames().get(thread)

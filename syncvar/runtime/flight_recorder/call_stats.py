@@ -1,12 +1,12 @@
-"""Totals of all calls of this rank, for `--stats`: the ring of the recorder keeps the last ones only.
+"""Totals of all calls of this rank, for `--stats`.
 
-Where nobody asks for totals nothing of this is there, and a call costs what it always did.
+The ring of the recorder keeps the last calls only.
+
+`Recorder` creates `Totals` only if the launcher asks for them.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +15,17 @@ from syncvar.core.rank_text import rank_spans
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.flight_recorder.call_record import CallInfo
-
-__all__ = ["Totals", "size_class", "size_of"]
+    from syncvar.runtime.flight_recorder.call_record import CallFields, CallInfo
 
 _FOLD_AT = 256
 _KINDS_MAX = 4096
-_ARRAY = re.compile(r"([a-z]+)(\d*)\[([\d, ]*)\]")
-_BYTES = re.compile(r"(\d+) bytes")
 _CLASSES = tuple(16**power for power in range(1, 9))
 
 
 def size_class(nbytes: int) -> int:
-    """Return the upper end of the class of a size: 0, 16 B, 256 B, 4 KiB, 64 KiB, 1 MiB and so on.
+    """Return the upper limit of a size's class: 0, 16 B, 256 B, 4 KiB, 64 KiB, 1 MiB and so on.
+
+    A size may exceed the limit by a sixteenth, for headers.
 
     Example:
         >>> [size_class(nbytes) for nbytes in (0, 8, 16, 18, 5000)]
@@ -35,58 +33,41 @@ def size_class(nbytes: int) -> int:
     """
     return (
         next((end for end in _CLASSES if nbytes <= end + end // 16), _CLASSES[-1]) if nbytes else 0
-    )  # a header is no matter
-
-
-def size_of(told: CallInfo, nbytes: int) -> int:
-    """Return the size by which a call is rated, as nccl-tests counts it; -1 where it is not known.
-
-    Args:
-        told: The call; where its words name the array, that is the size.
-        nbytes: What was recorded.
-
-    Example:
-        >>> from syncvar.runtime.flight_recorder.call_record import CallInfo
-        >>> size_of(CallInfo("all_reduce(sum, float32[10, 10])", 0, (0, 1), 0, 0, "shm"), 1200)
-        400
-    """
-    array = _ARRAY.search(told.what)
-    if array is not None:
-        bits = int(array[2] or 8)  # of a bool
-        return (
-            math.prod(int(length) for length in array[3].split(",") if length.strip()) * bits // 8
-        )
-    said = _BYTES.search(told.what)
-    if said is not None:
-        return int(said[1])
-    if told.path == "hosts":  # several plans were run, on parts of it
-        return -1
-    # A persistent call, which tells bytes beforehand, has the block of one rank.
-    return (
-        nbytes * len(told.members)
-        if told.nbytes and told.what.startswith("all_gather(")
-        else nbytes
     )
 
 
-class Totals:
-    """Counts calls while the ring takes them.
+def size_of(told: CallInfo, nbytes: int) -> int:
+    """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown.
 
     Args:
-        append: Adds to the ring.
+        told: The call.
+        nbytes: Bytes that were recorded; used if the call does not know its size.
+    """
+    fields = told.fields
+    if fields.size >= 0:
+        return fields.size
+    if told.path == "hosts":  # several schedules ran, on parts of the data
+        return -1
+    # A persistent call records the bytes of one rank in advance.
+    is_block = told.nbytes and fields.collective == "all_gather"
+    return nbytes * len(told.members) if is_block else nbytes
 
-    Cost: 0.25 us for each call of the prepared way, on top of the 0.2 us that the ring costs.
+
+class Totals:
+    """Counts calls as the ring records them.
+
+    Cost: 0.25 us for each cached call, on top of the 0.2 us of the ring.
     """
 
     def __init__(self, append: Callable[[Any], None]) -> None:
         self._append = append
-        self._prepared: dict[int, list[Any]] = {}  # by identity of what is told: [told, calls, ns]
+        self._prepared: dict[int, list[Any]] = {}  # by identity of the CallInfo: [info, calls, ns]
         self._others: deque[Any] = deque()
         self._fold_at = _FOLD_AT
         self._rows: dict[tuple[str, int, tuple[int, ...], int], list[int]] = {}
 
     def add(self, item: Any) -> None:
-        """Add an operation to the ring and to the totals."""
+        """Record an operation in the ring and in the totals."""
         self._append(item)
         if type(item) is tuple:
             told, _, began, ended, _ = item
@@ -103,7 +84,7 @@ class Totals:
                 self._fold()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the totals, as plain data."""
+        """Return the totals as plain data."""
         self._fold()
         return [
             {
@@ -127,7 +108,7 @@ class Totals:
         for _ in range(len(self._others)):
             entry = self._others.popleft()
             if entry.state == "started":
-                self._others.append(entry)  # its end is still to come
+                self._others.append(entry)  # still running
             elif entry.told.members:
                 is_done = entry.state == "done"
                 self._count(
@@ -135,14 +116,15 @@ class Totals:
                 )
         self._fold_at = _FOLD_AT + 2 * len(
             self._others
-        )  # those that have not ended are not looked at again with each call
+        )  # running ones are not checked again at every call
 
     def _count(
         self, told: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
     ) -> None:
         size = size_of(told, nbytes)
         row = self._rows.setdefault(
-            (_call(told.what), told.group, told.members, size_class(max(0, size))), [0, 0, 0, 0]
+            (_row_name(told.fields), told.group, told.members, size_class(max(0, size))),
+            [0, 0, 0, 0],
         )
         row[0] += calls
         row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
@@ -150,13 +132,10 @@ class Totals:
         row[3] += failed
 
 
-def _call(what: str) -> str:
-    """Return what is counted together: the collective, with its op."""
-    name, _, rest = what.partition("(")
-    op = rest.partition(",")[0]
-    return (
-        f"{name}({op})" if re.fullmatch("[a-z]+", op) and "," in rest and name in _WITH_OP else name
-    )
+def _row_name(fields: CallFields) -> str:
+    """Return the collective, with its op where calls with different ops differ in cost."""
+    name, op = fields.collective, fields.op
+    return f"{name}({op})" if name in _WITH_OP and op.isalpha() and op.islower() else name
 
 
 _WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")

@@ -1,11 +1,12 @@
-"""The flight recorder: the last operations of this process, always on, written to a file when something goes wrong.
+"""The flight recorder.
 
-There is one stream of events. Every call, question and change of membership adds one entry to a ring, and whatever tells
-of the past (the record of a failure, a trace) reads that ring. Nothing is put into words when an entry is added:
-an entry refers to texts that exist already.
+The last operations of this process, always on, written to a file after a failure.
 
-Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share. A record names its host and
-its boot, and says how far its clock is from that of rank 0; on one host that is nothing.
+Every call, remote get and membership change adds one entry to one ring. Failure records and traces
+read that ring. Adding an entry formats no text: it refers to existing texts.
+
+Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a host share. A record names its
+host and boot, and the offset of its clock from rank 0's.
 """
 
 from __future__ import annotations
@@ -40,12 +41,10 @@ if TYPE_CHECKING:
     from syncvar.core.stack_dump import StackFrame
     from syncvar.runtime.flight_recorder.call_stats import Totals
 
-__all__ = ["FORMAT", "RING", "Recorder", "boot_identity", "record_name"]
-
 RING = 2048
 FORMAT = "syncvar flight record 1"
 _WRITING_S = 1.0
-_REFUSED, _ENDED = 1, 2  # a record of the end replaces that of a call that was refused before
+_REFUSED, _ENDED = 1, 2  # a record of the end replaces one of a refused call
 _WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
 
 
@@ -53,22 +52,23 @@ class Recorder:
     """The ring of one rank or server, and the file that it is written to.
 
     Args:
-        rank: This rank in the world, or the number of a server's process.
+        rank: World rank, or the number of a server's process.
         world_size: Ranks of the world.
         generation: Version of the membership.
         job: Identity of the job.
         host: Name of this host.
-        folder: Where the record goes when something has gone wrong; empty for nowhere.
-        trace: Where it goes at the end in any case; empty for nowhere.
-        stats: Where the totals of all calls go at the end; empty for nowhere, then nothing is counted.
+        folder: Folder for the record after a failure; empty for none.
+        trace: Folder for the record of every run; empty for none.
+        stats: Folder for the totals of all calls; empty for none.
 
     Attributes:
-        numbers: The numbers of calls as texts show them.
-        is_due: The generation broke, and the record has not been written since.
-        transport: The data path between ranks, and how it is protected between hosts; empty before they have met.
-        add: Adds (told, call, began, ended, thread), an operation that is over; one step, from any thread.
+        numbers: Ordinals of calls.
+        is_due: The group broke, and the record has not been written since.
+        transport: Data path between ranks and its encryption; empty before they have met.
+        add: Adds (info, call, began, ended, thread) of a completed operation; atomic, from any
+            thread.
 
-    Cost: 0.15 us for an operation of the short way, 0.7 us for any other (`bench/recorder.py`); at most 1 MB.
+    Cost: 0.15 us for a cached call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class Recorder:
         self.transport = ""
         self._writing = threading.Lock()
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- entries -----------------------------------------------------------------------------------
 
     def begin(self, told: CallInfo, call: int, began: int | None = None) -> PendingRecord:
-        """Add an operation that begins now, or began at `began`; `PendingRecord.end` ends it."""
+        """Add an operation that begins now or began at `began`; `PendingRecord.end` ends it."""
         entry = PendingRecord(told, call, monotonic_ns() if began is None else began)
         self.add(entry)
         return entry
 
     def note(self, what: str, detail: str = "") -> None:
-        """Add something that happened."""
+        """Add an event."""
         entry = self.begin(CallInfo(what, NOWHERE, (), 0, 0, ""), NOWHERE)
         entry.state, entry.ended, entry.detail = "noted", entry.began, detail[:DETAIL_MAX]
 
@@ -127,29 +127,29 @@ class Recorder:
         self.begin(told, call).end(error)
 
     def failed(self, error: BaseException) -> None:
-        """Write the record for a call that failed, if nothing has been written yet."""
+        """Write the record for a failed call, if nothing has been written yet."""
         if self._folder and not self._written and isinstance(error, _WRITTEN_FOR):
             self._write(self._folder, error_text(error), _REFUSED)
 
     def broke(self, error: BaseException) -> None:
-        """Note that the generation broke; the record is due when the others have been told."""
+        """Record that the group broke; the file is written after the others have been informed."""
         self.note("broke", error_text(error))
         self._broken_by = self._broken_by or error_text(error)
         self.is_due = True
 
     def ended(self, reason: str = "", stack: Sequence[StackFrame] = ()) -> None:
-        """Write the record, because this rank ends badly; nothing when that has been done already.
+        """Write the record because this rank ends with an error, unless that has been done.
 
         Args:
-            reason: Why, where nothing broke before.
-            stack: Where its main thread was; empty for where it is.
+            reason: Why, if nothing broke before.
+            stack: Stack of the main thread; empty for the current one.
         """
         self.is_due = False
         if self._folder and self._written < _ENDED:
             self._write(self._folder, self._broken_by or reason, _ENDED, stack)
 
     def closed(self) -> None:
-        """Write the record where a trace of every run is asked for, and the totals where these are."""
+        """Write the trace and the totals, if asked for."""
         if self._totals is not None and os.getpid() == self._process:
             self._write_totals(self._totals)
         if self._trace:
@@ -170,11 +170,11 @@ class Recorder:
     # -- readers -----------------------------------------------------------------------------------
 
     def events(self) -> list[Event]:
-        """Return what the ring holds, oldest first."""
+        """Return the entries of the ring, oldest first."""
         return [event_of(entry) for entry in self._entries()]
 
     def whereabouts(self) -> dict[str, Any]:
-        """Return the last call of this rank, its age in seconds, whether it is over, and where the main thread stands."""
+        """Return the last call of this rank, its age in seconds, its state and the main stack."""
         calls = (
             event
             for event in map(event_of, reversed(self._entries()))
@@ -191,12 +191,12 @@ class Recorder:
     def record(
         self, reason: str = "", *, is_final: bool = True, stack: Sequence[StackFrame] = ()
     ) -> dict[str, Any]:
-        """Return the ring and who this is, as plain data.
+        """Return the ring and the identity of this process as plain data.
 
         Args:
             reason: Why the record is made.
-            is_final: This rank makes no calls any more.
-            stack: Where the main thread was, innermost first; empty for where it is.
+            is_final: This rank makes no more calls.
+            stack: Stack of the main thread, innermost first; empty for the current one.
         """
         entries = self._entries()
         events = [event_of(entry) for entry in entries]
@@ -213,7 +213,7 @@ class Recorder:
             "reason": reason,
             "is_final": is_final,
             "transport": self.transport,
-            "clock_offset_ns": 0,  # ranks of one host share their clock
+            "clock_offset_ns": 0,
             "written_ns": monotonic_ns(),
             "written_wall_ns": time.time_ns(),
             "is_whole": len(entries) < RING,
@@ -229,22 +229,20 @@ class Recorder:
 
     def _entries(self) -> list[Any]:
         while True:
-            with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
+            with contextlib.suppress(RuntimeError):  # another thread has added an entry
                 return list(self._ring)
 
     def _write(
         self, folder: str, reason: str, level: int, stack: Sequence[StackFrame] = ()
     ) -> None:
-        """Write the record; whatever goes wrong here must not hide what went wrong before."""
-        # A thread may come here again from a signal handler while it is here: then there is no waiting for ever.
+        """Write the record; an error here must not hide the original failure."""
+        # A signal handler may interrupt this thread here, so never wait for long.
         if os.getpid() != self._process or not self._writing.acquire(timeout=_WRITING_S):
             return
         try:
             name = record_name(self._who["rank"], self._who["generation"])
             try:
-                from syncvar.core.state_folder import (
-                    write_record,  # only a record that is written needs it
-                )
+                from syncvar.core.state_folder import write_record
 
                 text = _text(
                     self.record(
@@ -259,9 +257,7 @@ class Recorder:
             self._writing.release()
 
     def _report_lost(self, folder: str, name: str, error: Exception) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # the failure that the record is about must stay the one that is seen
+        with contextlib.suppress(Exception):  # the original failure must stay visible
             from syncvar.core.output_files import (
                 EVIDENCE,
                 LostFile,
@@ -275,22 +271,23 @@ class Recorder:
 
 
 def record_name(number: Any, generation: Any = 0) -> str:
-    """Return the name of the file of a rank's record, or of a server's.
+    """Return the file name of a rank's or server's record.
 
     Example:
         >>> from syncvar.core.process_ids import server_number
         >>> record_name(3), record_name(3, 1), record_name(server_number(1))
         ('flight-rank3.json', 'flight-rank3.generation1.json', 'flight-server1.json')
     """
-    return f"flight-{process_name(number).replace(' ', '')}.{f'generation{generation}.' if generation else ''}json"
+    version = f"generation{generation}." if generation else ""
+    return f"flight-{process_name(number).replace(' ', '')}.{version}json"
 
 
 def _text(record: dict[str, Any]) -> str:
-    """Return a record as JSON, a line for each event."""
+    """Return a record as JSON, one line for each event."""
     import json  # only a record that is written needs it
 
     head = json.dumps({name: value for name, value in record.items() if name != "events"}, indent=1)
-    # An event begins with a text, and within a text no quotation mark follows a bracket: there it has a backslash before.
+    # An event begins with a text. Inside a text no quotation mark follows a bracket unescaped.
     events = json.dumps(record["events"])[1:-1].replace('], ["', '],\n  ["')
     return (
         f'{head[:-2]},\n "events": [\n  {events}\n ]\n}}\n'
@@ -300,7 +297,7 @@ def _text(record: dict[str, Any]) -> str:
 
 
 def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:
-    """Return the name of each thread, and where in the program it stands now."""
+    """Return name and current program line of each thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         str(ident): {"name": names[ident], "site": call_site(ident)}
@@ -310,13 +307,13 @@ def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:
 
 
 def _folder() -> str:
-    with contextlib.suppress(OSError):  # somebody has removed it
+    with contextlib.suppress(OSError):  # the folder has been removed
         return os.getcwd()
     return ""
 
 
 def boot_identity() -> str:
-    """Return what tells this machine, since it was started, from one of the same name; empty where it says nothing."""
+    """Return the boot identity of this machine; empty if unknown."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file,

@@ -1,6 +1,7 @@
-"""Plans over links, run round by round.
+"""Runs compiled schedules over links, round by round.
 
-The engine hands arrived frames in and is handed the frames to send; nothing here waits, reads a clock or opens a socket.
+The engine passes arrived frames in and gets frames to send. Nothing here waits, reads a clock or
+opens a socket.
 """
 
 from __future__ import annotations
@@ -25,20 +26,19 @@ if TYPE_CHECKING:
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.transports.base import Frame
 
-__all__ = ["FrameSink", "LinkExchange", "NullSink"]
-
 _ROUNDS_PER_STAGE = 1 << 24
 _PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
 
 
 def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
-    """Return how many elements of a chunk go in one frame; both ends of a transfer come to the same.
+    """Return how many elements of a chunk go into one frame; sender and receiver compute the same.
 
-    A frame is encrypted before its first byte leaves, and used when its last one is there. So a chunk goes in some
-    frames, of which one travels while others are worked on, if they are not so short that they cost more than that saves.
+    A frame is encrypted before its first byte leaves, and used when its last byte has come. So a
+    chunk is split into frames that overlap sending and computing, unless they would be too short.
 
     Example:
-        >>> [_per_segment(count, 4, 1 << 20) * 4 >> 10 for count in (1 << 14, 1 << 17, 1 << 21, 1 << 24)]  # KiB
+        >>> counts = (1 << 14, 1 << 17, 1 << 21, 1 << 24)
+        >>> [_per_segment(count, 4, 1 << 20) * 4 >> 10 for count in counts]  # KiB
         [64, 128, 512, 1024]
     """
     if 0 < count * itemsize <= _PIECE_NBYTES_MIN <= nbytes_max:
@@ -49,7 +49,7 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
 
 
 class FrameSink(Protocol):
-    """Where the frames of calls go."""
+    """Destination of the frames of calls."""
 
     rank: int
     generation: int
@@ -61,11 +61,11 @@ class FrameSink(Protocol):
         """Send a frame as soon as the link's credit allows."""
 
     def consumed(self, peer: int, group: int, nbytes: int, /) -> None:
-        """Give credit back for a frame that has been used."""
+        """Return credit for a frame that has been used."""
 
 
 class NullSink:
-    """The outlet of a group of one, whose plans send nothing."""
+    """Frame sink of a group of one, whose schedules send nothing."""
 
     rank = 0
     generation = 0
@@ -74,28 +74,27 @@ class NullSink:
     def post(
         self, links: LinkExchange, peer: int, _header: bytes, _payload: memoryview | None
     ) -> None:
-        """Refuse to send."""
+        """Raise InternalError."""
         raise InternalError(f"call {links.call}: a group of one sent a frame to rank {peer}")
 
     def consumed(self, peer: int, _group: int, _nbytes: int) -> None:
-        """Refuse to have received."""
+        """Raise InternalError."""
         raise InternalError(f"a group of one received a frame of rank {peer}")
 
 
 class LinkExchange:
-    """What a call sends and gets over links; its operation waits for this object, until all frames of a round have come.
+    """The frames of one call.
 
-    It does not know its operation: what a call has brought and made is let go with its last reference.
+    Its request waits for this object until all frames of a round have come.
 
-    Args:
-        entry: The call, in the flight recorder.
-        outlet: Where its frames go.
+    It has no reference to its request. So buffers of a call are freed with the last reference to
+    the request.
 
     Attributes:
         group: Identity of the group.
-        call: The call's number.
+        call: Call number.
         queued: Frames that wait for credit.
-        loans: Of memory that the transport still reads.
+        loans: Memory that the transport still reads.
         has_heard: A frame has been used.
     """
 
@@ -130,7 +129,7 @@ class LinkExchange:
         self._outlet = outlet
         self._stage = -1
         self._round = -1
-        self._tag = -1  # of this round's frames; -1 between stages
+        self._tag = -1  # tag of this round's frames; -1 between stages
         self._buffers: tuple[NDArray[Any], ...] = ()
         self._ufunc: Combiner | None = None
         self._pending: dict[int, int] = {}  # peer -> segments still missing in this round
@@ -139,7 +138,7 @@ class LinkExchange:
 
     @property
     def is_told(self) -> bool:
-        """Whether a stage has begun: others may have seen this rank in the call."""
+        """Whether a stage has begun: other ranks may have seen this rank in the call."""
         return self._stage >= 0
 
     @property
@@ -152,12 +151,12 @@ class LinkExchange:
         return not self._pending
 
     def look(self) -> bool:
-        """Return False: frames come by themselves."""
+        """Return False: frames arrive through the engine."""
         return False
 
     @property
     def is_drained(self) -> bool:
-        """Whether all frames have gone, and the memory lent to the transport is back."""
+        """Whether all frames have left and the transport has returned the memory."""
         if self.loans:
             self.loans = [loan for loan in self.loans if not loan.is_done()]
         return not self.loans and not self.queued
@@ -165,15 +164,15 @@ class LinkExchange:
     # -- frames ------------------------------------------------------------------------------------
 
     def expects(self, frame: Frame) -> bool:
-        """Return whether a frame is of this round."""
+        """Return whether a frame belongs to this round."""
         return frame.header.round == self._tag
 
     def put_aside(self, frame: Frame) -> None:
-        """Keep a frame for a round that has not begun."""
+        """Keep a frame for a later round."""
         self._ahead.setdefault(frame.header.round, []).append(frame)
 
     def take_aside(self) -> list[Frame]:
-        """Return frames that came for rounds which will not begin, and keep them no longer."""
+        """Return and drop the frames kept for later rounds."""
         frames = [frame for frames in self._ahead.values() for frame in frames]
         self._ahead.clear()
         return frames
@@ -198,7 +197,8 @@ class LinkExchange:
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
             raise InternalError(
-                f"{what}: rank {source} sent {header.nbytes} bytes, not {(stop - start) * array.itemsize}"
+                f"{what}: rank {source} sent {header.nbytes} bytes, not "
+                f"{(stop - start) * array.itemsize}"
             )
         if header.nbytes:
             value = np.frombuffer(payload, np.uint8).view(array.dtype)
@@ -225,14 +225,13 @@ class LinkExchange:
         ufunc: Combiner | None = None,
         brought: NDArray[Any] | None = None,
     ) -> Iterator[LinkExchange]:
-        """Run a plan; the arguments are those of a `Stage`."""
+        """Run a schedule; the arguments are those of a `Stage`."""
         scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
         if brought is not None:
             if plan.apart is None:
-                raise InternalError(
-                    f"{self._entry.told.what}: the plan needs what is brought in its work buffer"
-                )
+                what = self._entry.told.what
+                raise InternalError(f"{what}: the schedule needs its input in the work buffer")
             rounds, self._buffers = plan.apart, (work, scratch, brought)
         self._entry.stage(plan.algorithm, work.nbytes)
         self._stage += 1
@@ -302,5 +301,5 @@ class LinkExchange:
 
     def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
         if self._ufunc is None:
-            raise InternalError(f"{self._entry.told.what}: the plan reduces but no op was given")
+            raise InternalError(f"{self._entry.told.what}: the schedule reduces, but has no op")
         combine_two(self._ufunc, left, right, target)

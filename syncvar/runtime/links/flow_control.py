@@ -1,13 +1,12 @@
-"""Byte credit: how much may be on its way to a peer for one group, and what waits until some of it is used.
+"""Byte credit of links: a bound for unread frames per peer and group.
 
-ZeroMQ's own marks count messages, so one absent peer could hold gigabytes. Here every frame that is sent uses credit
-of its (peer, group), the receiver gives credit back when it has used frames, in pieces of a quarter of the window, and
-a frame that finds none waits. Credit frames need none.
+ZeroMQ's limits count messages, so one absent peer could hold gigabytes. Here every frame uses
+credit of its (peer, group). The receiver returns credit for used frames, a quarter of the window at
+a time. A frame without credit waits; credit frames need none.
 
-A peer uses frames of a call only when it has made that call, and it may make the calls one by one where this process
-has started many. So calls that are not the oldest running here get a quarter of the window, and the oldest's frames
-always get through: what the peer does not use stays below that quarter and another one, which it may have used without
-telling, for ever where nothing else is sent.
+A peer uses frames of a call only when it makes that call. So calls that are not the oldest running
+get a quarter of the window, and frames of the oldest always get through. Otherwise calls started in
+advance could block the call that the peer is in.
 """
 
 from __future__ import annotations
@@ -27,24 +26,18 @@ if TYPE_CHECKING:
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
-__all__ = ["Flow"]
-
 
 class _Credit:
     __slots__ = ("outstanding", "queue")
 
     def __init__(self) -> None:
         self.outstanding = 0
-        # A heap by call and order of sending; the number makes entries differ before an operation is compared.
+        # Heap by call and order of sending; the counter makes entries comparable.
         self.queue: list[tuple[int, int, LinkExchange, bytes, memoryview | None]] = []
 
 
 class Flow:
-    """The credit of all links of a process: the outlet of its operations.
-
-    Args:
-        core: Has the transport, the limits and the running operations.
-    """
+    """Credit of all links of a process, and the frame sink of its calls."""
 
     def __init__(self, core: Core) -> None:
         self.rank = core.rank
@@ -59,10 +52,8 @@ class Flow:
         self._owed: dict[tuple[int, int], int] = {}
         self._resting: deque[tuple[int, int]] = (
             deque()
-        )  # (group, peer) of pairs that are let go, by threads that do not drive
-        core.when_broken.append(
-            lambda _: self._credits.clear()
-        )  # nothing that waits is sent any more
+        )  # (group, peer) of released pairs, from any thread
+        core.when_broken.append(lambda _: self._credits.clear())
 
     def post(
         self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None
@@ -80,7 +71,7 @@ class Flow:
         self._go_on(peer, credit)
 
     def consumed(self, peer: int, group: int, nbytes: int) -> None:
-        """Note that a frame of `nbytes` payload has been used; give credit back when enough has come together."""
+        """Record that a frame of `nbytes` payload has been used; return credit in larger pieces."""
         key = (peer, group)
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
@@ -91,7 +82,7 @@ class Flow:
         self._owed[key] = owed
 
     def credited(self, peer: int, group: int, nbytes: int) -> None:
-        """Take credit back and send what waited for it."""
+        """Add returned credit and send frames that waited for it."""
         credit = self._credits.get((peer, group))
         if credit is None:
             return
@@ -101,13 +92,16 @@ class Flow:
             self._credits.pop((peer, group), None)
 
     def use_up(self, frames: Iterable[Frame]) -> None:
-        """Give credit back for frames that nobody will look at."""
+        """Return credit for frames that will never be used."""
         for frame in frames:
             if frame.header.kind != FrameType.KNOCK:
                 self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
 
     def knock(self, operation: Request, peer: int) -> None:
-        """Tell a rank that has not come: shared memory says nothing to those who are not looking."""
+        """Inform a rank that this rank waits for it in shared memory.
+
+        A rank that does not poll would not notice.
+        """
         header = pack_header(
             FrameType.KNOCK,
             self.rank,
@@ -119,12 +113,12 @@ class Flow:
         self._transport.send(peer, header)
 
     def rest(self, group: int, peer: int) -> None:
-        """Let the driver keep no account of a group that is not used for the time being; from any thread."""
+        """Let the driver drop the accounts of a group that is not in use; from any thread."""
         self._resting.append((group, peer))
         self._transport.wake()
 
     def settle(self) -> None:
-        """Give back what is owed for the groups that rest, and keep no account of it."""
+        """Return the credit owed for released groups, and drop their accounts."""
         while self._resting:
             group, peer = self._resting.popleft()
             owed = self._owed.pop((peer, group), 0)
@@ -135,8 +129,11 @@ class Flow:
                 )
 
     def go_on(self, group: int) -> None:
-        """Send what may go now that an operation of a group has ended: another one may be the oldest."""
-        for (peer, other), credit in list(self._credits.items()):  # a send that fails clears them
+        """Send what is possible after an operation of a group has ended.
+
+        Another one may be the oldest.
+        """
+        for (peer, other), credit in list(self._credits.items()):  # a failing send clears the dict
             if other == group and credit.queue:
                 self._go_on(peer, credit)
 
@@ -144,17 +141,16 @@ class Flow:
         total = credit.outstanding + nbytes
         if total * 4 <= self._window_bytes:
             return True
-        # Below half of the window a frame of the oldest call may go however large it is.
+        # If less than half of the window is used, a frame of the oldest call may go however large
+        # it is.
         return (
             credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
         ) and self._is_oldest(links)
 
     def _is_oldest(self, links: LinkExchange) -> bool:
-        """Return whether no older operation of its group is running here."""
+        """Return whether no older operation of the group is running."""
         group, call = links.group, links.call
-        return not any(
-            number < call for other, number in list(self._active) if other == group
-        )  # another thread may break the generation
+        return not any(number < call for other, number in list(self._active) if other == group)
 
     def _go_on(self, peer: int, credit: _Credit) -> None:
         while credit.queue:

@@ -1,4 +1,4 @@
-"""Which plan a call of a group follows: chosen once for each form of call, and prepared for this rank."""
+"""Chooses and compiles the schedule for each kind of call of a group, and caches it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from syncvar.algorithms.hierarchical import StagePart
     from syncvar.runtime.programs.round_runner import Published
 
-__all__ = ["Planner", "PreparedStages"]
-
 _PLANS_MAX = 512
 _IDLE = Prepared((), 0, 0, "idle")
 
 
 class _Ready(NamedTuple):
-    """A stage that is ready to run on the elements [start, stop) of the collective's buffer; None: nothing to do."""
+    """A compiled stage for the elements [start, stop) of the collective's buffer; plan None.
+
+    Nothing to do.
+    """
 
     start: int
     stop: int
@@ -31,11 +32,11 @@ class _Ready(NamedTuple):
 
 
 class PreparedStages(NamedTuple):
-    """The stages of a collective over several hosts, made ready to run.
+    """The compiled stages of a collective over several hosts.
 
     Args:
         stages: In order, as many on every rank.
-        algorithm: For the flight recorder.
+        algorithm: Name for the flight recorder.
     """
 
     stages: tuple[_Ready, ...]
@@ -43,14 +44,15 @@ class PreparedStages(NamedTuple):
 
 
 class Planner:
-    """The plans of a group.
+    """The schedules of a group.
 
     Args:
-        members: Ranks of the group in the world, in the group's order.
-        rank: This process in the group; None where it is no member, and makes no calls.
+        members: World ranks, in the group's order.
+        rank: This process in the group; None if it is not a member.
         forced: Algorithms that the job's setting demands, by collective.
-        is_shared: Whether calls go through memory that all members share.
-        host_sizes: Ranks on each host, of a group that spans several and has shared memory on each; else None.
+        is_shared: Whether all members share memory.
+        host_sizes: Ranks on each host, for a group that spans several with shared memory; else
+            None.
     """
 
     def __init__(
@@ -80,31 +82,32 @@ class Planner:
         reproducible: bool = False,
         algorithm: str | None = None,
     ) -> Prepared | Published | PreparedStages:
-        """Choose an algorithm and return this rank's prepared plan, from the cache when it has been used before.
+        """Choose an algorithm and return this rank's compiled schedule, from the cache if possible.
 
         Args:
             collective: For instance "all_reduce".
-            counts: Elements of the vector, of each rank's block, or what each rank sends to each (all_to_all).
+            counts: Elements of the vector, of each rank's block, or from each rank to each
+                (all_to_all).
             itemsize: Bytes of an element.
-            root: Rank of the group that holds the vector of a broadcast.
-            reproducible: An all-reduce has to sum by the tree.
-            algorithm: Forced by the caller; the job's setting comes after it.
+            root: Rank of the group that is the root.
+            reproducible: Sum by the tree.
+            algorithm: Algorithm forced by the caller; it precedes the job's setting.
         """
         key = (collective, counts, itemsize, root, reproducible, algorithm)
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            found = self._plans[key] = self._made(
+            found = self._plans[key] = self._compile(
                 collective, counts, itemsize, root, reproducible, algorithm
             )
         return found
 
     def forget(self) -> None:
-        """Let go of all plans."""
+        """Clear the cache."""
         self._plans.clear()
 
-    def _made(
+    def _compile(
         self,
         collective: str,
         counts: Any,
@@ -155,7 +158,7 @@ class Planner:
 
 
 def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:
-    """Make the stages of this rank ready to run; `members` are the ranks of the group in the world."""
+    """Compile the stages of this rank; `members` are the world ranks of the group."""
     made = []
     for part in parts:
         plan: Prepared | Published | None = None
@@ -164,6 +167,7 @@ def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> Prepa
         elif part.plan is not None:
             plan = prepare(part.plan, [members[rank] for rank in part.members])
         elif not part.on_host:
-            plan = _IDLE  # stages between hosts are counted: their number is part of the name of a frame
+            # stages between hosts are numbered in frames, so idle ranks count them too
+            plan = _IDLE
         made.append(_Ready(part.chunk.start, part.chunk.stop, plan))
     return PreparedStages(tuple(made))

@@ -1,9 +1,9 @@
-"""Messages that need no waiting engine: one that finds room in the box, one that is there or comes soon, a long one that is taken soon.
+"""Fast path of messages between ranks of one host, without the engine.
 
-Nothing is started, and no lock of the engine taken. What is unusual (a known refusal, queued writes, another thread in the same
-call, a full box) is left to the long way; a wait that takes long is left to the engine, with the number that the call has.
-
-Arrays of a dtype and shape that have gone or come once are left to the C runner, where there is one, which does the same.
+A send succeeds if the message ring has space, a receive if the message arrives while spinning.
+After one message, arrays of the same dtype and shape are handled in C, if the extension is there.
+Unusual cases (known refusals, deferred writes, another thread in the same call, a full ring) take
+the slow path. Long waits continue in the engine with the same call number.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import CollectiveSpec, Communicator
     from syncvar.runtime.p2p.endpoints import Landing
 
-__all__ = ["NOT_YET", "P2PChannel"]
-
 NOT_YET = object()
-_SORTS_MAX = 64  # of a pair and tag
-_EXPORTED = "biufc"  # kinds of dtypes whose arrays are buffers
+_SORTS_MAX = 64  # message types cached per pair and tag
+_EXPORTED = "biufc"  # dtype kinds whose arrays are buffers
 
 
 class P2PContext(Protocol):
-    """What a rank is in, and what holds in it."""
+    """The process context, as channels see it."""
 
     @property
     def config(self) -> RuntimeConfig:
@@ -46,11 +44,11 @@ class P2PContext(Protocol):
 
 
 class MessageType(NamedTuple):
-    """What all messages of a pair and tag with the same dtype and shape have in common.
+    """Properties shared by messages of one dtype and shape.
 
     Args:
-        what: See `Outbox.put`.
-        told: For the flight recorder.
+        what: Packed type, see `RingWriter.put`.
+        told: Shared part of the flight records.
         is_buffer: The array can be copied as it is.
     """
 
@@ -60,18 +58,18 @@ class MessageType(NamedTuple):
 
 
 class P2PChannel:
-    """The messages of a pair and tag, as one of the two ranks makes them.
+    """The messages of a pair and tag, as seen by one of the two ranks.
 
     Args:
-        context: In which this rank makes them.
-        stream: Their calls.
-        end: This rank's end of the box through which they go; None where the ranks share no shared memory.
-        array: The kind of messages that are arrays.
-        request: Makes the call of an array's message, where the engine has to go on with what the C runner has begun.
+        context: Process context.
+        stream: Sequence of the pair's calls.
+        end: This rank's end of the message ring; None without shared memory.
+        array: Message kind of arrays.
+        request: Builds the call of an array's message, if the engine continues what C has begun.
 
     Attributes:
-        native: The C runner of this end, once it has something to do.
-        is_remembered: `send` or `recv` finds it without a step of Python.
+        native: C endpoint, once it has something to do.
+        is_remembered: `send` or `recv` finds the C endpoint without Python.
     """
 
     __slots__ = (
@@ -103,7 +101,7 @@ class P2PChannel:
         self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], MessageType] = {}
 
     def retire(self) -> None:
-        """Be used no more: messages of the pair and tag are counted by another line from now on."""
+        """Stop using this channel: another one now counts messages of the pair and tag."""
         native, self.native, self.is_remembered = self.native, None, False
         if native is not None:
             native.retire()
@@ -118,18 +116,19 @@ class P2PChannel:
         *,
         waits: bool,
     ) -> bool:
-        """Send a message, if there is room for it now; of a long one the receiver is told, and it waits here until it has been taken.
+        """Send a message if the ring has space; a long one waits until the receiver has read it.
 
         Args:
             array: The message.
-            kind: Of the message.
-            words: Returns the call in words and the index of the array's dtype; asked once for each dtype and shape.
-            request: Makes the call, where the engine has to go on.
-            timeout: Seconds, or None for the job's default.
-            waits: It is long.
+            kind: Message kind.
+            words: Returns the label of the call and the index of the dtype; called once per dtype
+                and shape.
+            request: Builds the call if the engine has to continue.
+            timeout: Seconds; None for the job's default.
+            waits: The message is long.
 
         Returns:
-            False when nothing has been done.
+            False if nothing has been done.
 
         Raises:
             SyncvarError: As `send`.
@@ -178,7 +177,7 @@ class P2PChannel:
                 operation = (
                     None if is_over else stream.operation(call, _begun(request(), number), begin)
                 )
-            except BaseException as error:  # the other rank may have the message, or not
+            except BaseException as error:  # the other rank may or may not have the message
                 if number:
                     outward.give_up(number)
                 stream.interrupt(call, begin, error)
@@ -192,7 +191,7 @@ class P2PChannel:
     def _sort_of(
         self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]
     ) -> MessageType:
-        """Return what messages such as this one have in common."""
+        """Return the properties that this message shares with others."""
         sort = self._sorts.get((array.dtype, array.shape, kind))
         if sort is not None:
             return sort
@@ -209,17 +208,10 @@ class P2PChannel:
         *,
         waits: bool,
     ) -> Any:
-        """Receive a message that is there or comes soon; where it does not, the engine waits.
-
-        Args:
-            request: Makes the call, where the engine has to go on.
-            landing: Where the message is written to.
-            finish: Makes the result.
-            timeout: Seconds, or None for the job's default.
-            waits: Whether to wait at all.
+        """Receive a message that is there or comes while spinning; otherwise the engine waits.
 
         Returns:
-            The result, or NOT_YET when nothing has been done.
+            The result, or NOT_YET if nothing has been done.
 
         Raises:
             SyncvarError: As `recv`.
@@ -245,7 +237,7 @@ class P2PChannel:
                 while taken is None and waits and inward.wait():
                     news = inward.seen
                     taken = inward.take(key, landing)
-                    if inward.seen == news:  # another thread has the box
+                    if inward.seen == news:  # another thread reads the ring
                         break
                 if taken is not None:
                     count.next_call = number + 1
@@ -259,7 +251,7 @@ class P2PChannel:
                 operation = stream.operation(number, request(), begin)
             except SyncvarError as error:
                 count.next_call = number + 1
-                stream.recorder.begin(self._told(request, 0), number, begin).end(error)
+                stream.recorder.begin(self._call_info(request, 0), number, begin).end(error)
                 stream.recorder.failed(error)
                 raise
             except BaseException as error:
@@ -277,7 +269,7 @@ class P2PChannel:
         *,
         async_op: bool,
     ) -> Any:
-        """Make a call on the long way; see `Communicator.perform`."""
+        """Make a call on the slow path; see `Communicator.perform`."""
         self.number()
         try:
             return self.stream.perform(name, check, timeout, async_op=async_op)
@@ -286,13 +278,13 @@ class P2PChannel:
                 self.stream.count.number = self.stream.next_call
 
     def number(self) -> int:
-        """Return the number of the next message; from here on the communicator knows it too."""
+        """Return the number of the next message, and update the communicator."""
         stream, count = self.stream, self.stream.count
         if count is not None and count.number > stream.next_call:
             stream.next_call = count.number
         return stream.next_call
 
-    def _told(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
+    def _call_info(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
         stream, made = self.stream, request()
         made.body.close()
         return CallInfo(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
@@ -300,17 +292,17 @@ class P2PChannel:
     def _met(
         self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
     ) -> MessageType:
-        """Return what messages such as this one have in common."""
+        """Return the properties that a received message shares with others."""
         key = message.dtype, message.shape, kind
         found = self._sorts.get(key)
         if found is None:
             what = what_of(kind, dtype_index(message.dtype), message.ndim)
-            found = MessageType(what, self._told(request, message.nbytes), is_buffer=False)
+            found = MessageType(what, self._call_info(request, message.nbytes), is_buffer=False)
         self._keep(key, found)
         return found
 
     def _keep(self, key: tuple[np.dtype[Any], tuple[int, ...], int], sort: MessageType) -> None:
-        """Know messages of this dtype, shape and kind from now on; the C runner takes arrays, and forgets what it knew first."""
+        """Cache a message type; for arrays, also in the C endpoint."""
         if key not in self._sorts:
             if len(self._sorts) >= _SORTS_MAX:
                 self._sorts.clear()
@@ -343,16 +335,7 @@ class P2PChannel:
         done: int,
         error: BaseException | None,
     ) -> Any:
-        """Go on with a long message that the C runner has begun, and that has not gone or come soon.
-
-        Args:
-            array: The message, or where it is written to.
-            call: Its number among the pair's calls.
-            begin: When it began.
-            number: Its number in the box.
-            done: So many bytes have gone or come in parts.
-            error: What a signal has raised meanwhile.
-        """
+        """Continue in the engine a long message that did not complete in C while spinning."""
         stream, end, engine = self.stream, self.end, self.stream.engine
         assert engine is not None
         assert end is not None
@@ -376,7 +359,7 @@ class P2PChannel:
 
 
 def _begun(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveSpec:
-    """Return the call of a message, which, where it is sent, goes on with what is in its box, and of which some bytes have gone."""
+    """Return a message's call that continues from its state in the ring, after `done` bytes."""
     if isinstance(request.message, Sending):
         request.message.go_on_with(number, done)
     return request

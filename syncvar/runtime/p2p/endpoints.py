@@ -1,14 +1,14 @@
-"""Messages between ranks of one host: through a box in shared memory where it has room, else over links.
+"""Message rings between ranks of one host, as the runtime uses them.
 
-Message number k of a pair and tag meets receive number k, whichever way it comes, so the sender alone decides, message by
-message: what finds no room in the box goes over a link. Whoever receives looks in the box and hears the link at the same time.
+Message k of a pair and tag matches receive k, whichever way it comes. So the sender decides for
+each message: one that does not fit into the ring goes over a link. The receiver polls both.
 
-A message of another tag that lies before the one that is wanted is taken out and kept, so that no tag disturbs another.
-Where much has come together the sender is told to use links, whose credit bounds what may be on its way.
+A message of another tag in front of the wanted one is taken out and kept. If too much is kept, the
+sender is asked to use links, whose credit bounds unread data.
 
-A long message stays where it is until the receiver has read it: part by part where both ranks are at it, in C, at the same
-time; else in shared memory, in the sender's memory where the system lets the receiver read there, or again part by part. When
-the sender gives it up meanwhile, what was read of it is not used.
+A long message stays with the sender until the receiver has read it. Both transfer it in parts in C
+while they spin. Otherwise the receiver reads it from shared memory, from the sender's memory if the
+system permits, or in parts. If the sender gives up meanwhile, what was read is not used.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ if TYPE_CHECKING:
     from syncvar.shm.message_ring import RingEntry, RingReader, RingWriter
     from syncvar.shm.ring_table import Boxes
 
-    Key = tuple[int, int]  # identity of the pair's calls, number
+    Key = tuple[int, int]  # (identity of the pair's calls, call number)
     Landing = Callable[
         [int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None
-    ]  # of (kind, dtype, shape): where to write a message
+    ]  # (kind, dtype, shape) -> buffer for a message
     Taken = tuple[int, NDArray[Any]]  # kind, message
-
-__all__ = ["EndpointTable", "RecvEndpoint", "SendEndpoint"]
 
 
 class EndpointTable:
-    """The messages of this rank to and from others of its host.
+    """Message endpoints of this rank to and from others of its host.
 
     Args:
-        boxes: Its boxes.
-        engine: Knows the numbers of calls.
-        kept_nbytes_max: Of messages from one rank that have come and that nobody has asked for: from here on they go over links.
+        boxes: Its message rings.
+        engine: Progress engine.
+        kept_nbytes_max: Bytes of unexpected messages from one rank; beyond that, messages use
+            links.
     """
 
     def __init__(self, boxes: Boxes, engine: ProgressEngine, kept_nbytes_max: int) -> None:
@@ -58,17 +57,17 @@ class EndpointTable:
         self._inward: dict[int, RecvEndpoint] = {}
 
     def serves(self, rank: int) -> bool:
-        """Return whether a rank of the world is on this host."""
+        """Return whether a world rank is on this host."""
         return rank in self._boxes.channels.places
 
     def outward(self, dest: int) -> SendEndpoint:
-        """Return this rank's end of the messages to another one."""
+        """Return the endpoint for sending to a rank."""
         return self._outward.get(dest) or self._outward.setdefault(
             dest, SendEndpoint(self._boxes, dest)
         )
 
     def inward(self, source: int) -> RecvEndpoint:
-        """Return this rank's end of the messages from another one."""
+        """Return the endpoint for receiving from a rank."""
         made = self._inward.get(source)
         return made or self._inward.setdefault(
             source,
@@ -79,12 +78,9 @@ class EndpointTable:
 class SendEndpoint:
     """Messages to another rank.
 
-    Args:
-        boxes: This rank's boxes.
-        dest: The rank, in the world.
-
     Attributes:
-        lock: Who puts something in the box has it. Nobody waits for it: a message that does not get it goes over a link.
+        lock: Held while writing to the ring. No thread waits for it: a message that does not get it
+            uses a link.
     """
 
     def __init__(self, boxes: Boxes, dest: int) -> None:
@@ -97,7 +93,10 @@ class SendEndpoint:
         self._has_none = False
 
     def box(self) -> RingWriter | None:
-        """Return the box, made by the first message; None where shared memory has no room for it."""
+        """Return the ring, created by the first message.
+
+        None if shared memory has no space for it.
+        """
         if self._box is None and not self._has_none:
             self._box = self._boxes.outbox(self.dest)
             self._has_none = self._box is None
@@ -114,7 +113,12 @@ class SendEndpoint:
         *,
         waits: bool,
     ) -> bool:
-        """Put a message in the box; False where there is no room, nor soon where it `waits`, or another thread is at it. See `RingWriter.put`."""
+        """Write a message to the ring; see `RingWriter.put`.
+
+        Returns:
+            False if there is no space (with `waits`, not even after spinning), or another thread
+            writes.
+        """
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -130,7 +134,7 @@ class SendEndpoint:
             self.lock.release()
 
     def tell(self, what: int, stream: int, call: int, array: NDArray[Any]) -> int:
-        """Tell the receiver of a long message in one piece; returns its number in the box, 0 where that cannot be. See `RingWriter.tell`."""
+        """Announce a long message; return its number in the ring, or 0. See `RingWriter.tell`."""
         if not self.lock.acquire(blocking=False):
             return 0
         try:
@@ -151,7 +155,7 @@ class SendEndpoint:
             self.lock.release()
 
     def is_taken_soon(self, number: int) -> bool:
-        """Look for a short while whether a long message has been taken."""
+        """Spin for a short while; return whether a long message has been read."""
         box = self.box()
         return (
             box is not None
@@ -160,13 +164,13 @@ class SendEndpoint:
         )
 
     def give_up(self, number: int) -> None:
-        """Say that a long message is not to be read any more."""
+        """Withdraw a long message."""
         box = self.box()
         if box is not None:
             box.give_up(number)
 
     def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
+        """Return the C endpoint, or None; see `Boxes.native_end`."""
         if self._box is None:
             return None
         return self._boxes.native_end(
@@ -174,9 +178,10 @@ class SendEndpoint:
         )
 
     def tell_link(self) -> None:
-        """Say, as the driver, that a message goes over a link, lest the receiver look for it in the box.
+        """Announce, as the driver, that a message goes over a link.
 
-        Whoever has the box may be this thread, which came here from a signal's handler; the receiver then learns it a little later.
+        So the receiver does not poll the ring for it. A signal handler may have interrupted this
+        very thread while it holds the lock. Then the receiver learns it a little later.
         """
         box = self._box
         if box is None:
@@ -206,10 +211,10 @@ class RecvEndpoint:
     """Messages from another rank.
 
     Args:
-        boxes: This rank's boxes.
-        source: The rank, in the world.
+        boxes: This rank's message rings.
+        source: World rank of the sender.
         kept_nbytes_max: See `EndpointTable`.
-        following: Returns the number of the next call of a pair here.
+        following: Returns the number of the next call of a pair.
     """
 
     def __init__(
@@ -217,22 +222,20 @@ class RecvEndpoint:
     ) -> None:
         self.source = source
         self.lock = threading.Lock()
-        self.expected: set[Key] = set()  # receives that the engine has begun
-        self.links = 0  # messages that have come over a link
+        self.expected: set[Key] = set()  # receives that wait in the engine
+        self.links = 0  # messages received over links
         self._boxes = boxes
         self._wait = boxes.channels.wait
         self._box: RingReader | None = None
-        self.seen = 0  # of what the sender has told
+        self.seen = 0  # last news of the sender that was read
         self._kept: dict[Key, _PendingMessage | RingEntry] = {}
         self._kept_nbytes = 0
         self._kept_nbytes_max = kept_nbytes_max
         self._refuses = False
         self._parts: dict[Key, _Parts] = {}
-        self._forgotten: collections.deque[Key] = (
-            collections.deque()
-        )  # of receives that have failed
+        self._forgotten: collections.deque[Key] = collections.deque()  # keys of failed receives
         self._following = following
-        self._reach: Any = False  # not known yet
+        self._reach: Any = False  # False: not known yet; None: impossible
 
     @property
     def has_no_box(self) -> bool:
@@ -241,12 +244,12 @@ class RecvEndpoint:
 
     @property
     def may_look(self) -> bool:
-        """Whether looking can end a wait: nothing that has been told comes over a link, as far as is known."""
+        """Whether spinning can end a wait: no announced message is known to come over a link."""
         box = self._box
         return box.by_link <= self.links if box is not None else not self.has_no_box
 
     def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
+        """Return the C endpoint, or None; see `Boxes.native_end`."""
         if self._box is None:
             return None
         return self._boxes.native_end(
@@ -254,12 +257,12 @@ class RecvEndpoint:
         )
 
     def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
-        """Go on, with the lock, with a long message of which the C runner has asked for parts, and has taken the first bytes."""
+        """Continue, holding the lock, a long message of which C has received the first bytes."""
         parts = self._parts[key] = _Parts(kind, message)
         parts.missing -= done
 
     def wait(self) -> bool:
-        """Look for a short while whether there is something new."""
+        """Spin for a short while; return whether there is news."""
         if not self.may_look:
             return False
         box = self._box
@@ -273,11 +276,11 @@ class RecvEndpoint:
         """Return a message if it is there.
 
         Args:
-            key: Which.
-            landing: Where it is written to; a new array where this returns None.
+            key: Key of the message.
+            landing: Returns the buffer to write to; None for a new array.
 
         Raises:
-            SyncvarError: It cannot be read.
+            SyncvarError: The message cannot be read.
         """
         if not self.lock.acquire(blocking=False):
             return None
@@ -295,11 +298,11 @@ class RecvEndpoint:
             self.lock.release()
 
     def forget(self, key: Key) -> None:
-        """Drop what has come of a message that nobody will ask for any more: whoever has the lock next does."""
+        """Drop a message whose receive has failed; the next holder of the lock does it."""
         self.expected.discard(key)
         self._forgotten.append(key)
 
-    # -- inside, with the lock ---------------------------------------------------------------------
+    # -- with the lock -----------------------------------------------------------------------------
 
     def _drop_forgotten(self) -> None:
         while self._forgotten:
@@ -353,7 +356,8 @@ class RecvEndpoint:
 
     def _keep(self, box: RingReader, entry: RingEntry) -> None:
         key = entry.stream, entry.call
-        # In this order: another thread that begins the receive meanwhile expects it before the number grows.
+        # In this order: another thread that begins the receive adds to `expected` before the
+        # number grows.
         if entry.call < self._following(entry.stream) and key not in self.expected:
             return  # its receive has failed
         if entry.form == Form.TOLD:
@@ -391,7 +395,10 @@ class RecvEndpoint:
         return self._read(key, found, landing)
 
     def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Taken | None:
-        """Read a long message where it lies; None where it was given up, is on its way, or the sender is no more."""
+        """Read a long message from the sender.
+
+        None if it was withdrawn, comes in parts, or the sender died.
+        """
         box = self._box
         assert box is not None
         if box.was_given_up(entry.number):
@@ -420,7 +427,7 @@ class RecvEndpoint:
         return entry.kind, made
 
     def _add(self, box: RingReader, entry: RingEntry) -> Key | None:
-        """Add a part to its message; returns which, where that was the last one."""
+        """Copy a part into its message; return the key if it was the last part."""
         key = entry.stream, entry.call
         parts = self._parts.get(key)
         if parts is None:

@@ -1,7 +1,9 @@
-"""A message under way, as its operation takes it: through the box of `message_ends` where that goes, else over a link.
+"""Steps of a message that waits in the engine.
 
-A message that finds no room in the box goes over a link; the receiver looks in the box and hears the link at the same time.
-A long message waits in the box for the receiver's answer, or until the receiver has asked for it in parts.
+Through the message ring if possible, else over a link.
+
+The receiver polls the ring and the link at the same time. A long message waits in the ring until
+the receiver has read it.
 """
 
 from __future__ import annotations
@@ -23,20 +25,11 @@ if TYPE_CHECKING:
     from syncvar.runtime.p2p.endpoints import Key, Landing, RecvEndpoint, SendEndpoint, Taken
     from syncvar.runtime.request import Steps
 
-__all__ = ["WAY", "Receiving", "Sending"]
-
 WAY = "shm message"  # in flight records
 
 
 class Sending:
-    """A message that is sent; its operation waits for it until the receiver has answered.
-
-    Args:
-        outward: Where it goes.
-        what: See `Outbox.put`.
-        array: The message, in one piece.
-        waits: It is long: it waits for its receiver.
-    """
+    """A message to send; its request waits for this object until the receiver has answered."""
 
     def __init__(
         self, outward: SendEndpoint, what: int, array: NDArray[Any], *, waits: bool
@@ -46,30 +39,33 @@ class Sending:
         self._array = array
         self._waits = waits
         self._bytes = array.reshape(-1).view(np.uint8).data
-        self._number = 0  # of a long message in its box
-        self._gone = 0  # bytes of it, sent in parts
+        self._number = 0  # number of a long message in the ring
+        self._gone = 0  # bytes sent in parts
         self._group = self._call = 0
 
     def go_on_with(self, number: int, gone: int = 0) -> None:
-        """Go on with a long message that has been told already, and of which some bytes have gone in parts."""
+        """Continue an announced long message, of which `gone` bytes have been sent in parts."""
         self._number = number
         self._gone = gone
 
     def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of a call, given those that it takes over a link; nothing is done before the first one."""
+        """Return the steps of the call, given its steps over a link.
+
+        Nothing happens before the first one.
+        """
         self._group, self._call = entry.told.group, entry.call
         return self._steps(entry, over_link)
 
-    # -- as what is waited for ---------------------------------------------------------------------
+    # -- the `Wait` protocol -----------------------------------------------------------------------
 
     @property
     def need(self) -> int:
-        """What changes whenever the message goes on."""
+        """Number that changes whenever the message makes progress."""
         return self._gone
 
     @property
     def needs_looks(self) -> bool:
-        """Whether the receiver's answer is waited for, of which nothing tells."""
+        """Whether this waits for the receiver's answer, which needs polling."""
         return self._number != 0
 
     @property
@@ -83,10 +79,10 @@ class Sending:
         return (self._outward.dest,)
 
     def is_reached(self) -> bool:
-        """Send parts that were asked for; return whether the receiver has the message."""
+        """Send the requested parts; return whether the receiver has the message."""
         outward, box = self._outward, self._outward.box()
         if box is None:
-            raise InternalError("the box of a message that was told is gone")
+            raise InternalError("the ring of an announced message is gone")
         answer = box.answer(self._number)
         if answer != 1 or not outward.lock.acquire(blocking=False):
             return answer == 2
@@ -99,20 +95,21 @@ class Sending:
         finally:
             outward.lock.release()
         if self._gone == nbytes:
-            box.give_up(self._number)  # its number may be used again
+            box.give_up(self._number)  # its number becomes free
         return self._gone == nbytes
 
     def look(self) -> bool:
-        """Look for a short while whether the receiver has answered."""
+        """Spin for a short while; return whether the receiver has answered."""
         box = self._outward.box()
-        if box is None or box.answer(self._number) == 1:  # then it is to read what it was sent
+        # the receiver has to read the sent parts first
+        if box is None or box.answer(self._number) == 1:
             return False
         return self._outward.wait((box.answers_at(self._number),), (self._number << 1) - 1)
 
     # -- inside ------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """See to it that the receiver uses nothing of a message whose call has failed."""
+        """Withdraw the message of a failed call."""
         if self._number:
             self._outward.give_up(self._number)
 
@@ -122,7 +119,7 @@ class Sending:
                 goes_by_link = not self._number and not self._put()
                 if goes_by_link:
                     self._outward.tell_link()
-            except SyncvarError as error:  # of the message alone
+            except SyncvarError as error:  # an error of this message only
                 raise BodyError(error) from error
             if goes_by_link:
                 return (yield from over_link)
@@ -130,11 +127,11 @@ class Sending:
                 yield self
         finally:
             over_link.close()
-        _went_through_box(entry, len(self._bytes))
+        _record_ring_transfer(entry, len(self._bytes))
         return None
 
     def _put(self) -> bool:
-        """Put the message in the box, or tell of it; False where that cannot be."""
+        """Write or announce the message in the ring; return False if that is impossible."""
         array = self._array
         if self._waits:
             self._number = self._outward.tell(self._what, self._group, self._call, array)
@@ -145,13 +142,7 @@ class Sending:
 
 
 class Receiving:
-    """A message that is received; its operation waits for it until it is there, or comes over a link.
-
-    Args:
-        inward: Where it comes from.
-        landing: Where it is written to.
-        finish: Makes the result, of (kind, message).
-    """
+    """A message to receive; its request waits for this object until the message comes."""
 
     need = 0
 
@@ -166,7 +157,10 @@ class Receiving:
         self._taken: Taken | None = None
 
     def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of a call, given those that it takes over a link; from now on the message is expected."""
+        """Return the steps of the call, given its steps over a link.
+
+        From now on the message is expected.
+        """
         self._links = links
         self._key = entry.told.group, entry.call
         self._inward.expected.add(self._key)
@@ -176,12 +170,12 @@ class Receiving:
 
     @property
     def needs_looks(self) -> bool:
-        """Whether the message may come through the box, where nothing tells of it."""
+        """Whether the message may come through the ring, which needs polling."""
         return not self._inward.has_no_box
 
     @property
     def is_told(self) -> bool:
-        """Return False: the sender sees nothing of a rank that waits."""
+        """Return False: the sender does not see that this rank waits."""
         return False
 
     @property
@@ -195,23 +189,23 @@ class Receiving:
             return True
         try:
             self._taken = self._inward.take(self._key, self._landing)
-        except SyncvarError as error:  # of the message: the sender has done its part
+        except SyncvarError as error:  # an error of this message only; the sender has completed
             raise BodyError(error) from error
         return self._taken is not None
 
     def look(self) -> bool:
-        """Look for a short while whether something has come."""
+        """Spin for a short while; return whether something has come."""
         return self._inward.wait()
 
     # -- inside ------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Drop what has come of a message whose call has failed."""
+        """Drop the message of a failed call."""
         self._inward.forget(self._key)
 
     def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
-            next(over_link)  # from now on it hears the link: the first round waits for a frame
+            next(over_link)  # starts the exchange: the first round waits for a frame
             yield self
             if self._taken is None:
                 self._inward.links += 1
@@ -225,10 +219,10 @@ class Receiving:
             result = self._finish(kind, message)
         except SyncvarError as error:
             raise BodyError(error) from error
-        _went_through_box(entry, message.nbytes)
+        _record_ring_transfer(entry, message.nbytes)
         return result
 
 
-def _went_through_box(entry: PendingRecord, nbytes: int) -> None:
+def _record_ring_transfer(entry: PendingRecord, nbytes: int) -> None:
     entry.way = WAY
     entry.nbytes = nbytes

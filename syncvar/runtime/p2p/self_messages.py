@@ -1,4 +1,7 @@
-"""Messages of a rank to itself: they need no wire, and whoever waits for one that has not been sent would wait for ever."""
+"""Messages of a rank to itself.
+
+They need no transport, and waiting for an unsent one would deadlock.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,12 @@ if TYPE_CHECKING:
 
     Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
 
-__all__ = ["Mailbox", "done", "failed"]
-
-_lock = threading.RLock()  # a thread may come again, in a signal's handler
+_lock = threading.RLock()  # reentrant for signal handlers
 _TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
 
 
 def done(result: Any = None) -> Work:
-    """Return a work that has ended with a result.
+    """Return a completed work.
 
     Example:
         >>> done(5).wait()
@@ -37,17 +38,17 @@ def done(result: Any = None) -> Work:
 
 
 def failed(error: SyncvarError) -> Work:
-    """Return a work that has failed; `wait` raises its error."""
+    """Return a failed work; `wait` raises its error."""
     operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
     operation.state, operation.error = RequestState.FAILED, error
     return Work(None, operation)
 
 
 class Mailbox:
-    """What this rank has sent to itself with one tag and not received, or the receives that were started before: one of the two.
+    """Messages with one tag that this rank has sent to itself, or receives that wait for them.
 
     Args:
-        boxes: By tag, of the group: messages, or receives; nothing is kept of a tag for which nothing waits.
+        boxes: Messages or receives of the group, by tag; tags without any are removed.
         rank: This process in the group.
         tag: The tag.
     """
@@ -58,7 +59,7 @@ class Mailbox:
         self._tag = tag
 
     def put(self, kind: int, message: NDArray[Any]) -> None:
-        """Take a message, for the receive that was started first if there is one."""
+        """Pass a message to the oldest receive, or keep it."""
         with _lock:
             first = self._popped(_Expected)
             if first is None:
@@ -67,22 +68,23 @@ class Mailbox:
         first.take(kind, message)
 
     def take(self, name: str, finish: Finish) -> Any:
-        """Return what `finish` makes of the oldest message.
+        """Return `finish` of the oldest message.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is no message.
         """
         with _lock:
             first = self._popped(tuple)
         if first is None:
             raise self._refusal(
                 name,
-                f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, async_op=True)",
+                f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, "
+                "async_op=True)",
             )
         return finish(*first)
 
     def start(self, name: str, finish: Finish) -> Work:
-        """Return a receive of the oldest message, or of the next one that is sent."""
+        """Return a receive of the oldest message, or of the next one."""
         with _lock:
             first = self._popped(tuple)
             if first is None:
@@ -92,7 +94,7 @@ class Mailbox:
         return done(finish(*first))
 
     def _popped(self, kind: type) -> Any:
-        """Return what has waited longest, if it is of this kind; else None."""
+        """Remove and return the oldest item if it has this type; else None."""
         box = self._boxes.get(self._tag)
         if box is None or not isinstance(box[0], kind):
             return None
@@ -109,26 +111,26 @@ class Mailbox:
 
     def _refusal(self, name: str, advice: str) -> UsageError:
         return UsageError(
-            f"{name} from rank {self._rank}, which is this one: it has sent itself nothing with tag {self._tag}, and nobody else would "
-            f"end this wait. Send first, or {advice}"
+            f"{name} from rank {self._rank}, which is this one: it has sent itself nothing with "
+            f"tag {self._tag}, and nobody else would end this wait. Send first, or {advice}"
         )
 
 
 class _Expected(Work):
-    """A receive whose message has not been sent when it was started."""
+    """A receive that was started before its message was sent."""
 
     def __init__(self, refusal: UsageError, finish: Finish) -> None:
         self._refusal = refusal
-        self._taken_by = finish
+        self._finish_message = finish
         super().__init__(None, Request(PendingRecord(_TO_ITSELF, 0, 0), None))
 
     def take(self, kind: int, message: NDArray[Any]) -> None:
-        """End with a message."""
+        """Complete with a message."""
         operation = self._operation
         try:
-            operation.result = self._taken_by(kind, message)
+            operation.result = self._finish_message(kind, message)
             operation.state = RequestState.DONE
-        except SyncvarError as error:  # a matter of the receive, not of the send
+        except SyncvarError as error:  # the receive fails, not the send
             operation.error = error
             operation.state = RequestState.FAILED
 
@@ -136,7 +138,8 @@ class _Expected(Work):
         """Return the message.
 
         Raises:
-            UsageError: It has not been sent; the receive goes on, and may be waited for again.
+            UsageError: The message has not been sent. The receive stays, and may be waited for
+                again.
         """
         if not self._operation.is_over:
             raise self._refusal

@@ -1,4 +1,7 @@
-"""Which pairs and tags this rank has sent messages with, and where in the program it began."""
+"""The pairs and tags with which this rank has sent messages, and the program lines that began it.
+
+At shutdown the launcher compares them with the receives (`protocol.unreceived_messages`).
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,17 @@ from syncvar.runtime.flight_recorder.call_sites import own_site
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SentMessages"]
-
-_SITE_MAX = 200  # characters, so that all of them fit in one control message
+_SITE_MAX = 200  # characters; all of them must fit into one control message
 
 
 class SentMessages:
-    """The pairs and tags with which this rank has sent messages, those used last."""
+    """The pairs and tags with which this rank has sent messages, limited to those used last."""
 
     def __init__(self) -> None:
         self._streams: dict[int, tuple[int, int, str]] = {}
 
     def note(self, identity: int, dest: int, tag: int) -> None:
-        """Note, from any thread, that this rank begins to send messages with a pair and tag.
-
-        Args:
-            identity: Of the calls of the pair and tag.
-            dest: The receiver, in the world.
-            tag: The tag.
-        """
+        """Record, from any thread, that this rank begins to send messages with a pair and tag."""
         known = self._streams.pop(identity, None)
         self._streams[identity] = known or (dest, tag, own_site()[-_SITE_MAX:])
         if len(self._streams) > STREAMS_MAX:

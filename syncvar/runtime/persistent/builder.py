@@ -1,8 +1,9 @@
-"""What persistent calls stand on: one guard, one number, one entry of the recorder, one way to hand over to the engine.
+"""Builder of persistent calls: admission, numbering, flight record, and continuation in the engine.
 
-A small all-reduce of two ranks takes about a microsecond, so the path of a call has no object to make, no name to look up
-and no lock to wait for. What is unusual (a known refusal, queued calls, an odd `out`) is left to the general way, and so is
-a wait that takes long: the engine goes on from where the persistent call stands, and looks at the deadline.
+A small all-reduce of two ranks takes about a microsecond. So the path of a call makes no object,
+looks up no name and takes no lock that could block. Unusual calls (the engine refuses calls, writes
+are queued, `out` does not fit) take the slow path. If the others do not come while this rank spins,
+the engine continues the call from where it is, and enforces the deadline.
 """
 
 from __future__ import annotations
@@ -35,16 +36,14 @@ if TYPE_CHECKING:
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.shm.group_channel import Channel
 
-    Said = tuple[str, int]  # a call in words, and its fingerprint
+    Said = tuple[str, int]  # text and fingerprint of a call
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
-
-__all__ = ["DtypeGroup", "PersistentCallBuilder", "as_far_as_others_come", "preparation_of"]
 
 
 def preparation_of(
     communicator: Communicator, what: str, digest: int, nbytes: int, way: str
 ) -> PersistentCallBuilder | None:
-    """Return what a persistent call stands on; None where there is no channel to others, or no call is prepared."""
+    """Return the builder of a persistent call; None without a channel or cache."""
     channel, engine = communicator.channel, communicator.engine
     if (
         not communicator.prepares
@@ -59,13 +58,13 @@ def preparation_of(
 
 
 class DtypeGroup(NamedTuple):
-    """Arrays of one kind among those that a call through small slots takes.
+    """Arrays of one dtype in a call through small slots.
 
     Args:
-        how: What becomes of their terms, as `Arithmetic.native` has it.
-        dtype: Of the arrays.
-        start: Where in a slot their vector begins.
-        places: Of the arrays among all.
+        how: Arithmetic of their terms, as `Arithmetic.native` returns it.
+        dtype: dtype of the arrays.
+        start: Start of their vector in a slot, in bytes.
+        places: Indices of the arrays among all.
     """
 
     how: tuple[Any, ...]
@@ -75,7 +74,7 @@ class DtypeGroup(NamedTuple):
 
 
 class PersistentCallBuilder(NamedTuple):
-    """What a persistent call stands on, and how the engine takes over from it."""
+    """Builds persistent calls, in Python and in C, and lets the engine continue them."""
 
     communicator: Communicator
     channel: Channel
@@ -83,7 +82,7 @@ class PersistentCallBuilder(NamedTuple):
     told: CallInfo
 
     def saying(self, said: Said | None) -> PersistentCallBuilder:
-        """Return the same for a call with words and a fingerprint of its own."""
+        """Return a builder with the text and fingerprint of one call."""
         return (
             self
             if said is None
@@ -105,7 +104,10 @@ class PersistentCallBuilder(NamedTuple):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
+        """Continue a call in the engine.
+
+        The engine polls the launcher, progresses other requests and enforces deadlines.
+        """
         operation = self._operation(number, begin, steps, need)
         operation.held = held
         return self.engine.take_over(
@@ -115,14 +117,16 @@ class PersistentCallBuilder(NamedTuple):
     def plainly(
         self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False
     ) -> PreparedCall:
-        """Return what makes such calls in Python: it guards, numbers, records and hands over, whatever the call does.
+        """Build a persistent call in Python.
 
         Args:
-            arrays_of: Of (x, out): what a call works on, or None where the general way has to be taken; it tells nobody anything.
-            attempt: Of (number, check, what it works on): publishes the call, and goes on as long as the others come soon. It returns
-                (result, None, 0, None); or (_, steps, need, held) where the engine has to go on: what is left of the call, whose return
-                value is its result, what the others have to reach first, and what they may read as long as the call is under way.
-            notes: How long a call took tells whether other threads hold the interpreter's lock.
+            arrays_of: Function of (x, out) that returns the arrays of a call, or None for the slow
+                path.
+            attempt: Function of (number, check, arrays) that publishes the call, and continues
+                while spinning. It returns (result, None, 0, None), or (_, steps, need, held) for
+                the engine: remaining steps, the publication to wait for first, and objects to keep
+                    alive.
+            notes: Report the duration of waits, from which `crowd` detects contention for the GIL.
         """
         communicator, channel, engine, told = self
         queue, busy, digest, add, clock = (
@@ -145,7 +149,8 @@ class PersistentCallBuilder(NamedTuple):
                 return None
             try:
                 arrays = arrays_of(x, out)
-            except Exception:  # no memory: the call has no number yet, and the general way raises it again and tells the others
+            except Exception:
+                # No memory. The call has no number yet: the slow path raises it, informs the group.
                 return None
             if arrays is None:
                 return None
@@ -198,25 +203,27 @@ class PersistentCallBuilder(NamedTuple):
         kinds: Sequence[DtypeGroup] = (),
         **copies: Any,
     ) -> PreparedCall | None:
-        """Return what runs a call through small slots in C, or None where Python has to.
+        """Build a persistent call in C, or return None if Python has to run it.
 
         Args:
-            plain: Runs it in Python; takes every call that is unusual, before anything has been changed.
-            later: Of (number, begin, x, out, where the result goes, said, run, the C runner): goes on with a call that has been published, and
-                whose run, if it is not None, has begun; returns (True, result), or (False, steps) where the engine has to go on.
-            divisor: What a mean is divided by, as an array of no dimensions.
-            fold: The ufunc by which terms are combined; None where nothing is.
+            plain: The Python version; takes every unusual call before anything has changed.
+            later: Function of (number, begin, x, out, output, said, run, C call). It continues a
+                published call, and its run if not None. It returns (True, result), or (False,
+                steps) for the engine.
+            divisor: Divisor of a mean, as an array of no dimensions.
+            fold: Ufunc that combines terms; None if nothing is combined.
             apply: The result becomes apply(out, combination).
-            detail: What may differ between ranks, see `Layout` of `moves`.
-            tells: The call's own check is published beside the one with the detail.
-            nothing: The result where this rank gets nothing: callers of such calls are given None in its place. None for any other call.
-            steps: Of (number, where the result goes): what is left of a call that has been published; None where calls cannot be begun and
-                waited for later.
-            leaves: Of calls that take several arrays as one flat vector: such arrays. Within a call they are tuples of arrays.
-            kinds: Of these: then the vector is bytes, or of the long arrays of the first kind. Else all are of one kind.
-            copies: The forms of what is brought and made; and where there are any, `puts`, `takes` and `terms`, (from, to, nbytes, rank) of
-                what goes where, `ring`, the `crowd` of a long vector, and `everyone`, False where not everybody ends with all of it; `half`
-                where arrays of halves are float32 in the slots.
+            detail: Detail of the layout, see `TransferLayout`.
+            tells: Publish the plain check beside the one with the detail.
+            nothing: Result of a rank that gets none, returned to callers as None. None otherwise.
+            steps: Function of (number, output) that returns the remaining steps of a published
+                call; None if calls cannot be asynchronous.
+            leaves: Example arrays of a call with several arrays, which are tuples within a call.
+            kinds: Their dtypes; the vector then is bytes, or the long arrays of the first kind.
+            copies: `brought` and `made`, forms of input and output; `puts`, `takes` and `terms`,
+                copies (from, to, nbytes, rank); `ring`; `parts`; `reads`; `crowd` of a long vector;
+                `everyone`, False if not all ranks get all of it; `half`, the half type that is
+                float32 in slots.
         """
         if not self.channel.is_native:
             return None
@@ -252,7 +259,7 @@ class PersistentCallBuilder(NamedTuple):
             site: Any,
             instruction: int | None,
         ) -> Request:
-            """Let the engine go on with a call that is first in the channel's queue, and stays it."""
+            """Let the engine continue the call that is first in the channel's queue."""
             assert steps is not None
             operation = self._operation(number, begin, steps(number, made), self.channel.last)
             operation.site = site if instruction is None else site_of(site, instruction)
@@ -330,20 +337,20 @@ class PersistentCallBuilder(NamedTuple):
         return made
 
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
-        """Break the generation: an exception has left a call that others take part in."""
+        """Abort the job: an exception has left a call in which other ranks take part."""
         operation = self._operation(number, begin, iter(()), 0)
         self.channel.queue.clear()
         self.engine.interrupted(operation, error)
 
 
 def as_far_as_others_come(channel: Channel, steps: Iterable[int], number: int) -> int | None:
-    """Go on with a call as long as the others come soon; returns what they have to reach then, or None at its end."""
+    """Run steps while spinning; return the publication to wait for, or None at the end."""
     wait, others, limit = (
         channel.hold if crowd.holds() else channel.wait,
         channel.others,
         (number << 1) + 4,
     )
-    with quiet():  # what overflows is infinite, on all ranks
+    with quiet():  # overflow gives infinity, on all ranks
         for need in steps:
             if need == DISAGREE or not wait(others, need, limit):
                 return need

@@ -1,4 +1,7 @@
-"""Prepared reductions of lists: long arrays, and arrays of several kinds, of which the short ones lie side by side in the slots. See `preparation`."""
+"""Persistent reductions of pytrees with long arrays, or with arrays of several dtypes.
+
+Short arrays of all dtypes share the slots; see `builder` for the frame of a call.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from syncvar._native.constants import KINDS_MAX
 from syncvar.core.pytree import PyTree
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.persistent.builder import DtypeGroup, preparation_of
@@ -38,10 +42,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.persistent.builder import PersistentCallBuilder, Said
     from syncvar.shm.group_channel import Channel
 
-__all__ = ["prepare_kinds"]
-
-_KINDS_MAX = 8  # as in calls.h
-
 
 def prepare_kinds(
     communicator: Communicator,
@@ -52,18 +52,18 @@ def prepare_kinds(
     digest: int,
     what: str,
 ) -> PreparedCall | None:
-    """Return the persistent call of arrays of several kinds, or of long ones of one kind, or None where there is none.
+    """Build the persistent call of arrays of several dtypes, or of long ones of one dtype.
 
     Args:
         communicator: The group.
-        kinds: The places of the arrays that are reduced in each way.
+        kinds: Indices of the arrays of each reduction.
         sizes: Bytes of each kind in a slot.
-        longest: Which kind has long arrays; None where all are short, and lie side by side.
-        leaves: Such arrays.
-        digest: Fingerprint of the call, as the long way makes it.
-        what: The call in words.
+        longest: The kind with long arrays; None if all arrays are short.
+        leaves: Example arrays.
+        digest: Fingerprint of the call, as on the slow path.
+        what: Text of the call.
     """
-    order = sorted(range(len(sizes)), key=lambda number: number != longest)  # it comes first
+    order = sorted(range(len(sizes)), key=lambda number: number != longest)  # the long one first
     ordered, sizes = (
         [list(kinds.items())[number] for number in order],
         [sizes[number] for number in order],
@@ -81,14 +81,7 @@ def prepare_kinds(
 
 
 class _Kinds(NamedTuple):
-    """Arrays of several kinds.
-
-    Args:
-        kinds: How arrays are reduced, and the places of those.
-        sizes: Bytes of each kind.
-        leaves: Such arrays.
-        size: Of the group.
-    """
+    """Arrays of several kinds: reductions with indices, bytes, examples, and group size."""
 
     kinds: Sequence[tuple[Reduction, Sequence[int]]]
     sizes: Sequence[int]
@@ -98,7 +91,7 @@ class _Kinds(NamedTuple):
     def vectors_of(
         self, arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]
     ) -> list[ReduceBuffers]:
-        """Return the vectors of the kinds."""
+        """Return the buffers of each kind."""
         return [
             ReduceBuffers.of(
                 flat_of([arrays[place] for place in places]),
@@ -111,7 +104,7 @@ class _Kinds(NamedTuple):
         ]
 
     def prepared_by(self, x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
-        """Return of a call's (x, out) the vectors and the result; None where the general way has to be taken."""
+        """Return the buffers and the result of a call's (x, out), or None for the slow path."""
         if out is not None or not isinstance(x, PyTree):
             return None
         made: list[Any] = [None] * len(x.arrays)
@@ -122,13 +115,13 @@ class _Kinds(NamedTuple):
 
     @property
     def are_native(self) -> bool:
-        """Whether C knows of so many kinds, whose arrays and results are alike."""
-        return len(self.kinds) <= _KINDS_MAX and all(
+        """Whether C takes so many kinds, whose inputs and results have equal dtypes."""
+        return len(self.kinds) <= KINDS_MAX and all(
             how.source == how.result.name for how, _ in self.kinds
         )
 
     def natively(self, first: int) -> list[DtypeGroup]:
-        """Return the kinds as C knows them; those from `first` on lie in the slots."""
+        """Return the kinds for C; those from `first` on use the slots."""
         starts = [0] * first + list(places_of(self.sizes[first:])[0])
         return [
             DtypeGroup(_arithmetic(how, self.size), how.result, start, places)
@@ -137,7 +130,7 @@ class _Kinds(NamedTuple):
 
 
 def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
-    """Return the persistent call of arrays that all go through slots."""
+    """Build the persistent call of arrays that all go through slots."""
     channel, engine, digest, leaves, nbytes = (
         ground.channel,
         ground.engine,
@@ -147,7 +140,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     )
 
     def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
-        """Go on with a call that the C runner has published; returns the results as a tuple."""
+        """Continue a call that C has published; return the results as a tuple."""
         yield from agreed(channel, check, target)
         yield from combine_small(channel, several.vectors_of(made, made))
         return made
@@ -162,7 +155,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         _run: None,
         native: Any,
     ) -> tuple[bool, Any]:
-        """Go on with what the C runner has published, without delay: who waits for this rank is late next."""
+        """Continue at once: a rank that waits for this one is late in its next call."""
         check, target = (
             ((digest if said is None else said[1]) + number * SPREAD) & MASK,
             channel.last,
@@ -198,7 +191,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
 
 
 def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
-    """Return the persistent call of which the first kind has long arrays; the others go through slots."""
+    """Build the persistent call whose first kind is a long vector; the other kinds use slots."""
     channel, digest, leaves = ground.channel, ground.told.fingerprint, several.leaves
     fate = OutputSpec(EVERYWHERE, range(channel.size))
 
@@ -220,7 +213,7 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         run: Any,
         native: Any,
     ) -> tuple[bool, Any]:
-        """Go on with what the C runner has published, or begun."""
+        """Continue a call that C has published or begun."""
         if run is not None:
             return False, then(run, made, fate)
         vector, *riders = several.vectors_of(x, made)
@@ -248,7 +241,7 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
 
 
 def _arithmetic(how: Reduction, size: int) -> tuple[Any, ...]:
-    """Return what becomes of terms in the slots, where halves are float32."""
+    """Return the arithmetic in slots, where halves are float32."""
     division = (
         (np.divide, np.asarray(size, how.accumulate).tobytes()) if how.is_mean else (None, b"")
     )

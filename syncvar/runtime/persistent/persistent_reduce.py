@@ -1,4 +1,4 @@
-"""Prepared reductions in shared memory, small and long: everything that repeats is prepared once. See `preparation`."""
+"""Persistent reductions in shared memory, of small and of long arrays; see `builder`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,8 @@ if TYPE_CHECKING:
     from syncvar.runtime.persistent.builder import PersistentCallBuilder, Said
     from syncvar.shm.group_channel import Channel
 
-    Levels = list[
-        tuple[Any, Any, Any]
-    ]  # left operand, right operand, room; None is the array of the result
-
-__all__ = ["OutputSpec", "has_segments", "prepare_barrier", "prepare_reduction", "reducing", "then"]
+    # Left operand, right operand, room; None stands for the array of the result.
+    Levels = list[tuple[Any, Any, Any]]
 
 
 def prepare_reduction(
@@ -59,24 +56,25 @@ def prepare_reduction(
     neutral: Any = None,
     leaves: PyTree | None = None,
 ) -> PreparedCall | None:
-    """Return the persistent call of a reduction, or None where there is none.
+    """Build the persistent call of a reduction, or return None if there is none.
 
     Args:
         communicator: The group.
         how: The reduction.
-        shape: Of the arrays.
-        digest: Fingerprint of the call, as the long way makes it.
-        what: The call in words.
+        shape: Shape of the arrays.
+        digest: Fingerprint of the call, as on the slow path.
+        what: Text of the call.
         apply: `out`, which must then be given, becomes apply(out, result).
-        ends: Which ranks end with what. Who ends with nothing gets an array without elements.
-        neutral: What a rank ends with that nothing is combined for, in a call that gives everybody a result.
-        leaves: Of calls that take several short arrays as one flat vector: such arrays.
+        ends: Which ranks get which result; a rank without a result gets an empty array.
+        neutral: Result of a rank that combines nothing, if all ranks get a result.
+        leaves: Example arrays of a call with several short arrays.
 
     Returns:
-        A function of (x, out): x a native array of this dtype and shape, or `PyTree` such as these, out None or anything. It returns the result,
-        or None when it has done nothing and the long way has to be taken. A third argument, (words, fingerprint), is
-        for a call that is not the same each time: it has these instead of `what` and `digest`. A fourth one is the
-        timeout in seconds, None for the job's default; `is_seconds` must hold of it.
+        A function of (x, out, said, timeout). x is a native array of this dtype and shape, or a
+        `PyTree` of such arrays; `out` is None or anything. `said` is (text, fingerprint) of this
+        call, None for `what` and `digest`. `timeout` is in seconds, None for the job's default;
+        `is_seconds` must hold for it. The function returns the result, or None if it did nothing:
+        take the slow path then.
     """
     nbytes = prod(shape) * how.accumulate.itemsize
     is_small = is_direct(nbytes, communicator.size)
@@ -94,13 +92,7 @@ def prepare_reduction(
 
 
 def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
-    """Return the persistent call of a barrier, or None where there is none: it reduces arrays without elements.
-
-    Args:
-        communicator: The group.
-        digest: Fingerprint of the call, as the long way makes it.
-        what: The call in words.
-    """
+    """Build the persistent call of a barrier, a reduction of empty arrays, or return None."""
     ground = preparation_of(communicator, what, digest, 0, "shm")
     return (
         None
@@ -117,13 +109,13 @@ def prepare_barrier(communicator: Communicator, digest: int, what: str) -> Prepa
 
 
 class OutputSpec(NamedTuple):
-    """What this rank ends with in calls that reduce.
+    """Result of a reduction on this rank.
 
     Args:
-        ends: Which ranks end with what.
-        terms: The ranks whose vectors are combined here.
-        nothing: The result of a rank that gets nothing; None for one that gets a result.
-        neutral: The result's elements where there are no terms.
+        ends: Which ranks get which result.
+        terms: Ranks whose inputs are combined here.
+        nothing: Result of a rank that gets none; None if this rank gets a result.
+        neutral: Elements of the result if there are no terms.
     """
 
     ends: ResultPlacement
@@ -132,7 +124,7 @@ class OutputSpec(NamedTuple):
     neutral: Any = None
 
     def filled(self, made: Any) -> Any:
-        """Return a result, which is neutral where nothing has been combined."""
+        """Return the result, neutral if nothing has been combined."""
         if not self.terms and self.nothing is None:
             made[...] = self.neutral
         return made
@@ -146,7 +138,7 @@ def _small(
     fate: OutputSpec,
     leaves: PyTree | None,
 ) -> PreparedCall:
-    """Return the persistent call of a vector that goes through slots."""
+    """Build the persistent call of a vector that goes through slots."""
     ends, terms, nothing, _ = fate
     _, channel, engine, told = ground
     words, entry, others, wait = channel.words, channel.entry, channel.others, channel.wait
@@ -161,13 +153,11 @@ def _small(
     ]
     mine = slots[rank]
     checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
-    puts = [
-        tuple(other + TARGET + side for other in (entry, *others)) for side in (0, 1)
-    ]  # where a rank has put a wide vector
+    # Words with the locations of wide vectors.
+    puts = [tuple(other + TARGET + side for other in (entry, *others)) for side in (0, 1)]
     quietly, copy, divide = quiet_caller(), np.copyto, np.divide
-    combine: Callable[..., Any] = (
-        ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)
-    )  # integers have no states
+    # Integers have no floating-point errors to silence.
+    combine: Callable[..., Any] = ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)
     is_cast = kind != accumulate
     divisor = np.asarray(ends.divisor(rank, size), accumulate) if how.is_mean else None
     straight = not is_cast and not how.is_mean and apply is None
@@ -203,7 +193,7 @@ def _small(
             return out  # type: ignore[no-any-return]
         if out is None:
             return quietly(total.astype, kind) if is_cast else total
-        quietly(copy, out, total, "unsafe")  # half types are rounded here, once
+        quietly(copy, out, total, "unsafe")  # rounds half types, once
         return out  # type: ignore[no-any-return]
 
     def rest(check: int, target: int, out: Any) -> Generator[int, None, NDArray[Any]]:
@@ -217,11 +207,11 @@ def _small(
         ]
 
     def finished(side: int, check: int, target: int, out: Any) -> NDArray[Any] | None:
-        """Return the result of a call that has been published, or None where the others do not come soon, or differ."""
+        """Return the result of a published call, or None if the others are late or differ."""
         for other in others:
             if words[other] < target and not wait(others, target):
                 return None
-        # A rank that has not been given up a call has its check on the same side.
+        # Ranks without abandoned calls have their check on the same side.
         for place in checks[side]:
             if words[place] != check:
                 return None
@@ -255,7 +245,7 @@ def _small(
             mine[side][...] = x
         words[entry + CHECK + side] = check
         if is_wide:
-            words[entry + TARGET + side] = 0  # it is where slots always are
+            words[entry + TARGET + side] = 0  # the vector is in the fixed slot
         target = channel.last = (number << 1) + 2
         if channel.phase or words[entry + DONE]:
             words[entry + DONE] = channel.phase
@@ -282,7 +272,7 @@ def _small(
         _run: None,
         _native: Any,
     ) -> tuple[bool, Any]:
-        """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
+        """Continue a call that C has published; return (is over, result or steps)."""
         side, target = channel.side, channel.last
         check = words[entry + CHECK + side]
         result = finished(side, check, target, made if leaves is None else None)
@@ -302,7 +292,7 @@ def _small(
         return True, result if leaves is None else made
 
     def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
-        """Go on as `rest`; returns the result, of several arrays a tuple."""
+        """Continue as `rest`; return the result, a tuple for several arrays."""
         result = yield from rest(check, target, made if leaves is None else None)
         if leaves is None:
             return result
@@ -310,13 +300,12 @@ def _small(
         return made
 
     def adopted(number: int, made: Any) -> Generator[int, None, Any]:
-        """Go on with a call that has been begun, whose caller gets what this returns."""
+        """Continue an asynchronous call, and return the caller's result."""
         result = yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)
         return result if leaves is None else leaves.with_arrays(result)
 
-    if how.source != kind.name or (
-        not terms and (nothing is None or is_cast)
-    ):  # C knows of one form of array in a call
+    # C takes equal dtypes of input and result only.
+    if how.source != kind.name or (not terms and (nothing is None or is_cast)):
         return call
     native = ground.natively(
         call,
@@ -344,14 +333,14 @@ def _levels(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
 ) -> Levels:
-    """Return the steps of the tree over so many ranks: (left, right, room), None for the array of the result; one term is (term, None, None).
+    """Return the steps (left, right, room) of the tree over the slots; None stands for the result.
 
-    Where the slots are evenly spaced and the ranks a power of two, a whole level of the tree is one step.
+    If the slots are evenly spaced and the ranks a power of two, a step is a whole level of the
+    tree. One term is (term, None, None).
     """
     size = channel.size
-    if (
-        len(terms) < size or size & (size - 1) or prod(shape) == 1
-    ):  # of one element as the C runner does, so that the same NaN is kept
+    # One element is combined as in C, so that the same NaN is kept.
+    if len(terms) < size or size & (size - 1) or prod(shape) == 1:
         return _one_by_one(terms, shape, dtype)
     try:
         rows = channel.smalls(side, shape, dtype)
@@ -362,10 +351,8 @@ def _levels(
         room = np.empty((len(rows) // 2, *shape), dtype)
         steps.append((rows[0::2], rows[1::2], room))
         rows = room
-    return [
-        *steps,
-        (rows[0, ...], rows[1, ...], None),
-    ]  # with an ellipsis, because rows[0] of numbers is no view
+    # The ellipsis makes views: rows[0] of a flat array would be a number.
+    return [*steps, (rows[0, ...], rows[1, ...], None)]
 
 
 def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Levels:
@@ -374,9 +361,8 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     steps: list[tuple[Any, Any, Any]] = []
     held: list[Any] = list(terms)
     order = list(tree_order(0, len(terms)))
-    is_apart = (
-        prod(shape) == 1 and dtype.kind == "c"
-    )  # NumPy rounds the product of one complex number otherwise where it is made in place
+    # NumPy rounds an in-place product of one complex number differently.
+    is_apart = prod(shape) == 1 and dtype.kind == "c"
     for left, right in order:
         room = (
             None
@@ -393,7 +379,7 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
 
 
 def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
-    """Return what makes small calls of several arrays by what makes those of one flat array."""
+    """Build a call of several small arrays from the call of their concatenation."""
 
     def call(x: Any, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
         if out is not None or not isinstance(x, PyTree):
@@ -472,7 +458,7 @@ def _long(
         run: Any,
         native: Any,
     ) -> tuple[bool, Any]:
-        """Go on with what the C runner has published, or begun."""
+        """Continue a call that C has published or begun."""
         if run is not None:
             return False, then(run, made, fate)
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
@@ -513,7 +499,7 @@ def reducing(
     arrays_of: Callable[[Any, Any], tuple[Any, Any] | None],
     fate: OutputSpec,
 ) -> PreparedCall:
-    """Return what reduces vectors in Python's steps; `arrays_of` returns of (x, out) what `reduce` takes and what is returned."""
+    """Build a reduction in Python; `arrays_of` maps (x, out) to (input of `reduce`, result)."""
     channel = ground.channel
 
     def attempt(number: int, check: int, arrays: tuple[Any, Any]) -> tuple[Any, Any, int, None]:
@@ -530,7 +516,7 @@ def reducing(
 
 
 def has_segments(channel: Channel) -> bool:
-    """Return whether there is room for the cells of long vectors, or will be; the general way tells the others why there is none."""
+    """Return whether there is memory for cells; the slow path reports why not."""
     try:
         channel.reserve_segments()
     except SyncvarError:
@@ -539,6 +525,6 @@ def has_segments(channel: Channel) -> bool:
 
 
 def then(steps: Any, made: Any, fate: OutputSpec) -> Generator[int, None, Any]:
-    """Go on with the steps of a call, and return its result."""
+    """Run the remaining steps of a call, and return its result."""
     yield from steps
     return fate.filled(made)

@@ -1,4 +1,4 @@
-"""The short way of a blocking call that moves blocks in shared memory, as `prepared_reductions` has it of an all-reduce."""
+"""Persistent calls that move blocks in shared memory; see `builder`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     Front = Callable[[NDArray[Any], Any], Blocks | None]
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
 
-__all__ = ["Front", "General", "prepare_move"]
-
 
 def prepare_move(
     communicator: Communicator,
@@ -53,15 +51,17 @@ def prepare_move(
     general: General | None,
     brought: NDArray[Any],
 ) -> PreparedCall | None:
-    """Return the persistent call of calls that move blocks side by side, or None where there is none.
+    """Build the persistent call of transfers, or return None if there is none.
 
     Args:
         communicator: The group.
-        request: Such a call, as the long way makes it.
-        layout: What these calls have in common.
-        front: Of (x, out): the arrays of a call; None, or an error, where the long way has to be taken.
-        general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
-        brought: What this rank brings to such a call.
+        request: Such a call, as on the slow path.
+        layout: Layout of the blocks.
+        front: Function of (x, out) that returns the arrays of a call; None, or an error, for the
+            slow path.
+        general: Function of (x, out) that returns the body of the call, without its first stage,
+            for inputs that differ between ranks.
+        brought: Example input of this rank.
     """
     ground = preparation_of(communicator, request.what, request.digest, layout.nbytes, "shm")
     if ground is None:
@@ -75,7 +75,7 @@ def prepare_move(
             blocks = front(x, out)
             if blocks is not None and blocks.outgoing and small is None:
                 channel.reserve_segments()
-        except SyncvarError:  # the general way tells the others what is wrong
+        except SyncvarError:  # the slow path informs the group
             return None
         return None if blocks is None else (x, out, blocks)
 
@@ -99,14 +99,14 @@ def prepare_move(
     def followed(
         x: NDArray[Any], out: Any, steps: Any, movement: Movement
     ) -> Generator[Any, None, Any]:
-        """Go on with a movement; where the ranks do not bring the same, in the general way."""
+        """Continue a transfer, on the slow path if the inputs of the ranks differ."""
         yield from steps
         if movement.is_done:
             return movement.blocks.result
         if general is None:
-            raise InternalError(f"{told.what}: the ranks bring different arrays, and may not")
+            raise InternalError(f"{told.what}: the inputs of the ranks differ, but must not")
         made = yield from stage_steps(UNRECORDED, general(x, out), channel, None, is_begun=True)
-        return movement.blocks.made if made is None else made  # who gets nothing has made the call
+        return movement.blocks.made if made is None else made  # None would mean: nothing was done
 
     def later(
         number: int,
@@ -118,10 +118,10 @@ def prepare_move(
         run: Any,
         _native: Any,
     ) -> tuple[bool, Any]:
-        """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
+        """Continue a call that C has published; return (is over, result or steps)."""
         blocks = front(x, made)
         if blocks is None:
-            raise InternalError(f"{told.what}: the result does not go where it was said to go")
+            raise InternalError(f"{told.what}: the output of the C extension does not fit the call")
         check = (digest + number * SPREAD) & MASK
         if small is not None and small.taken(check, channel.last, blocks):
             add((told, number, begin, monotonic_ns(), get_ident()))
@@ -146,7 +146,7 @@ def _natively(
     front: Front,
     like: NDArray[Any],
 ) -> PreparedCall | None:
-    """Return what runs such calls in C, or None: where a block goes is seen from the arrays of such a call."""
+    """Build such calls in C, or return None; an example call shows the offsets of all blocks."""
     x, channel, folds = np.empty(like.shape, like.dtype), ground.channel, layout.ufunc is not None
     blocks = front(x, None)
     if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
@@ -210,7 +210,7 @@ def _natively(
 
 
 def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> Any:
-    """Return where a part of an array begins in it, in bytes; None where it is no part in one piece."""
+    """Return the offset of a contiguous part of an array in bytes; None if it is not one."""
     if (
         part is None
         or not part.flags.c_contiguous
@@ -222,12 +222,7 @@ def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> Any:
 
 
 class _SmallBlocks:
-    """Makes a call in one phase; returns False where it has to be gone on with, because the others do not come soon, or differ.
-
-    Args:
-        channel: This rank's end.
-        layout: What such calls have in common.
-    """
+    """Makes a call in one phase; returns False if the others are late or differ."""
 
     __slots__ = ("_channel", "_checks", "_layout", "_mine", "_theirs")
 
@@ -257,7 +252,7 @@ class _SmallBlocks:
         return self.taken(check, channel.begin(number, self._layout.check_of(check), check), blocks)
 
     def taken(self, check: int, target: int, blocks: Blocks) -> bool:
-        """Go on with a call that has been published."""
+        """Continue a published call."""
         channel, layout = self._channel, self._layout
         words, wait, others, side = channel.words, channel.wait, channel.others, channel.side
         for other in others:

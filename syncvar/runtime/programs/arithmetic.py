@@ -1,13 +1,13 @@
-"""What becomes of the terms of ranks, in NumPy: they are combined by the tree, divided, and stored where the result goes.
+"""Arithmetic of reductions in NumPy: combine inputs by a tree, divide, and store the result.
 
-Sums follow the tree T(0, n) over ranks, so they are equal to the bit on all ranks and in both runners. Half types that
-travel as they are get widened, combined in float32 and rounded once.
+The tree T(0, n) over ranks fixes the order, so sums have equal bits on all ranks, in Python and in
+C. Half types in shared memory are widened, combined in float32 and rounded once.
 
-NumPy converts halves (float16) one by one, subnormal ones very slowly, so here that is done by integer operations. The bits
-of a half, moved to where float32 has its exponent and fraction, are the half times 2**-112: exactly, subnormal ones too,
-which become subnormal float32. Sums, minima and maxima of such *scaled* values are the scaled sums, minima and maxima of
-float32, to the bit: all halves are multiples of 2**-24, so nothing is lost below. The bits of a scaled value, rounded to
-nearest even at one place whatever its exponent, are the bits of the half.
+NumPy converts halves (float16) one by one, and subnormal ones very slowly. This module uses integer
+operations instead. The bits of a half, moved to the exponent and fraction of float32, are the half
+times 2**-112: exactly, also for subnormal ones. Sums, minima and maxima of such *scaled* values are
+the scaled results of float32, to the bit, because all halves are multiples of 2**-24. Rounding a
+scaled value to nearest even at one fixed bit, whatever its exponent, gives the bits of the half.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar._native import program as native_program
+from syncvar._native.constants import HalfType
 from syncvar.algorithms.reproducible import tree_order
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import PIECE, crowd, ufunc_holding
@@ -30,34 +31,18 @@ if TYPE_CHECKING:
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.gil_contention import Copier
 
-__all__ = [
-    "HALVES",
-    "Arithmetic",
-    "are_scalable",
-    "combine",
-    "combine_two",
-    "combine_widened",
-    "folder",
-    "round_scaled",
-    "store",
-    "store_parts",
-    "storer",
-    "widen",
-    "widen_scaled",
-]
-
-HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
-_WIDENED = 32 << 10  # elements that are widened at once
+HALVES = {"float16": int(HalfType.FLOAT16), "bfloat16": int(HalfType.BFLOAT16)}
+_WIDENED = 32 << 10  # elements widened at once
 
 
 class Arithmetic(NamedTuple):
-    """What becomes of the terms of ranks.
+    """How inputs of ranks become a result.
 
     Args:
         ufunc: Combines two operands; None where nothing is combined.
-        wire: dtype of the terms.
+        wire: dtype of the inputs in shared memory.
         accumulate: dtype in which they are combined.
-        divisor: What the combination is divided by; 0 for nothing.
+        divisor: Divisor of the combination; 0 for none.
         apply: A target becomes apply(target, combination); None sets it to the combination.
     """
 
@@ -69,7 +54,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def native(self) -> tuple[Any, ...]:
-        """The same for `kernel.program`."""
+        """The same as a tuple for the C extension."""
         half = 0 if self.wire == self.accumulate else HALVES.get(self.wire.name, -1)
         divide = np.divide if self.divisor else None
         divisor = np.asarray(self.divisor, self.accumulate).tobytes() if self.divisor else b""
@@ -77,7 +62,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def suits_native(self) -> bool:
-        """Whether the C runner can do it."""
+        """Whether the C extension can do it."""
         return _suits_native(self)
 
 
@@ -89,7 +74,7 @@ def _suits_native(how: Arithmetic) -> bool:
 
 
 def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
-    """Return what combines terms into an array, and divides."""
+    """Return a function that combines terms into an array, and divides."""
     ufunc, divisor, hold = how.ufunc, how.divisor, crowd.holds()
     if ufunc is None:
         return _fold_nothing
@@ -107,7 +92,7 @@ def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None
 
 
 def _fold_nothing(*_: Any) -> None:
-    raise InternalError("what is only moved was to be combined: no op was given")
+    raise InternalError("a program without an op has to combine blocks")
 
 
 @lru_cache(maxsize=64)
@@ -118,13 +103,9 @@ def _order(size: int) -> tuple[tuple[int, int], ...]:
 def combine(
     terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False
 ) -> None:
-    """Combine arrays by the tree into `out`, which may be the first of them; the others stay as they are.
+    """Combine at least two arrays by the tree into `out`, which may be the first of them.
 
-    Args:
-        terms: At least two, in the order of ranks.
-        ufunc: Combines two operands.
-        out: Of the same shape.
-        hold: Flat arrays are combined without letting go of the interpreter's lock.
+    With `hold`, flat arrays are combined without releasing the GIL.
     """
     values = list(terms)
     for left, right in _order(len(terms)):
@@ -145,7 +126,9 @@ def combine(
 def combine_two(
     ufunc: Combiner, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]
 ) -> None:
-    """Combine two arrays into `out`, which may be one of them: the same bits then, which NumPy does not see to for the product of one complex number.
+    """Combine two arrays into `out`, which may be one of them.
+
+    NumPy rounds an in-place product of one complex number differently; this function does not.
 
     Example:
         >>> x, y = np.array([1.1 + 1.3j]), np.array([1.7 + 1.9j])
@@ -169,7 +152,7 @@ def combine_widened(
     *,
     hold: bool,
 ) -> None:
-    """Combine terms in `dtype`, by stretches that stay in the caches, and round the combination once."""
+    """Combine terms in `dtype`, in pieces that fit the caches, and round the result once."""
     per_stretch = PIECE if hold else _WIDENED
     room = np.empty((len(terms), min(per_stretch, out.size)), dtype)
     is_half = out.dtype == np.float16
@@ -195,7 +178,7 @@ def combine_widened(
 
 
 def store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
-    """Store a value in an array, or let it become apply(array, value)."""
+    """Store a value in an array, or replace the array by apply(array, value)."""
     if apply is None:
         target[...] = value
     else:
@@ -205,7 +188,7 @@ def store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> 
 def store_parts(
     arrays: Sequence[NDArray[Any]], value: NDArray[Any], apply: np.ufunc | None
 ) -> None:
-    """Store a vector as the concatenation of flat arrays; an array becomes apply(array, its part)."""
+    """Store a vector as the concatenation of flat arrays; see `store`."""
     start = 0
     for array in arrays:
         store(array, value[start : start + array.size], apply)
@@ -213,7 +196,7 @@ def store_parts(
 
 
 def storer(how: Arithmetic, copy: Copier) -> Copier:
-    """Return what stores a combination in a target; `copy` is for those of the target's dtype."""
+    """Return a function that stores combinations in targets; `copy` serves equal dtypes."""
     apply = how.apply
 
     def store_combination(target: NDArray[Any], value: NDArray[Any]) -> None:
@@ -226,7 +209,8 @@ def storer(how: Arithmetic, copy: Copier) -> Copier:
 
 
 _EXACT = (np.add, np.minimum, np.maximum)  # products of scaled values are scaled twice
-_DIVISOR_MAX = 4096  # up to here a quotient of subnormal values rounds as that of float32: none is that near to a tie
+# Up to here quotients of subnormal values round as in float32: none is so near to a tie.
+_DIVISOR_MAX = 4096
 _LARGEST = 65504.0
 _INFINITE = 0x7C00
 _SUBNORMAL = np.float32(2**-149)
@@ -240,7 +224,7 @@ _BELOW_TIE = np.array(0xFFF, np.int32)
 
 @lru_cache(maxsize=1)
 def _values() -> NDArray[np.float32]:
-    """Return all halves, in the order of their bits."""
+    """Return all halves as float32, in the order of their bits."""
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
@@ -257,22 +241,19 @@ def widen(halves: NDArray[np.float16], out: NDArray[np.float32]) -> None:
 
 
 def are_scalable(terms: Sequence[NDArray[np.float16]], ufunc: Combiner, divisor: int) -> bool:
-    """Return whether terms may be combined as scaled values: none is infinite or NaN, and no sum can become infinite.
+    """Return whether terms may be combined as scaled values.
 
-    Args:
-        terms: Contiguous, at least one element each.
-        ufunc: Combines two operands.
-        divisor: What the combination is divided by; 0 for nothing.
+    They may if none is infinite or NaN, and no sum can become infinite. Terms are contiguous and
+    not empty.
     """
-    if (
-        ufunc not in _EXACT or divisor > _DIVISOR_MAX or _SUBNORMAL + _SUBNORMAL == 0
-    ):  # a thread may flush them to zero
+    flushes = _SUBNORMAL + _SUBNORMAL == 0  # a thread may flush subnormal values to zero
+    if ufunc not in _EXACT or divisor > _DIVISOR_MAX or flushes:
         return False
     values = _values()
     total = 0.0
     for term in terms:
         high = int(np.maximum.reduce(term.view(np.int16)))
-        low = int(np.maximum.reduce(term.view(np.uint16))) - 0x8000  # of the negative ones
+        low = int(np.maximum.reduce(term.view(np.uint16))) - 0x8000  # of the negative halves
         largest = max(high, low)
         if largest >= _INFINITE:
             return False
@@ -290,7 +271,7 @@ def widen_scaled(halves: NDArray[np.float16], out: NDArray[np.float32]) -> None:
         array([ 1.50000000e+00, -5.96046448e-08])
     """
     bits = out.view(np.int32)
-    np.copyto(bits, halves.view(np.int16))  # the sign is copied to the upper half
+    np.copyto(bits, halves.view(np.int16))  # the sign extends to the upper half
     np.left_shift(bits, _FRACTION_SHIFT, out=bits)
     np.bitwise_and(bits, _SIGN_AND_HALF, out=bits)
 
@@ -300,10 +281,7 @@ def round_scaled(
 ) -> None:
     """Write values that are scaled by 2**-112 as halves, rounded to nearest, ties to even.
 
-    Args:
-        scaled: None of them NaN, or larger than the largest half.
-        out: Of the same count.
-        room: Of the same count; overwritten.
+    `scaled` has no NaN and nothing above the largest half; `room` is scratch memory of its size.
 
     Example:
         >>> out, room = np.empty(2, np.float16), np.empty(2, np.float32)
@@ -313,9 +291,8 @@ def round_scaled(
     """
     bits, sums = scaled.view(np.int32), room.view(np.int32)
     np.right_shift(bits, _FRACTION_SHIFT, out=sums)
-    np.bitwise_and(
-        sums, _SIGN_AND_ODD, out=sums
-    )  # the sign goes where it will be next to the exponent
+    # The sign moves next to the new place of the exponent.
+    np.bitwise_and(sums, _SIGN_AND_ODD, out=sums)
     np.add(sums, bits, out=sums)
     np.add(sums, _BELOW_TIE, out=sums)
     np.right_shift(sums, _FRACTION_SHIFT, out=sums)

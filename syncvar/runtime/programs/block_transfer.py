@@ -1,16 +1,17 @@
-"""Collectives of one host whose ranks bring the same: no header, and each byte is copied once or twice.
+"""Calls that move blocks between ranks of one host: no header, and one or two copies of each byte.
 
-All-gather and broadcast have one block for everybody, reduce-scatter and all-to-all one for each other rank. Every rank
-takes from the others what is for it, to where the caller wants it:
+All-gather and broadcast have one block for all ranks, reduce-scatter and all-to-all one for each
+rank. Every rank copies its blocks from the other ranks, on one of three paths:
 
-* **small** blocks are put side by side where the others see them; one phase.
-* **where they lie**: ranks tell each other where their blocks are, in shared memory (`sv.empty`) or in their own memory where
-  all can read it (`shm/cross_process_read.py`), and take them there: one copy, two phases. What is combined is taken from the
-  shared memory only: it needs no copy there, and one from a rank's own memory.
-* **by cells** else: put and taken cell by cell, on two sides in turn, so that what lies in shared memory stays in the caches.
+* **slots**: small blocks go into the slots of their ranks; one phase.
+* **direct**: ranks publish the locations of their blocks, in shared memory (`sv.empty`) or in their
+  own memory if all can read it (`shm/cross_process_read.py`). One copy, two phases. Reductions read
+  blocks in shared memory only, where they need no copy.
+* **cells** otherwise: blocks go cell by cell through two sides in turn, which stay in the caches.
 
-What may differ between ranks without being wrong (lengths of an all-gather, say) is the **detail**, a number published
-beside the check: where the details differ nothing is taken, and the call goes on in the general way, with a header.
+Some differences between ranks are legal, as lengths in an all-gather. A number published beside the
+check, the **detail**, covers them. If details differ, no rank copies anything, and the call
+continues on the slow path with a header.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native.constants import ADDRESS, BlockOffer
 from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import ADDRESS, RemoteRef, ShmRef, place_of
+from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, place_of
 from syncvar.runtime.programs.compile_transfer import Move, TransferPath, move_code
 from syncvar.runtime.programs.program_runner import (
     DISAGREE,
@@ -45,47 +47,24 @@ if TYPE_CHECKING:
     Starts = tuple[tuple[int, ...], tuple[int, ...]]
     from syncvar.core.reduce_ops import Combiner
 
-__all__ = [
-    "NOTHING",
-    "Blocks",
-    "Movement",
-    "TransferLayout",
-    "cells_of_blocks",
-    "fits_slots",
-    "is_worth_reading",
-    "move_published",
-    "move_shared",
-    "take_blocks",
-    "teach_moves",
-]
-
-# Cells of half a segment, for all blocks that a rank puts: so what lies in them stays in the caches of the cores. Measured on one machine.
-_LAG = 16  # with two ranks: 32 KiB in each
-_WIDE_LAG = 4  # with more, which may share cores: they give way to each other less often
-_PLAIN_LAG = 2  # where a runner is Python, whose steps take longer
-_NATIVE_SLOT_BYTES = 8 << 10  # up to these small slots are faster where programs run in C
-_READ_BYTES = (
-    512 << 10
-)  # from this on one of several blocks of a rank is read where it lies faster than it goes by cells
-_LONE = (
-    128  # so many times as long is a block that its rank puts for all others, or for the only one
-)
+# The cells of all blocks of a rank fill half a segment, so that they stay in the caches.
+_LAG = 16  # cells of a side with two ranks: 32 KiB in each
+_WIDE_LAG = 4  # with more ranks, which may share cores: they yield to each other less often
+_PLAIN_LAG = 2  # if a rank runs programs in Python, whose steps take longer
+_NATIVE_SLOT_BYTES = 8 << 10  # up to here small slots are faster if programs run in C
+_READ_BYTES = 512 << 10  # from here on reading one of several blocks is faster than cells
+_LONE = 128  # the same for a single block: so many times _READ_BYTES
 
 NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-"""What a rank ends with that gets nothing, as `Blocks.made`."""
+"""`Blocks.made` of a rank that gets no result."""
 
 
 def cells_of_blocks(
     elements: int, itemsize: int, blocks: int, size: int, *, are_native: bool
 ) -> tuple[int, int]:
-    """Return how many elements of each block go through a cell, and how many cells there are on a side.
+    """Return how many elements of each block fit into a cell, and how many cells a side has.
 
-    Args:
-        elements: Of each block.
-        itemsize: Of an element, in bytes.
-        blocks: That a rank puts, at most.
-        size: Of the group.
-        are_native: Programs run in C on all ranks.
+    `blocks` is the largest number of blocks that a rank publishes.
     """
     row = itemsize * max(1, blocks)
     lag = _PLAIN_LAG if not are_native else _LAG if size == 2 else _WIDE_LAG
@@ -93,19 +72,20 @@ def cells_of_blocks(
 
 
 def fits_slots(nbytes: int, *, are_native: bool) -> bool:
-    """Return whether so many bytes of a rank's blocks go into its small slot, where all ranks or not all run programs in C."""
+    """Return whether blocks of `nbytes` in all go into the small slot of a rank."""
     return nbytes <= (_NATIVE_SLOT_BYTES if are_native else SMALL_BYTES)
 
 
 def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) -> bool:
-    """Return whether a block of so many bytes is better read in the memory of its rank than sent by way of cells.
+    """Return whether reading a block from its rank's memory is faster than cells.
 
-    A rank that puts several blocks does by cells what all others do at once when they read; one that takes several reads alone what
-    by cells the others bring. One block is copied into cells and out of them, at once, faster than the system finds its pages.
+    With cells, a rank that publishes several blocks does alone what readers would do in parallel; a
+    rank that takes several blocks reads alone what the others would have written in parallel. One
+    block goes through cells faster than the kernel finds its pages.
 
     Args:
-        nbytes: Of each block.
-        puts: Largest number of blocks that a rank of the group puts.
+        nbytes: Size of each block.
+        puts: Largest number of blocks that a rank of the group publishes.
         takes: Largest number of blocks that a rank of the group takes.
         are_native: Programs run in C on all ranks.
     """
@@ -117,18 +97,19 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
 
 
 class TransferLayout(NamedTuple):
-    """What calls of one kind have in common.
+    """Properties that calls of one kind share.
 
     Args:
-        detail: Says what this rank brings, for a call in which that may differ: unequal details take nothing. 0 stands
-            for what cannot be moved this way; None for a call in which nothing may differ.
-        dtype: Of the elements in shared memory.
-        shape: Of each block.
-        blocks: Largest number of blocks that a rank of the group puts.
-        takes: (peer, which of its blocks) for each block to take; of a call that combines in the order of ranks.
+        detail: Number that ranks compare for inputs that may differ; with unequal details nobody
+            copies. 0: this input cannot be moved this way. None: inputs must not differ.
+        dtype: dtype of the elements in shared memory.
+        shape: Shape of each block.
+        blocks: Largest number of blocks that a rank of the group publishes.
+        takes: (peer, index of its block) for each block to take; in rank order if the call
+            combines.
         most_takes: Largest number of blocks that a rank of the group takes.
         ufunc: Combines two operands; None for calls that only move.
-        divisor: What the combination is divided by; 0 for nothing.
+        divisor: Divisor of the combination; 0 for none.
     """
 
     detail: int | None
@@ -147,12 +128,12 @@ class TransferLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of as many blocks as a rank puts at most."""
+        """Bytes of as many blocks as a rank publishes at most."""
         return self.elements * self.blocks * self.dtype.itemsize
 
     @property
     def is_small(self) -> bool:
-        """Whether the blocks of a rank have room in its small slot."""
+        """Whether the blocks of a rank fit into its small slot."""
         return self.nbytes <= SMALL_BYTES
 
     def goes_by_slots(self, channel: Channel) -> bool:
@@ -160,7 +141,7 @@ class TransferLayout(NamedTuple):
         return fits_slots(self.nbytes, are_native=channel.are_native)
 
     def is_read(self, channel: Channel) -> bool:
-        """Return whether long blocks are read in the memory of their ranks."""
+        """Return whether long blocks are read from the memory of their ranks."""
         if channel.reach is None or self.ufunc is not None:
             return False
         return is_worth_reading(
@@ -172,7 +153,7 @@ class TransferLayout(NamedTuple):
 
     @property
     def how(self) -> Arithmetic:
-        """What becomes of the blocks."""
+        """The arithmetic of the call."""
         return Arithmetic(self.ufunc, self.dtype, self.dtype, self.divisor)
 
     def check_of(self, check: int) -> int:
@@ -187,7 +168,7 @@ class TransferLayout(NamedTuple):
         starts: Starts | None = None,
         **told: bool,
     ) -> CompiledProgram:
-        """Return what a rank does with its blocks, as a program; see `move_code`."""
+        """Return the program of this rank; see `move_code`."""
         folds, own = self.ufunc is not None, blocks.own
         cell, lag = cells_of_blocks(
             self.elements,
@@ -214,15 +195,16 @@ class TransferLayout(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The arrays of one call, each of the layout's shape.
+    """Arrays of one call, each of the layout's shape.
 
     Args:
         made: The result.
-        outgoing: What this rank puts.
-        targets: Where what it takes goes, contiguous; of a call that combines one array, for the combination.
-        own: What this rank brings for itself.
-        own_target: Where it goes; None for nowhere, or in a call that combines.
-        parts: The caller gets a list of so many parts of the result, cut evenly along axis 0; 0: the result as it is.
+        outgoing: Blocks that this rank publishes.
+        targets: Contiguous outputs of the blocks it takes; for a reduction one array.
+        own: Block that this rank keeps.
+        own_target: Output of that block; None for none, and in reductions.
+        parts: The caller gets a list of so many parts of the result, cut evenly along axis 0; 0:
+            the result itself.
     """
 
     made: Any
@@ -234,7 +216,7 @@ class Blocks(NamedTuple):
 
     @property
     def result(self) -> Any:
-        """What the caller gets."""
+        """The caller's result."""
         if not self.parts:
             return self.made
         rows = len(self.made) // self.parts
@@ -242,7 +224,7 @@ class Blocks(NamedTuple):
 
 
 class Movement:
-    """A call that moves blocks: its layout, its arrays, and whether it has come to an end."""
+    """A call that moves blocks: its layout, its arrays, and whether it is done."""
 
     __slots__ = ("arrays", "blocks", "is_done", "layout")
 
@@ -253,36 +235,26 @@ class Movement:
         targets = (
             blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
         )
-        sources = [
-            np.ascontiguousarray(block).reshape(-1) for block in brought
-        ]  # alive until the others have taken them
+        # Kept alive until the others have taken them.
+        sources = [np.ascontiguousarray(block).reshape(-1) for block in brought]
         self.arrays = sources, [target.reshape(-1) for target in targets]
-        self.is_done = (
-            False  # else the details differ, and the call has to go on in the general way
-        )
+        self.is_done = False  # it stays so if the details differ
 
     @property
     def outgoing(self) -> list[NDArray[Any]]:
-        """What the others take."""
+        """Blocks that the others take."""
         return self.arrays[0][: len(self.blocks.outgoing)]
 
 
-# What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in shared memory; it has blocks, has told where,
-# and put none. It is published beside the check, in a mark: the side of the rank's first cells << 3 | its offer.
-_READS, _RESIDENT, _TOLD = 1, 2, 4
-_OFFER = _READS | _RESIDENT | _TOLD
+# Published beside the check is a mark: the side of the rank's first cells << 3 | its `BlockOffer`.
+_READS, _RESIDENT, _LOCATED = map(int, BlockOffer)
+_OFFER = _READS | _RESIDENT | _LOCATED
 
 
 def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) -> Iterator[int]:
-    """Put, publish and take; `movement.is_done` tells whether there was anything to take.
+    """Publish and take blocks; yield the publications to wait for, and set `movement.is_done`.
 
-    Args:
-        channel: This rank's end of the group's channels.
-        opening: (call, check) of the call, which has published nothing yet.
-        movement: What is moved.
-
-    Yields:
-        What the others have to reach.
+    `opening` is (call, check) of the call, which has published nothing yet.
     """
     call, check = opening
     mark = _put_blocks(channel, movement)
@@ -297,7 +269,7 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
 def move_published(
     channel: Channel, check: int, movement: Movement, run: Iterator[int] | None
 ) -> Iterator[int]:
-    """Go on with a call of long blocks that the C runner has published, and with its run, if it has begun one."""
+    """Continue a call of long blocks that the C extension has published, and perhaps begun."""
     mark = channel.arrays()[1][channel.rank]
     try:
         if run is None:
@@ -317,22 +289,17 @@ def _keep_told(channel: Channel, check: int, movement: Movement, mark: int) -> N
         movement.layout.check_of(check)
     )
     if mark & _OFFER and movement.outgoing and not is_refused:
-        channel.keep(movement)  # others may still be reading what this rank has told them of
+        channel.keep(movement)  # others may still be reading the published blocks
 
 
 def teach_moves(
     channel: Channel, layout: TransferLayout, blocks: Blocks, starts: Starts, native: Any
 ) -> bool:
-    """Tell the C runner of a call of long blocks what it does; returns whether it takes that.
+    """Give the C extension the programs of a call of long blocks; return whether it takes them.
 
-    Args:
-        channel: This rank's.
-        layout: What such calls have in common.
-        blocks: Of such a call.
-        starts: Where they begin in the arrays of a call, see `Move`.
-        native: The call.
+    `starts` are the offsets of blocks in the arrays of a call, see `Move`.
     """
-    for pattern, way in enumerate((TransferPath.CELLS, TransferPath.LYING)):
+    for pattern, way in enumerate((TransferPath.CELLS, TransferPath.DIRECT)):
         code = layout.code(channel, blocks, way, starts)
         program = native_of(code, layout.how)
         if program is None:
@@ -344,7 +311,7 @@ def teach_moves(
 
 
 def _put_blocks(channel: Channel, movement: Movement) -> int:
-    """Put what goes with phase 0; returns the mark that is published with it."""
+    """Write the blocks that go with phase 0; return the mark that is published with it."""
     layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
         open_code(
@@ -373,8 +340,8 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
 
 
 def _tell(channel: Channel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]) -> int:
-    """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by cells."""
-    offer = _OFFER if layout.is_read(channel) else _RESIDENT | _TOLD
+    """Publish the locations of blocks, if others can read them; return the offer, 0 for cells."""
+    offer = _OFFER if layout.is_read(channel) else _RESIDENT | _LOCATED
     places = []
     for block in blocks:
         place = place_of(channel, block) if block.dtype == layout.dtype else None
@@ -382,15 +349,15 @@ def _tell(channel: Channel, layout: TransferLayout, blocks: Sequence[NDArray[Any
             return 0
         if place & ADDRESS:
             offer &= ~_RESIDENT
-        if offer == _TOLD:
+        if offer == _LOCATED:
             return 0
         places.append(place)
     channel.tell_places(places)
-    return offer if places else offer & ~_TOLD
+    return offer if places else offer & ~_LOCATED
 
 
 def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[int]:
-    """Take what is for this rank, when all ranks have published phase 0; put and publish what does not go with it."""
+    """Take this rank's blocks after phase 0 of all ranks; write and publish the rest."""
     layout, blocks = movement.layout, movement.blocks
     sources, marks = channel.arrays()
     if channel.disagreeing(layout.check_of(check)):
@@ -404,10 +371,8 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
     if layout.goes_by_slots(channel):
         code = layout.code(channel, blocks, TransferPath.SLOTS)
         sides = channel.sides()
-    elif reduce(and_, offers) & (
-        _READS | _RESIDENT
-    ):  # all can take them where they lie, in one way or another
-        code = layout.code(channel, blocks, TransferPath.LYING)
+    elif reduce(and_, offers) & (_READS | _RESIDENT):  # every rank can take every block directly
+        code = layout.code(channel, blocks, TransferPath.DIRECT)
     else:
         has_told = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
         code = layout.code(
@@ -415,7 +380,7 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
             blocks,
             TransferPath.CELLS,
             has_told=has_told,
-            some_told=any(offer & _TOLD for offer in offers),
+            some_told=any(offer & _LOCATED for offer in offers),
         )
         if code.last_side is not None:
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side

@@ -1,9 +1,12 @@
-"""Where an array of one rank can be had by the others: in shared memory, in the rank's own memory, or nowhere.
+"""Locations of arrays that other ranks can read: in shared memory, or in the memory of their rank.
 
-A **place** is a number that ranks tell each other: an offset in shared memory; an address in the rank's memory with the bit
-`ADDRESS`; None where the others cannot get at the array, and it has to be brought. What is had by its place must neither
-change nor go away until all have published that they are done with it; whoever leaves such a call early keeps the array
-for good (`Channel.keep`).
+A **location** is a number that ranks publish: an offset in shared memory, or an address in the
+    rank's
+process with the bit `ADDRESS`. None: others cannot read the array, so its rank has to copy it.
+
+Invariant: a published array must neither change nor be freed before all ranks have published that
+they are done with it. A rank that leaves such a call early keeps the array forever
+(`Channel.keep`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native.constants import ADDRESS
 from syncvar.core.errors import InternalError, SyncvarError
 
 if TYPE_CHECKING:
@@ -19,31 +23,16 @@ if TYPE_CHECKING:
 
     from syncvar.shm.group_channel import Channel
 
-__all__ = ["ADDRESS", "RemoteRef", "ShmRef", "UnknownRef", "place_of", "read"]
-
-ADDRESS = 1 << 60  # above every offset, and every address of a program
-
 
 class ShmRef(NamedTuple):
-    """Where an array begins in shared memory.
-
-    Args:
-        offset: In bytes.
-        dtype: Of its elements.
-    """
+    """Start of an array in shared memory: offset in bytes, and the dtype of its elements."""
 
     offset: int
     dtype: np.dtype[Any]
 
 
 class RemoteRef:
-    """Where an array begins in the process of another rank, which may be read.
-
-    Args:
-        rank: Whose, in the group.
-        place: As that rank has told it.
-        dtype: Of its elements.
-    """
+    """Start of a readable array in the process of another rank."""
 
     __slots__ = ("dtype", "place", "rank")
 
@@ -55,12 +44,12 @@ class RemoteRef:
         return RemoteRef(self.rank, self.place + part.start * self.dtype.itemsize, self.dtype)
 
 
-class UnknownRef(Exception):  # noqa: N818  (no error: the launcher will say what has happened)
-    """The process whose memory is read is no more."""
+class UnknownRef(Exception):  # noqa: N818  (no error: the launcher will report the failure)
+    """The process whose memory is read has ended."""
 
 
 def place_of(channel: Channel, array: NDArray[Any]) -> int | None:
-    """Return where the others find an array in one piece, which this rank keeps alive; None where they cannot read it."""
+    """Return the location of an array that this rank keeps alive; None if others cannot read it."""
     offset = channel.shm.locate(array)
     if offset is not None:
         return offset
@@ -81,20 +70,13 @@ def place_of(channel: Channel, array: NDArray[Any]) -> int | None:
 
 
 def read(channel: Channel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
-    """Copy what lies at an address of another rank's memory into an array in one piece.
-
-    Args:
-        channel: This rank's.
-        rank: Whose memory, in the group.
-        place: As it told; an address.
-        target: As many bytes are read as it has.
-        hold: Keep the interpreter's lock.
+    """Copy from the memory of another rank into a contiguous array, keeping the GIL if `hold`.
 
     Raises:
-        Gone: The other process is no more.
+        UnknownRef: The other process has ended.
     """
     if channel.reach is None:
-        raise InternalError("the memory of other ranks was told to be read, and cannot be")
+        raise InternalError("this process cannot read the memory of other ranks")
     try:
         is_there = channel.reach.read(rank, place ^ ADDRESS, target, hold=hold)
     except SyncvarError:

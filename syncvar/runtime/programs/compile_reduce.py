@@ -1,14 +1,16 @@
-"""Reductions of long arrays as programs: everybody sums all, or each rank its part of every segment.
+"""Compile reductions of long arrays: every rank combines all, or each rank a part of each segment.
 
-* **all sum** (few ranks): each rank puts its cells and combines the cells of all; what it brings itself is read where it
-  lies. No cell goes through shared memory twice.
-* **owners** (many ranks): the vector is cut into segments, and of each segment rank r combines part r for everybody; what
-  it has combined the others take from there.
-* **into all**: where the targets of all ranks lie in shared memory, an owner writes what it has combined into all of them.
+* **all sum** (few ranks): each rank writes its cells and combines the cells of all. It reads its
+  own input in place. No cell crosses shared memory twice.
+* **owners** (many ranks): the vector is cut into segments. Rank r combines part r of each segment
+  for all ranks, which read the combination there.
+* **into all**: if the targets of all ranks are in shared memory, an owner writes its combination
+  into all of them.
 
-Cells are written in two sides in turn, `lag` of them in each: a rank may be up to `lag` cells ahead of the others before
-it has to wait. In turn t of a program phase t has been published, so that waiting for phase t - lag + 1 of the others
-says both: cell t has been put by all, and the cell that turn t + lag will write over has been read by all.
+Cells have two sides of `lag` cells, used in turn. So a rank may be up to `lag` cells ahead of the
+others. Invariant: in turn t phase t has been published. Waiting for phase t - lag + 1 of the others
+then proves two things: all ranks have written cell t, and all have read the cell that turn t + lag
+overwrites.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar._native.constants import MemoryKind
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.runtime.programs.instructions import (
     Await,
@@ -24,7 +27,6 @@ from syncvar.runtime.programs.instructions import (
     CopyInstruction,
     Instruction,
     Memory,
-    MemoryKind,
     Program,
     Publish,
     Span,
@@ -35,29 +37,17 @@ from syncvar.runtime.programs.instructions import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "EVERYWHERE",
-    "BufferPlacement",
-    "Cells",
-    "ResultPlacement",
-    "lower_reduce",
-    "lower_small",
-    "owner_bounds",
-    "pieces",
-    "reduce_code",
-]
-
 _SCRATCH = Memory(MemoryKind.SCRATCH)
-_FOLDS_MAX = 4  # arrays of a cell whose parts are combined one by one; of more, copies of short parts cost less
+_FOLDS_MAX = 4  # arrays of a cell that are combined one by one; more are copied together
 
 
 class Cells(NamedTuple):
     """How a group cuts long vectors; the same on all ranks.
 
     Args:
-        elements: Of a cell.
+        elements: Elements of a cell.
         lag: Cells on each side.
-        sums_all: Everybody sums all.
+        sums_all: Every rank combines everything.
     """
 
     elements: int
@@ -66,15 +56,15 @@ class Cells(NamedTuple):
 
 
 class BufferPlacement(NamedTuple):
-    """Where the vectors of a call lie.
+    """Placement of the inputs and outputs of a call, and what follows from it.
 
     Args:
-        sources: Ranks whose vector lies where the others read it.
-        into_all: The targets of all ranks lie where the others write them.
-        converts: This rank's vector has another dtype than what it puts.
-        by_owners: A vector that others read is its own target: what one rank sums, nobody else may read.
-        goes_on: More of the call follows, which may write all cells: none is unread at the end.
-        makes_first: What is combined cannot be made in a target: it is converted, or applied to what the target holds.
+        sources: Ranks whose input the others read in place.
+        into_all: The targets of all ranks are in shared memory, and others write them.
+        converts: This rank's input has another dtype than its cells.
+        by_owners: An input that others read is its own target, so only its owner may read it.
+        goes_on: More of the call follows, which may write all cells: all must be read at the end.
+        makes_first: A combination cannot be made in a target: it is converted, or applied to it.
     """
 
     sources: frozenset[int] = frozenset()
@@ -86,18 +76,18 @@ class BufferPlacement(NamedTuple):
 
 
 class ResultPlacement(NamedTuple):
-    """Which ranks' vectors each rank ends with the combination of: all on all, all on the root, those up to it, or before it.
+    """Which inputs each rank gets combined: all, all on the root only, or those of a prefix.
 
     Args:
         collective: all_reduce, reduce, scan or exscan.
-        root: Of a reduce.
+        root: Root of a reduce.
     """
 
     collective: str = "all_reduce"
     root: int = 0
 
     def terms(self, rank: int, size: int) -> range:
-        """Return whose vectors they are on a rank of the group."""
+        """Return the ranks whose inputs a rank of the group gets combined."""
         if self.collective == "reduce":
             return range(size if rank == self.root else 0)
         if self.collective == "scan":
@@ -105,12 +95,12 @@ class ResultPlacement(NamedTuple):
         return range(rank if self.collective == "exscan" else size)
 
     def divisor(self, rank: int, size: int) -> int:
-        """Return what a mean is divided by on a rank."""
+        """Return the divisor of a mean on a rank."""
         return size if self.collective == "reduce" else len(self.terms(rank, size))
 
     @property
     def is_prefix(self) -> bool:
-        """Whether each rank ends with another combination: nobody can combine for others."""
+        """Whether each rank gets another combination, so that no rank can combine for others."""
         return self.collective in ("scan", "exscan")
 
 
@@ -134,7 +124,7 @@ def reduce_code(
     block: int = 1,
     ends: ResultPlacement = EVERYWHERE,
 ) -> CompiledProgram:
-    """Return what `lower_reduce` does, made ready for a runner; without cells what `lower_small` does."""
+    """Compile `lower_reduce`, or without cells `lower_small`."""
     if cells is None:
         return assemble(lower_small(rank, size, counts, makes_first=places.makes_first, ends=ends))
     return assemble(lower_reduce(rank, size, counts, cells, places, block, ends))
@@ -148,14 +138,9 @@ def lower_small(
     makes_first: bool = False,
     ends: ResultPlacement = EVERYWHERE,
 ) -> Program:
-    """Return a rank's program of a reduction that goes through slots: everybody sums what it ends with.
+    """Return a rank's program of a reduction through slots: every rank combines its own result.
 
-    Args:
-        rank: In the group.
-        size: Of the group.
-        counts: Elements of the vector; or of the arrays whose concatenation it is.
-        makes_first: What is combined cannot be made in a target.
-        ends: Who ends with what.
+    `counts` are the elements of the vector, or of the arrays whose concatenation it is.
 
     Example:
         >>> program = lower_small(0, 2, (2, 3))
@@ -176,10 +161,11 @@ def lower_small(
 
 @lru_cache(maxsize=256)
 def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Return of which parts of arrays with these counts the elements [start, stop) of their concatenation are made.
+    """Return the parts of arrays that form the elements [start, stop) of their concatenation.
 
     Returns:
-        (array, first, last, place): the elements [first, last) of an array are those of the stretch from `place` on.
+        (array, first, last, place): elements [first, last) of an array, and their place in the
+        range.
 
     Example:
         >>> pieces((2, 0, 3), 1, 4)
@@ -198,18 +184,14 @@ def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, i
 
 
 class _Arrays:
-    """The arrays that make up a vector: SOURCE and TARGET 0, 1, ...
-
-    Args:
-        counts: Elements of the vector; or of each array.
-    """
+    """The arrays that form a vector, SOURCE and TARGET 0, 1, ...; `counts` are their elements."""
 
     def __init__(self, counts: int | tuple[int, ...]) -> None:
         self.counts = counts if isinstance(counts, tuple) else (counts,)
         self.count = sum(self.counts)
 
     def copies_into(self, cell: Span, start: int) -> tuple[CopyInstruction, ...]:
-        """Return what brings elements of the sources, from one of the vector on, to another memory."""
+        """Return the copies of source elements, from `start` on, into another memory."""
         return tuple(
             [
                 CopyInstruction(theirs, ours)
@@ -218,7 +200,7 @@ class _Arrays:
         )
 
     def copies_from(self, made: Span, start: int) -> tuple[CopyInstruction, ...]:
-        """Return what stores what has been made as the elements of the targets, from one of the vector on."""
+        """Return the copies of a combination into the targets, from `start` of the vector on."""
         return tuple(
             [
                 CopyInstruction(ours, theirs)
@@ -227,7 +209,7 @@ class _Arrays:
         )
 
     def are_many(self, start: int, length: int) -> bool:
-        """Return whether elements of the vector are those of so many arrays that these are combined together."""
+        """Return whether a range covers so many arrays that they are combined together."""
         return len(self.counts) > _FOLDS_MAX and len(self._pieces(start, length)) > _FOLDS_MAX
 
     def sum(
@@ -239,10 +221,10 @@ class _Arrays:
         *,
         makes_first: bool,
     ) -> tuple[Instruction, ...]:
-        """Return what combines terms and stores the combination as elements of the targets, from one of the vector on.
+        """Return the steps that combine terms and store them in the targets, from `start` on.
 
-        The term `own` is read from the sources where the arrays are few. That is so on all ranks or on none: which of two NaN is kept
-        may depend on how much is combined at once.
+        The term `own` is read from the sources where the arrays are few. All ranks must decide
+        alike: which of two NaN is kept may depend on how many elements are combined at once.
         """
         if self.are_many(start, length):
             return self.sum_whole(terms, start, length)
@@ -265,7 +247,7 @@ class _Arrays:
     def sum_whole(
         self, terms: tuple[Span, ...], start: int, length: int
     ) -> tuple[Instruction, ...]:
-        """Return the same for terms that are combined at once, and then stored."""
+        """Return the same steps for terms that are combined at once, and then stored."""
         if len(terms) < 2:
             return self.copies_from(terms[0], start) if terms else ()
         made = Span(_SCRATCH, 0, length)
@@ -274,7 +256,7 @@ class _Arrays:
     def sum_into(
         self, made: Span, terms: tuple[Span, ...], start: int, own: int | None
     ) -> list[Combine]:
-        """Return what combines terms into one memory; the term `own` is read from the sources where the arrays are few."""
+        """Return the steps that combine terms into one memory; `own` as in `sum`."""
         if self.are_many(start, made.length):
             return [Combine(terms, made)]
         folds, done = [], 0
@@ -286,7 +268,7 @@ class _Arrays:
     def _folds(
         self, terms: tuple[Span, ...], start: int, length: int, own: int | None
     ) -> Iterator[tuple[int, tuple[Span, ...], int]]:
-        """Yield (array, parts of the terms, first element of the array) for each array in a stretch of the vector."""
+        """Yield (array, parts of the terms, first element) for each array in a range."""
         for array, first, last, place in self._pieces(start, length):
             parts = [term.cut(place, place + last - first) for term in terms]
             if own is not None:
@@ -294,13 +276,12 @@ class _Arrays:
             yield array, tuple(parts), first
 
     def _pieces(self, start: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return of which parts of the arrays a stretch of the vector is made, as `pieces`."""
         if len(self.counts) > 1:
             return pieces(self.counts, start, start + length)
         return ((0, start, start + length, 0),) if length else ()
 
     def _pairs(self, kind: MemoryKind, whole: Span, start: int) -> list[tuple[Span, Span]]:
-        """Return the parts of arrays that are elements of the vector, from one on, each with its part of another memory."""
+        """Return the parts of arrays in a range, each with its part of another memory."""
         return [
             (
                 Span(Memory(kind, -1, array), first, last - first),
@@ -321,15 +302,18 @@ def lower_reduce(
 ) -> Program:
     """Return a rank's program of a reduction.
 
+    If `ends` is not EVERYWHERE, others write into no target and read no input that is its own
+    target.
+
     Args:
-        rank: In the group.
-        size: Of the group.
-        counts: Elements of the vector, at least 1; or of the arrays whose concatenation it is, which are all brought.
-        cells: How it is cut.
-        places: Where the vectors lie.
-        block: Elements that are combined at once where the targets lie in shared memory.
-        ends: Who ends with what; where that is not everybody with all, no target lies where others write it, and no vector that
-            others read is its own target.
+        rank: This rank in the group.
+        size: Number of ranks.
+        counts: Elements of the vector, at least 1, or of the arrays whose concatenation it is;
+            arrays are always copied.
+        cells: How the vector is cut.
+        places: Placement of inputs and outputs.
+        block: Elements that are combined at once if the targets are in shared memory.
+        ends: Which ranks get which result.
 
     Example:
         >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), BufferPlacement(), 8)
@@ -383,7 +367,7 @@ class _Lowering:
             self._into_all(
                 low,
                 [
-                    Span(Memory(MemoryKind.LYING, rank), low, high - low)
+                    Span(Memory(MemoryKind.PEER_SOURCE, rank), low, high - low)
                     for rank in range(self.size)
                 ],
             )
@@ -407,28 +391,28 @@ class _Lowering:
         return min(self.cells.elements, self.count - turn * self.cells.elements)
 
     def _in_cells(self, rank: int, turn: int, low: int, high: int) -> Span:
-        """Return where others find the elements [low, high) of a rank's segment of a turn."""
+        """Return where others read elements [low, high) of a rank's segment in a turn."""
         if rank in self.places.sources:
             return Span(
-                Memory(MemoryKind.LYING, rank), turn * self.cells.elements + low, high - low
+                Memory(MemoryKind.PEER_SOURCE, rank), turn * self.cells.elements + low, high - low
             )
         return self._cell(rank, turn, low, high)
 
     def _own_of(self, terms: range) -> int | None:
-        """Return which of the terms of ranks this rank reads where it lies; None where that has another dtype."""
+        """Return the index of the term that this rank reads in place; None if its dtype differs."""
         return terms.index(self.rank) if self.rank in terms and not self.places.converts else None
 
     def _cell(self, rank: int, turn: int, low: int, high: int) -> Span:
         return in_cell(rank, turn, self.cells.lag, self.cells.elements, low, high - low)
 
     def _put(self, turn: int) -> list[CopyInstruction]:
-        """Return what puts this rank's cell of a turn; of what it combines itself, only what has to be converted."""
+        """Return the copies into this rank's cell; its own part only if converted."""
         if not self.puts or turn >= self.turns:
             return []
         length, start = self._length(turn), turn * self.cells.elements
         low, high = owner_bounds(length, self.size)[self.rank]
         if self.sums_all or self.places.converts or self.arrays.are_many(start + low, high - low):
-            low = high = 0  # its own part too
+            low = high = 0  # copy its own part too
         return [
             copy
             for first, last in ((0, low), (high, length))
@@ -440,7 +424,7 @@ class _Lowering:
 
     def _all_sum(self) -> None:
         lag, turns = self.cells.lag, self.turns
-        # When the others have read so many, none but cells of the last side may be unread.
+        # Once the others have read so many cells, only those of the last side may be unread.
         heard = (turns - 1) // lag * lag if self.are_put else 0
         for turn in range(turns):
             if heard and turn >= lag:
@@ -457,9 +441,8 @@ class _Lowering:
             )
             if turn < heard:
                 self.steps.append(Publish())
-        if (
-            self.places.sources or self.places.goes_on
-        ):  # they must stay until everyone has read them
+        # Published inputs must stay until all ranks have read them.
+        if self.places.sources or self.places.goes_on:
             self.steps += [Publish(), Await()]
         elif heard > max(0, turns - lag):
             self.steps.append(Await())
@@ -501,7 +484,7 @@ class _Lowering:
     def _made(self, rank: int, turn: int, count: int) -> Span:
         lag = self.cells.lag
         part = owner_bounds(self.cells.elements, self.size)[0][1]  # the longest
-        return Span(Memory(MemoryKind.MADE, rank, (turn // lag) & 1), turn % lag * part, count)
+        return Span(Memory(MemoryKind.COMBINED, rank, (turn // lag) & 1), turn % lag * part, count)
 
     def _take(self, turn: int) -> None:
         """Take what the others have combined."""
@@ -515,17 +498,15 @@ class _Lowering:
                 )
 
     def _into_all(self, start: int, terms: list[Span]) -> None:
-        """Combine terms, and store the result from an element on into the targets of all, by blocks that stay in the caches."""
+        """Combine terms into the targets of all ranks, by blocks that stay in the caches."""
         count = terms[0].length
-        goals = [Memory(MemoryKind.GOAL, rank) for rank in range(self.size)]
+        goals = [Memory(MemoryKind.PEER_TARGET, rank) for rank in range(self.size)]
         for low in range(0, count, self.block):
             high = min(count, low + self.block)
             parts = tuple(term.cut(low, high) for term in terms)
             targets = [Span(goal, start + low, high - low) for goal in goals]
             made = Span(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
-            self.steps.append(
-                Combine(parts, made)
-            )  # no term but the first lies where this one goes
+            self.steps.append(Combine(parts, made))  # only the first term may be `made` itself
             self.steps += [
                 CopyInstruction(made, target) for target in targets if target is not made
             ]

@@ -1,13 +1,15 @@
-"""Plans as programs: each round is a publication that others take their parts of.
+"""Compile schedules: each round is a publication, of which the other ranks take their parts.
 
-What is short goes into slots with phase 0. Everything else goes through cells, window by window, on two sides in turn:
-window k of a call is published as its k-th phase, and whoever publishes the next one has taken it.
+A short first publication goes into slots with phase 0. Everything else goes through cells, window
+by window, on two sides in turn. Window k of a call is its k-th phase. Invariant: a rank publishes
+the next phase only after it has taken this one.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncvar._native.constants import MemoryKind
 from syncvar.algorithms.schedule import Buffer, Copy, RecvReduce
 from syncvar.runtime.programs.instructions import (
     Await,
@@ -15,7 +17,6 @@ from syncvar.runtime.programs.instructions import (
     CopyInstruction,
     Instruction,
     Memory,
-    MemoryKind,
     Program,
     Publish,
     Span,
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Chunk
     from syncvar.algorithms.shm_rounds import Publication, Take
 
-__all__ = ["lower_rounds"]
-
 _MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(MemoryKind.SCRATCH)}
 
 
 def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: int = 0) -> Program:
-    """Return a rank's program of a plan.
+    """Return a rank's program of a schedule.
 
     Args:
-        rounds: The plan, as publications.
-        rank: Whose they are.
+        rounds: The schedule, as publications.
+        rank: This rank.
         window: Elements of a cell.
-        small: Elements up to which the first publication goes into slots with phase 0. 0 where phase 0 has been published: then the
-            first window is put by the opening, and the steps begin when it has been published by all.
+        small: Elements up to which the first publication goes into slots with phase 0. 0 if phase 0
+            has been published: the opening then writes the first window, and the steps begin after
+                all
+            ranks have published it.
 
     Example:
         >>> from syncvar.algorithms.builders import build_all
@@ -86,7 +87,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
 
 
 def _taken_of(publication: Publication, low: int, high: int, side: int) -> Iterable[Instruction]:
-    """Return what a rank takes of elements [low, high) of the publications of the others."""
+    """Yield the steps that take elements [low, high) of the publications of other ranks."""
     for take in publication.takes:
         start, stop = max(low, take.start), min(high, take.start + take.target.count)
         if stop > start:
@@ -95,7 +96,7 @@ def _taken_of(publication: Publication, low: int, high: int, side: int) -> Itera
 
 
 def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[CopyInstruction]:
-    """Return what copies elements [low, high) of a publication to the beginning of a memory."""
+    """Return the copies of elements [low, high) of a publication to the start of a memory."""
     made, begin = [], 0
     for chunk in ranges:
         start, stop = max(low, begin), min(high, begin + chunk.count)
@@ -111,7 +112,7 @@ def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[Cop
 
 
 def _taken(take: Take, part: Span, first: int) -> list[Instruction]:
-    """Return what a rank does with a part of what it takes, from an element of it on."""
+    """Return the steps for a part of a take, whose element `first` is the start of the part."""
     target = _stretch(take.target).cut(first, first + part.length)
     if not part.length:
         return []

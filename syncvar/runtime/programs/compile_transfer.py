@@ -1,14 +1,16 @@
-"""Calls whose ranks take blocks from each other, as programs: all-gather, broadcast, reduce-scatter, all-to-all.
+"""Compile transfers: all-gather, broadcast, reduce-scatter and all-to-all, on one of three paths.
 
-A rank brings blocks of one length, and each other rank takes those that are for it, or combines them:
+A rank publishes blocks of one length, and each other rank copies or combines those for it:
 
-* **slots**: short blocks are put side by side with phase 0, and taken from there.
-* **where they lie**: blocks are read where their owner has told that they are, and stay until everybody has read them.
-* **cells**: long blocks are put and taken cell by cell, `lag` cells on each of two sides in turn.
+* **slots**: short blocks are written with phase 0, and taken from the slots.
+* **direct**: blocks are read at the locations that their owners published, and must stay until all
+  ranks have read them.
+* **cells**: long blocks go cell by cell, with `lag` cells on each of two sides in turn.
 
-By cells a rank is `lag` - 1 cells ahead of what it takes. When it has published phase p it has put the cells up to p, and
-taken those before p - lag + 1. It waits for phase t of the others before it takes their cell t; then cell t + lag may be put
-after that, in the next turn: what it writes over, cell t - lag, has been taken by all.
+With cells a rank writes `lag` - 1 cells ahead of those it takes. Invariant: a rank that has
+published phase p has written the cells up to p, and taken those before p - lag + 1. It waits for
+phase t of the others before it takes their cell t. In the next turn it may write cell t + lag: all
+ranks have taken cell t - lag, which it overwrites.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from syncvar._native.constants import MemoryKind
 from syncvar.runtime.programs.instructions import (
     Await,
     Combine,
@@ -24,7 +27,6 @@ from syncvar.runtime.programs.instructions import (
     CopyInstruction,
     Instruction,
     Memory,
-    MemoryKind,
     Program,
     Publish,
     Span,
@@ -32,35 +34,33 @@ from syncvar.runtime.programs.instructions import (
     in_cell,
 )
 
-__all__ = ["Move", "TransferPath", "lower_move", "move_code"]
-
 
 class TransferPath(IntEnum):
-    """How blocks come from one rank to the others."""
+    """How blocks get from one rank to the others."""
 
     SLOTS = 0
-    LYING = 1
+    DIRECT = 1
     CELLS = 2
 
 
 class Move(NamedTuple):
-    """What a rank brings and takes.
+    """Blocks that a rank publishes and takes.
 
     Args:
-        rank: In the group.
-        elements: Of each block.
+        rank: This rank in the group.
+        elements: Elements of each block.
         cell: Elements of each block that go through a cell.
         lag: Cells on each side, at least 2.
-        blocks: Largest number of blocks that a rank of the group brings for others.
-        puts: Blocks that this rank brings for others: SOURCE 0, 1, ...
-        takes: (peer, which of its blocks) for each block that it takes, to TARGET 0, 1, ...
-        keeps: It also brings a block for itself: the SOURCE after those for others.
-        folds: What it takes and brings for itself is combined, in the order of ranks, into TARGET 0; else what it brings for
-            itself goes to the TARGET after those that it takes.
-        converts: What it brings for itself has another dtype than what is combined.
-        makes_first: What is combined has another dtype than the target.
-        starts: Where each SOURCE begins in SOURCE 0, and each TARGET in TARGET 0, of which they are parts; None where they are
-            arrays of their own.
+        blocks: Largest number of blocks that a rank of the group publishes.
+        puts: Blocks that this rank publishes: SOURCE 0, 1, ...
+        takes: (peer, index of its block) for each block that it takes, to TARGET 0, 1, ...
+        keeps: It also has a block for itself: the SOURCE after the others.
+        folds: It combines the blocks it takes and its own, in rank order, into TARGET 0. Else its
+            own block goes to the TARGET after those it takes.
+        converts: Its own block has another dtype than the combination.
+        makes_first: The combination has another dtype than the target.
+        starts: Start of each SOURCE in SOURCE 0, and of each TARGET in TARGET 0, if they are parts
+            of one array; None if they are arrays of their own.
     """
 
     rank: int
@@ -81,15 +81,15 @@ class Move(NamedTuple):
         return max(0, min(self.cell, self.elements - turn * self.cell))
 
     def own(self, kind: MemoryKind, place: int, start: int, length: int) -> Span:
-        """Return some elements of a SOURCE or TARGET."""
+        """Return a span of a SOURCE or TARGET."""
         if self.starts is None:
             return Span(Memory(kind, -1, place), start, length)
         return Span(Memory(kind), self.starts[kind == MemoryKind.TARGET][place] + start, length)
 
     def part(self, way: TransferPath, rank: int, place: int, turn: int) -> Span:
-        """Return where a part of a rank's block is taken: side by side in a slot or cell lie those of all its blocks."""
-        if way == TransferPath.LYING:
-            return Span(Memory(MemoryKind.LYING, rank, place), 0, self.elements)
+        """Return the span from which others take a part of a rank's block."""
+        if way == TransferPath.DIRECT:
+            return Span(Memory(MemoryKind.PEER_SOURCE, rank, place), 0, self.elements)
         if way == TransferPath.SLOTS:
             return Span(Memory(MemoryKind.SLOT, rank), place * self.elements, self.elements)
         return in_cell(
@@ -101,20 +101,21 @@ class Move(NamedTuple):
 def move_code(
     move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False
 ) -> CompiledProgram:
-    """Return what `lower_move` does, made ready for a runner."""
+    """Compile `lower_move`."""
     return assemble(lower_move(move, way, has_told=has_told, some_told=some_told))
 
 
 def lower_move(
     move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False
 ) -> Program:
-    """Return a rank's program of moving blocks.
+    """Return a rank's program of a transfer.
 
     Args:
-        move: What it brings and takes.
-        way: How.
-        has_told: This rank has told with phase 0 where its blocks lie, and has yet to put their first cells.
-        some_told: Some rank has.
+        move: The blocks.
+        way: The path.
+        has_told: This rank has published locations with phase 0; its first cells are not written
+            yet.
+        some_told: Some rank has published locations.
 
     Example:
         >>> move = Move(rank=0, elements=5, cell=3, lag=2, blocks=1, puts=1, takes=((1, 0),))
@@ -144,11 +145,10 @@ def lower_move(
 
 
 def _by_cells(move: Move, turns: int) -> list[Instruction]:
-    """Return what is done when all have put their first cells."""
+    """Return the steps after all ranks have written their first cells."""
     ahead = move.lag - 1
-    heard = (
-        max(0, turns - 1) // move.lag * move.lag
-    )  # before its end a rank has heard that all have taken so many cells
+    # Before its end a rank knows that all ranks have taken so many cells.
+    heard = max(0, turns - 1) // move.lag * move.lag
     final = heard + ahead if heard else turns - 1  # the last phase
     steps: list[Instruction] = [*_keep(move, 0)]
 
@@ -169,7 +169,7 @@ def _by_cells(move: Move, turns: int) -> list[Instruction]:
 
 
 def _put(move: Move, way: TransferPath, turn: int) -> list[CopyInstruction]:
-    """Return what puts a part of all blocks."""
+    """Return the copies that write a part of all blocks."""
     start, length = turn * move.cell, move.length(turn)
     puts = range(move.puts if length else 0)
     return [
@@ -182,7 +182,7 @@ def _put(move: Move, way: TransferPath, turn: int) -> list[CopyInstruction]:
 
 
 def _keep(move: Move, turn: int) -> list[CopyInstruction]:
-    """Return what copies to the result as much of the block that this rank brings for itself."""
+    """Return the copies of the same part of this rank's own block to the result."""
     start, length = turn * move.cell, move.length(turn)
     if move.folds or not move.keeps or not length:
         return []
@@ -195,7 +195,7 @@ def _keep(move: Move, turn: int) -> list[CopyInstruction]:
 
 
 def _take(move: Move, way: TransferPath, turn: int) -> list[Instruction]:
-    """Return what is done with a part of the blocks that are taken."""
+    """Return the steps for a part of the blocks that are taken."""
     start, length = turn * move.cell, move.length(turn)
     parts = [move.part(way, *take, turn) for take in move.takes]
     if not move.folds:

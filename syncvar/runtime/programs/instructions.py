@@ -1,73 +1,39 @@
-"""Programs: what a rank does in one call in shared memory, as data.
+"""Programs: the work of a rank in one call in shared memory, as data.
 
-A **program** is a tuple of instructions over named **memories**: arrays that this rank brings, arrays of its result, slots
-and cells that ranks write for each other, arrays of other ranks that lie where they can be read. It says nothing of
-addresses: these are looked up when the call is made, so one program serves every call of its kind.
+A **program** is a tuple of instructions over named **memories**: input and output arrays of this
+rank, slots and cells that ranks write for each other, arrays of other ranks. It has no addresses,
+so one program serves every call of its kind; a runner looks the memories up for each call.
 
-Before a program begins all ranks have said that they make the same call (phase 0), and this rank's first cells have been
-put, published with it. What follows is made of four instructions:
+Before a program begins, all ranks have published the same call (phase 0), together with the cells
+that the opening of the program wrote. Four instructions follow:
 
-* `CopyInstruction` brings a stretch of one memory to another,
-* `Combine` combines stretches in the order of ranks, by the tree of `syncvar.algorithms.reproducible.tree_order`,
-* `Publish` tells the others that all before it is done,
+* `CopyInstruction` copies a span of one memory to another one,
+* `Combine` combines spans in rank order, by the tree of `algorithms.reproducible.tree_order`,
+* `Publish` publishes that everything before it is done,
 * `Await` waits until the others have published as much.
 
-What is copied to a result (`TARGET`, `GOAL`) is **stored**: converted to the array's dtype, or applied to what it holds.
-
-A rank that waits for the publication p of the others knows that they have done all before it, nothing more: it is on the
-lowering to see that a stretch is read after it was written, and written again after everyone has read it. The tests run
-the programs of all ranks on symbols, in every order that the waits allow, to prove it.
+A copy to a result (`TARGET`, `PEER_TARGET`) is a **store**: it converts to the array's dtype, or
+applies a ufunc to the array. A rank that has waited for publication p of the others knows only that
+they have done everything before it. The compilers must guarantee that a span is read after it was
+written, and overwritten after all have read it. Tests prove it: they run the programs of all ranks
+on symbols, in every order that the waits allow.
 """
 
 from __future__ import annotations
 
 from array import array
-from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = [
-    "AWAIT",
-    "COPY",
-    "FOLD",
-    "PUBLISH",
-    "STORE",
-    "Await",
-    "Combine",
-    "CompiledProgram",
-    "CopyInstruction",
-    "Instruction",
-    "Memory",
-    "MemoryKind",
-    "Program",
-    "Publish",
-    "Span",
-    "assemble",
-    "extents",
-    "in_cell",
-    "program_text",
-]
-
-
-class MemoryKind(IntEnum):
-    """What a memory is."""
-
-    SOURCE = 0  # an array that this rank brings
-    TARGET = 1  # an array of its result
-    SCRATCH = 2  # of this rank alone
-    SLOT = 3  # a rank's small slot, on the side of this call
-    CELLS = 4  # a rank's cells: place 0 on the side of its phase 0, place 1 on the other
-    MADE = 5  # what a rank has combined for the others, two halves
-    LYING = 6  # where a rank's array lies that it would have to put otherwise
-    GOAL = 7  # where a rank's result lies, for others to write to
+from syncvar._native.constants import MemoryKind, Opcode
 
 
 class Memory(NamedTuple):
     """One memory of a program.
 
     Args:
-        kind: What it is.
-        rank: Whose, in the group; this rank's own are its own.
-        place: Which of several.
+        kind: Its kind.
+        rank: Its owner in the group; -1 for private memory of this rank.
+        place: Index among several.
     """
 
     kind: MemoryKind
@@ -80,7 +46,7 @@ class Memory(NamedTuple):
             return _NAMES[kind] + (f" {place}" if place else "")
         which = (
             f", side {place}"
-            if kind in (MemoryKind.CELLS, MemoryKind.MADE)
+            if kind in (MemoryKind.CELLS, MemoryKind.COMBINED)
             else f", block {place}"
             if place
             else ""
@@ -94,27 +60,21 @@ _NAMES = {
     MemoryKind.SCRATCH: "scratch",
     MemoryKind.SLOT: "slot",
     MemoryKind.CELLS: "cells",
-    MemoryKind.MADE: "made",
-    MemoryKind.LYING: "array",
-    MemoryKind.GOAL: "target",
+    MemoryKind.COMBINED: "made",
+    MemoryKind.PEER_SOURCE: "array",
+    MemoryKind.PEER_TARGET: "target",
 }
 
 
 class Span(NamedTuple):
-    """Some elements of a memory.
-
-    Args:
-        memory: Which.
-        start: First element.
-        length: Elements.
-    """
+    """Elements [start, start + length) of a memory."""
 
     memory: Memory
     start: int
     length: int
 
     def cut(self, low: int, high: int) -> Span:
-        """Return the elements [low, high) of this stretch."""
+        """Return the elements [low, high) of this span."""
         return Span(self.memory, self.start + low, high - low)
 
     def __str__(self) -> str:
@@ -122,12 +82,15 @@ class Span(NamedTuple):
 
 
 def in_cell(rank: int, turn: int, lag: int, width: int, start: int, length: int) -> Span:
-    """Return some elements of the cell that a rank puts in a turn: `lag` cells of `width` elements lie on each of two sides in turn."""
+    """Return a span of the cell that a rank writes in a turn.
+
+    Two sides, used in turn, have `lag` cells of `width` elements each.
+    """
     return Span(Memory(MemoryKind.CELLS, rank, turn // lag & 1), turn % lag * width + start, length)
 
 
 class CopyInstruction(NamedTuple):
-    """target = source, of the same length."""
+    """Set target to source, of the same length."""
 
     source: Span
     target: Span
@@ -137,7 +100,7 @@ class CopyInstruction(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """target = the combination of the terms, in their order, all of the same length."""
+    """Set target to the combination of the terms, in their order, all of one length."""
 
     terms: tuple[Span, ...]
     target: Span
@@ -147,14 +110,14 @@ class Combine(NamedTuple):
 
 
 class Publish(NamedTuple):
-    """The next phase of the call is published."""
+    """Publish the next phase of the call."""
 
     def __str__(self) -> str:
         return "publish  the next phase"
 
 
 class Await(NamedTuple):
-    """Wait until all others have published what this rank published `back` publications ago (0: its last one)."""
+    """Wait until all others have published what this rank published `back` publications ago."""
 
     back: int = 0
 
@@ -171,13 +134,14 @@ Instruction = CopyInstruction | Combine | Publish | Await
 
 
 class Program(NamedTuple):
-    """What a rank does in a call.
+    """Program of a rank.
 
     Args:
-        opening: Copies that are made before phase 0 is published.
-        steps: What follows when all ranks have said the same.
-        last_side: Which side of its cells is written last: 0 that of phase 0, 1 the other; None where no cell is.
-        is_read: At its end everybody has read this rank's cells.
+        opening: Copies before phase 0 is published.
+        steps: Steps after all ranks have published the same call.
+        last_side: Side of its cells that is written last: 0 that of phase 0, 1 the other; None for
+            none.
+        is_read: At its end all ranks have read this rank's cells.
     """
 
     opening: tuple[CopyInstruction, ...]
@@ -187,24 +151,20 @@ class Program(NamedTuple):
 
 
 def program_text(program: Program, most: int | None = None) -> str:
-    """Return a program, an instruction a line.
-
-    Args:
-        program: Of a rank.
-        most: So many instructions after phase 0 at most; None for all.
+    """Return a program as text, one instruction a line, with at most `most` steps after phase 0.
 
     Example:
         >>> from syncvar.runtime.programs.compile_reduce import lower_small
         >>> print(program_text(lower_small(0, 2, 3)), end="")
         copy     source[0:3] -> slot of rank 0 [0:3]
-        phase 0  all ranks say what they do, and compare
+        phase 0  all ranks publish their call, and compare
         fold     slot of rank 0 [0:3], slot of rank 1 [0:3] -> target[0:3]
     """
     steps = program.steps[:most]
     left = len(program.steps) - len(steps)
     lines = [
         *program.opening,
-        "phase 0  all ranks say what they do, and compare",
+        "phase 0  all ranks publish their call, and compare",
         *steps,
         *([f"...      {left} more"] if left else []),
     ]
@@ -212,7 +172,7 @@ def program_text(program: Program, most: int | None = None) -> str:
 
 
 def extents(program: Program) -> dict[Memory, int]:
-    """Return of how many elements each memory has to be at least.
+    """Return the least number of elements of each memory.
 
     Example:
         >>> x, slot = Memory(MemoryKind.SOURCE), Memory(MemoryKind.SLOT, 1)
@@ -231,27 +191,28 @@ def extents(program: Program) -> dict[Memory, int]:
     return found
 
 
-COPY, STORE, FOLD, PUBLISH, AWAIT = range(5)
-_SHARED = (MemoryKind.SLOT, MemoryKind.CELLS, MemoryKind.MADE)
+# Plain integers: the interpreter compares them in its loop.
+COPY, STORE, COMBINE, PUBLISH, AWAIT = map(int, Opcode)
+_SHARED = (MemoryKind.SLOT, MemoryKind.CELLS, MemoryKind.COMBINED)
 
 
 class CompiledProgram:
-    """A program made ready for a runner: memories are numbers, instructions are tuples of numbers.
+    """A program for a runner: memories are numbers, instructions are tuples of numbers.
 
     Args:
-        sizes: Of how many elements each memory has to be at least, by their numbers.
-        opening: As of the program; (COPY, source, first, target, first, length).
-        steps: (COPY or STORE, source, first, target, first, length), (FOLD, ((term, first), ...), target, first, length),
-            (PUBLISH,) and (AWAIT, back).
-        last_side: As of the program.
-        is_read: As of the program.
+        sizes: Least number of elements of each memory, in the order of their numbers.
+        opening: Instructions (COPY, source, first, target, first, length).
+        steps: (COPY or STORE, source, first, target, first, length), (COMBINE, ((term, first),
+            ...), target, first, length), (PUBLISH,) and (AWAIT, back).
+        last_side, is_read: As in the program.
 
     Attributes:
-        own: (number, kind, rank, place, elements) of the memories that lie elsewhere in every call.
-        shared: (number, memory) of those in which ranks write for each other.
+        own: (number, kind, rank, place, elements) of memories whose location differs in each call.
+        shared: (number, memory) of slots, cells and halves, in which ranks write for each other.
         uses_cells: Some of these are cells.
-        joins: The opening, copies into adjacent stretches of one memory together: ((source, first, length)..., target, first).
-        natives: The same for the C runner, by what becomes of terms.
+        joins: The opening with copies to adjacent spans joined: ((source, first, length)...,
+            target, first).
+        natives: The program for the C extension, by its arithmetic.
     """
 
     __slots__ = (
@@ -294,22 +255,22 @@ class CompiledProgram:
         self.joins = _joined(opening)
 
     def numbers(self) -> tuple[bytes, int, tuple[int, ...], tuple[int, ...]]:
-        """Return the same for the C runner.
+        """Return the program for the C extension.
 
         Returns:
-            Opening and steps as 64-bit numbers, one after the other; how many are of the opening; kind, rank and place of all memories,
-            one after the other; and their sizes.
+            Opening and steps as 64-bit numbers in sequence; how many of them belong to the opening;
+            kind, rank and place of all memories in sequence; and their sizes.
         """
         found = array("q")
         for copied in self.opening:
             found.extend(copied)
         opening = len(found)
         for step in self.steps:
-            if step[0] == FOLD:
+            if step[0] == COMBINE:
                 _, terms, target, first, length = step
                 found.extend(
                     (
-                        FOLD,
+                        COMBINE,
                         target,
                         first,
                         length,
@@ -338,14 +299,16 @@ def _joined(
 
 
 def assemble(program: Program) -> CompiledProgram:
-    """Make a program ready for a runner."""
+    """Compile a program for a runner."""
     sizes = extents(program)
     numbers = {memory: number for number, memory in enumerate(sizes)}
 
     def coded(step: Instruction) -> tuple[Any, ...]:
         if isinstance(step, CopyInstruction):
             source, target = step
-            kind = STORE if target.memory.kind in (MemoryKind.TARGET, MemoryKind.GOAL) else COPY
+            kind = (
+                STORE if target.memory.kind in (MemoryKind.TARGET, MemoryKind.PEER_TARGET) else COPY
+            )
             return (
                 kind,
                 numbers[source.memory],
@@ -356,7 +319,13 @@ def assemble(program: Program) -> CompiledProgram:
             )
         if isinstance(step, Combine):
             terms = tuple([(numbers[term.memory], term.start) for term in step.terms])
-            return FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length
+            return (
+                COMBINE,
+                terms,
+                numbers[step.target.memory],
+                step.target.start,
+                step.target.length,
+            )
         return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
 
     return CompiledProgram(

@@ -1,6 +1,6 @@
-"""The plain runner of programs: NumPy does what each instruction says, one after the other.
+"""Python interpreter of programs: NumPy executes one instruction after the other.
 
-It is always there, and what the C runner (`syncvar._native`) is compared with. See `syncvar.runtime.programs.instructions`.
+It always works, and tests compare the C extension (`syncvar._native`) with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.runtime.programs.instructions import AWAIT, COPY, FOLD, STORE
+from syncvar.runtime.programs.instructions import AWAIT, COMBINE, COPY, STORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,17 +20,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
-__all__ = ["interpret", "opened"]
-
 
 def opened(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
-    """Make the copies of an opening.
-
-    Args:
-        code: An assembled program.
-        memories: Flat arrays, by their numbers.
-        copy: Of (target, value).
-    """
+    """Make the copies of an opening; `copy` takes (target, value)."""
     for parts, target, start in code.joins:
         values = [memories[source][first : first + count] for source, first, count in parts]
         into = memories[target][start : start + sum(map(len, values))]
@@ -48,22 +40,19 @@ def interpret(
     store: Copier,
     fold: Callable[[list[NDArray[Any]], NDArray[Any]], Any],
 ) -> Iterator[int]:
-    """Run the steps of a program.
+    """Run the steps of a program; yield the publications to wait for.
 
     Args:
-        channel: This rank's.
-        steps: Of an assembled program.
+        channel: This rank's channel.
+        steps: Steps of a compiled program.
         memories: Flat arrays, by their numbers.
-        copy: Of (target, value).
-        store: Of (target, value): copies to a result, or applies to what it holds.
-        fold: Of (terms, target): combines the terms into the target, which may be the first of them.
-
-    Yields:
-        What the others have to reach.
+        copy: Function of (target, value).
+        store: Function of (target, value): copies to a result, or applies a ufunc to it.
+        fold: Function of (terms, target): combines them; the target may be the first term.
     """
     for step in steps:
         kind = step[0]
-        if kind == FOLD:
+        if kind == COMBINE:
             _, terms, target, start, count = step
             fold(
                 [memories[term][first : first + count] for term, first in terms],

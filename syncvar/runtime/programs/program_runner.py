@@ -1,4 +1,4 @@
-"""Programs are run: phase 0 is compared, memories are looked up, and one of the two runners does what the program says."""
+"""Run programs: compare phase 0, look up the memories, and run the steps in C or in Python."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar._native import UNREAD, open_program, run
+from syncvar._native import open_program, run
 from syncvar._native import program as native_program
+from syncvar._native.constants import PEER_GONE, UNREAD, MemoryKind
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import copier, crowd
 from syncvar.runtime.programs.arithmetic import folder, storer
 from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, UnknownRef, read
-from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.interpreter import interpret, opened
 from syncvar.shm.segment_layout import PAGE_BYTES
 
@@ -27,55 +27,42 @@ if TYPE_CHECKING:
     from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
-    Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"  # what a rank brings, and where results go; all flat
-
-__all__ = [
-    "DISAGREE",
-    "Arrays",
-    "agreed",
-    "native_of",
-    "open_code",
-    "reading",
-    "run_code",
-    "settled",
-]
+    # Flat input and output arrays of a rank.
+    Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"
 
 DISAGREE = 0
-"""Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
-
-_NEVER = -(
-    1 << 40
-)  # yielded when a rank that this one needs is no more: the launcher will say so; the C runner yields it too
+"""Yielded when the ranks do not make the same call: only the launcher can end the wait."""
 
 
 def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:
-    """Wait, where an earlier call was given up, until the others are past what this rank has published.
+    """After an abandoned call, wait until the others are past what this rank has published.
 
     Args:
-        channel: This rank's end.
-        to_its_end: Where the ranks have agreed on a call, all of them come to its last phase. Not so in a call that
-            also needs other hosts: then it is enough that all have come to the call, so that no rank is two ahead.
+        channel: This rank's channel.
+        to_its_end: The ranks agreed on the call, so all of them come to its last phase. False for a
+            call that also needs other hosts: then all must have entered the call, so that no rank
+                is two
+            ahead.
     """
     if not channel.is_settled:
-        if channel.last:  # else it has published nothing yet
+        if channel.last:  # it has published something
             yield -channel.phase if channel.phase and to_its_end else channel.last
         channel.is_settled = True
 
 
 def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
-    """Wait for phase 0 of all ranks, and compare."""
+    """Wait for phase 0 of all ranks, and compare the checks."""
     yield reached
     if channel.disagreeing(check):
         yield DISAGREE
 
 
 def native_of(code: CompiledProgram, how: Arithmetic) -> Any:
-    """Return a program for the C runner, or None where it has no loop for what becomes of terms."""
+    """Return a program for the C extension, or None if it has no loop for the arithmetic."""
     found = code.natives.get(how, _NOT_MADE)
     if found is _NOT_MADE:
-        is_known = how.ufunc is None or isinstance(
-            how.ufunc, np.ufunc
-        )  # a registered op is any callable
+        # A registered op may be any callable.
+        is_known = how.ufunc is None or isinstance(how.ufunc, np.ufunc)
         found = code.natives[how] = (
             native_program(*code.numbers(), how.native) if is_known else None
         )
@@ -93,7 +80,7 @@ def open_code(
     side: int,
     slots: tuple[int, ...] | None = None,
 ) -> None:
-    """Make the copies that come before phase 0, into cells or the slot of this side; other arguments as of `run_code`."""
+    """Make the copies of phase 0 into cells or the slot of this side; see `run_code`."""
     found = _found(channel, code, how, arrays, channel.own_side(side), slots)
     native = _native(channel, code, how, found)
     if native is not None:
@@ -111,19 +98,18 @@ def run_code(
     slots: tuple[int, ...] | None = None,
     lying: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> Iterator[int]:
-    """Run the steps of a program.
+    """Run the steps of a program; yield the publications to wait for.
 
     Args:
-        channel: This rank's.
+        channel: This rank's channel.
         code: The program.
-        how: What becomes of the terms of ranks.
+        how: Its arithmetic.
         arrays: (SOURCEs, TARGETs).
-        sides: Of the first cells of each rank, above bit 0 where they begin on it, as a number of pages.
-        slots: Where the slots of all ranks begin in shared memory; None where they lie on these sides.
-        lying: Of (kind, rank, place): where arrays of other ranks lie; None for programs that have none.
-
-    Yields:
-        What the others have to reach.
+        sides: Side of the first cells of each rank; from bit 1 on the page at which they begin.
+        slots: Offsets of the slots of all ranks in shared memory; None for the slots of these
+            sides.
+        lying: Function of (kind, rank, place) that returns the location of an array of another
+            rank.
     """
     found = _found(channel, code, how, arrays, sides, slots, lying)
     native = _native(channel, code, how, found)
@@ -142,13 +128,13 @@ def run_code(
             channel, code.steps, _views(channel, code, found), copy, store, folder(how)
         )
     except UnknownRef:
-        yield _NEVER
+        yield PEER_GONE
 
 
 def reading(
     channel: Channel, steps: Iterable[int], places: Iterable[tuple[int, int]]
 ) -> Iterator[int]:
-    """Go on with a run of the C runner, and raise what is wrong with reading at (rank, place) where that has failed."""
+    """Continue a run of the C extension; raise the error if reading another process failed."""
     for need in steps:
         if need != UNREAD:
             yield need
@@ -157,12 +143,12 @@ def reading(
             for rank, place in places:
                 read(channel, rank, place, np.empty(1, np.uint8), hold=True)
         except UnknownRef:
-            yield _NEVER
-        raise InternalError("the memory of another rank could not be read, and can be")
+            yield PEER_GONE
+        raise InternalError("reading the memory of another rank failed once, but works now")
 
 
 def _reading(channel: Channel, store: Copier) -> Copier:
-    """Return what stores from the memory of other processes too; it raises `UnknownRef` where such a process is no more."""
+    """Return a store that also reads from other processes; it may raise `UnknownRef`."""
     hold = crowd.holds()
 
     def stored(target: NDArray[Any], value: Any) -> None:
@@ -183,7 +169,7 @@ def _found(
     slots: tuple[int, ...] | None = None,
     lying: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> list[Any]:
-    """Return the memories of a program: arrays, `ShmRef` and `RemoteRef`; None for those that are not known yet."""
+    """Return the memories of a program: arrays, `ShmRef`, `RemoteRef`, or None if not known yet."""
     (sources, targets), wire = arrays, how.wire
     key = code, sides, wire, slots
     shared = channel.found.get(key)
@@ -215,7 +201,7 @@ def _found_shared(
     dtype: np.dtype[Any],
     slots: tuple[int, ...] | None,
 ) -> list[Any]:
-    """Return the memories of a program, of which only those are known in which ranks write for each other."""
+    """Return the memories of a program in which ranks write for each other; None for all others."""
     found: list[Any] = [None] * len(code.sizes)
     for number, (kind, rank, place) in code.shared:
         side = sides[rank]
@@ -234,7 +220,7 @@ def _found_shared(
 
 
 def _native(channel: Channel, code: CompiledProgram, how: Arithmetic, found: Sequence[Any]) -> Any:
-    """Return the program for the C runner, or None where it does not run here, or not all arrays are such as it takes."""
+    """Return the program for the C extension; None if it cannot run these arrays."""
     if not channel.is_native:
         return None
     wire = how.wire
@@ -257,7 +243,7 @@ def _views(channel: Channel, code: CompiledProgram, found: Sequence[Any]) -> lis
     ]
 
 
-_NONE: NDArray[Any] = np.empty(0, np.uint8)  # of a memory that is not used yet
+_NONE: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
 
 
 def _offsets(found: Sequence[Any]) -> tuple[int, ...]:

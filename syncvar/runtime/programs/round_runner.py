@@ -1,4 +1,4 @@
-"""Plans in shared memory: made ready once as programs, and run."""
+"""Schedules in shared memory: compiled once into programs, and run."""
 
 from __future__ import annotations
 
@@ -22,32 +22,27 @@ if TYPE_CHECKING:
     from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
-__all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]
-
 
 class Published(NamedTuple):
-    """A plan made ready for shared memory.
+    """A schedule prepared for shared memory.
 
     Args:
-        reduces: It combines what all bring, each rank for itself or its part: `reductions` does that.
-        rounds: The publications of any other.
-        algorithm: Of the plans.
-        ends: Where it reduces, which ranks end with what.
+        reduces: All inputs are combined, by each rank or by owners; `shm_reduce` runs it.
+        rounds: Publications of any other schedule.
+        algorithm: Algorithm of the schedule.
+        ends: Which ranks get which result, if it reduces.
     """
 
     reduces: bool
     rounds: tuple[Publication, ...]
     algorithm: str = ""
     ends: ResultPlacement = EVERYWHERE
-    codes: dict[tuple[int, bool], CompiledProgram] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
+    codes: dict[tuple[int, bool], CompiledProgram] = {}  # noqa: RUF012  (without rounds it stays empty)
 
     def code(self, rank: int, itemsize: int, *, begins: bool) -> CompiledProgram:
         """Return the rounds as a program.
 
-        Args:
-            rank: This process in the group.
-            itemsize: Of an element, in bytes.
-            begins: Phase 0 has not been published: what is short goes with it.
+        With `begins`, phase 0 has not been published, and a short first publication goes with it.
         """
         key = itemsize, begins
         if key not in self.codes:
@@ -59,16 +54,14 @@ class Published(NamedTuple):
 
 
 SIDE_BY_SIDE = Published(reduces=False, rounds=(), algorithm="side by side")
-"""Stands for the plan of a stage that has a movement."""
+"""Schedule of a stage that has a movement."""
 
 
 def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = None) -> Published:
-    """Make the plans of a group ready to run on a rank, in shared memory.
+    """Prepare the schedules of all ranks for shared memory, on one rank.
 
-    Args:
-        plans: Of all ranks.
-        rank: This process in the group.
-        root: Of a call of the group's; None for a part of a larger call, which keeps to the plans' rounds but for all-reduces.
+    `root` is the root of a call of the group. None: this is part of a larger call, in which only an
+    all-reduce may leave the rounds of the schedule.
     """
     mine = plans[rank]
     reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
@@ -90,14 +83,11 @@ def run_rounds(
     work: NDArray[Any],
     ufunc: Combiner | None,
 ) -> Iterator[int]:
-    """Run a plan of publications; yields the words to wait for.
+    """Run a schedule of publications; yield the publications to wait for.
 
-    Args:
-        channel: This rank's end of the channels of those who take part.
-        opening: (call, check) where phase 0 is still to be published, else None.
-        plan: What is published and taken.
-        work: What it works on: a flat array of as many elements as the plan has.
-        ufunc: Combines two operands; None for plans that only move.
+    `opening` is (call, check) if phase 0 is still to be published, else None. `work` is the flat
+    array of the schedule's elements. `ufunc` combines two operands; None for schedules that only
+    move.
     """
     code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
     if code.uses_cells:

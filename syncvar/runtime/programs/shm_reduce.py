@@ -1,19 +1,20 @@
-"""The all-reduce in shared memory: the plans "direct" (small) and "owners" (long), read and written where the data lie.
+"""All-reduce in shared memory: "direct" (small) and "owners" (long) read and write arrays in place.
 
-Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing here and the bytes are equal on all ranks.
+Sums follow the tree T(0, n) over ranks. So `reproducible=True` costs nothing here, and the bytes
+are equal on all ranks.
 
-* **small**: each rank publishes its vector in its slot and sums all slots itself; one phase.
-* **into all**: every rank's target lies in shared memory: each owner sums its part of all sources and writes the sum (or what
-  becomes of the target with it) into all targets. Where the sources lie there too, two phases do; where source and
-  target are the same array it is reduced in place, with no copy. What becomes of a target is worked out from that target
-  itself: copies that have come to differ stay different, as on other ways, so that somebody can still find it.
-* **by segments**: the vector is cut into segments that stay in the caches. In one phase each rank sums its part of
-  segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in shared memory are
-  read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.
+* **small**: each rank writes its vector into its slot and combines all slots; one phase.
+* **into all**: all targets are in shared memory. Each owner combines its part of all inputs and
+  writes it into all targets. Inputs in shared memory need two phases and no copy. With `apply`,
+  each target is computed from itself, so replicas that differ stay different, and a check can find
+  them.
+* **segments**: the vector is cut into segments that stay in the caches. In one phase each rank
+  combines its part of segment k, writes segment k+1, and then reads the combined segment k. Inputs
+  in shared memory are read in place. Owners widen half types, and round the sum once.
 
-Several arrays of one kind are one vector, the concatenation of them. Where long ones lie in shared memory, the ranks tell each other where,
-and reduce them one after another; the others are put together. Short vectors of several kinds lie side by side in the slots, also beside
-one long vector, with which they ride.
+Several arrays of one dtype are one vector, their concatenation. Long ones in shared memory are
+reduced in place, one after the other; the rest is copied together. Small vectors of several dtypes
+share the slots, also in a call with one long vector.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind
 from syncvar.algorithms.selection import choose
 from syncvar.runtime.programs.arithmetic import Arithmetic
 from syncvar.runtime.programs.buffer_location import ShmRef
@@ -33,7 +35,6 @@ from syncvar.runtime.programs.compile_reduce import (
     ResultPlacement,
     reduce_code,
 )
-from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.program_runner import agreed, native_of, open_code, run_code
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
@@ -46,55 +47,31 @@ if TYPE_CHECKING:
     from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
-__all__ = [
-    "PlacedBuffers",
-    "ReduceBuffers",
-    "cells_of",
-    "combine_small",
-    "flat_of",
-    "in_one_exchange",
-    "is_alone",
-    "is_direct",
-    "places_of",
-    "reduce_published",
-    "reduce_shared",
-    "reduce_small",
-    "teach",
-]
-
-_NOWHERE = 0  # in a published word only: nothing lies at offset 0 but shared memory's header
-_APART = 1  # likewise, of several arrays: long ones lie in shared memory, so that each rank has to tell of each where it lies
-_BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
+# Published words; no array has one of these offsets, where shared memory has its header.
+_NOWHERE = 0
+_APART = 1  # of several arrays: some long ones are in shared memory, and have to be published
+_BLOCK_BYTES = 256 << 10  # combined by an owner before it writes them to all targets
 _NATIVE_BLOCK_BYTES = 32 << 10
-_CELLS, _LAG = (
-    8,
-    4,
-)  # of a segment, where all ranks run programs in C; and how many may wait to be read
-_SUMS_ALL_MAX = 2  # ranks that sum all cells each; of more, each combines its part
-_ALONE_BYTES = (
-    256 << 10
-)  # of one of several arrays that is reduced by itself: below, its own phases cost more than copying it
+_CELLS, _LAG = 8, 4  # cells of a segment, and how many may be unread, if all ranks run in C
+_SUMS_ALL_MAX = 2  # up to so many ranks each combines all cells; more ranks share the work
+_ALONE_BYTES = 256 << 10  # from here on one of several arrays is worth phases of its own
 _WORD = np.dtype(np.uint64)
-_AT_PAGE = (
-    1 << 62
-)  # in a published word, as in native.h: what is brought begins at a page of the segment, which stands in the place of an offset
-_APART_BYTES = 16  # vectors of several kinds in a slot begin at multiples of it
-_ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # whose places fit into a segment
+_ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # arrays whose locations fit into a segment
 
 
 def is_direct(nbytes: int, size: int) -> bool:
-    """Return whether everybody sums a vector of this size, rather than each rank its part."""
+    """Return whether every rank combines a vector of this size, rather than its part only."""
     return choose("all_reduce", nbytes, size, shared=True).algorithm == "direct"
 
 
 class ReduceBuffers(NamedTuple):
-    """What a rank brings to a reduction, and where the result goes: the concatenation of flat arrays.
+    """Input and output of a reduction on this rank: each the concatenation of flat arrays.
 
     Args:
-        sources: Arrays of one dtype; each may be its target itself, but overlap none otherwise.
-        targets: Arrays of the same counts, of one dtype.
-        how: What becomes of the terms.
-        ends: Which ranks end with what; where this rank ends with nothing, its targets have no elements.
+        sources: Arrays of one dtype; each may be its own target, but must not overlap another one.
+        targets: Arrays of the same counts, of one dtype; empty if this rank gets no result.
+        how: The arithmetic.
+        ends: Which ranks get which result.
     """
 
     sources: Sequence[NDArray[Any]]
@@ -113,7 +90,7 @@ class ReduceBuffers(NamedTuple):
         apply: np.ufunc | None = None,
         ends: ResultPlacement = EVERYWHERE,
     ) -> ReduceBuffers:
-        """Return the vector of such arrays, combined as `Arithmetic` says: halves travel as they are, and the owner widens them."""
+        """Return the buffers of arrays; half types are not widened in shared memory."""
         brought = sources[0].dtype
         is_widened = brought != accumulate and targets[0].dtype == brought and apply is None
         how = Arithmetic(ufunc, brought if is_widened else accumulate, accumulate, divisor, apply)
@@ -126,12 +103,12 @@ class ReduceBuffers(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is combined."""
+        """Bytes of the combination."""
         return sum(self.counts) * self.how.accumulate.itemsize
 
     @property
     def suits_native(self) -> bool:
-        """Whether the C runner takes it; the same on all ranks that make the same call."""
+        """Whether the C extension takes it; the same on all ranks that make the same call."""
         return (
             self.sources[0].dtype == self.how.wire == self.targets[0].dtype
             and self.how.suits_native
@@ -145,9 +122,9 @@ class ReduceBuffers(NamedTuple):
         )
 
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
-        """Return the words by which this rank tells where its arrays lie; what has to be brought comes on this side.
+        """Return the words that publish the locations of the arrays; copies go to cells of `side`.
 
-        `PlacedBuffers.from_words` reads them; nothing else may take such a word for an offset.
+        Only `PlacedBuffers.from_words` may read such a word: it is not an offset.
         """
         if len(self.sources) > 1:
             lie = any(
@@ -159,13 +136,13 @@ class ReduceBuffers(NamedTuple):
         x, out = self.sources[0], self.targets[0]
         source = channel.shm.locate(x) if x.dtype == self.how.wire else None
         target = source if out is x else channel.shm.locate(out)
-        if out is x and self.ends != EVERYWHERE:  # others read it while it is written over
+        if out is x and self.ends != EVERYWHERE:  # others would read it while it is overwritten
             source = None
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
 
 
 def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return flat views of arrays, and flat copies of those that are not contiguous."""
+    """Return flat views of arrays, or flat copies of those that are not contiguous."""
     return [
         array
         if array.ndim == 1 and array.flags.c_contiguous
@@ -175,12 +152,12 @@ def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
 
 
 class PlacedBuffers(NamedTuple):
-    """What all ranks have told of a vector, in their order.
+    """Published locations of the buffers of all ranks, in rank order.
 
     Args:
-        sources: Where `x` lies in shared memory; `_NOWHERE` where it is brought.
-        targets: Where `out` lies there, or `_NOWHERE`.
-        sides: Of the first cells of what is brought, above bit 0 the page where they begin.
+        sources: Offset of `x` in shared memory; `_NOWHERE` if it is copied.
+        targets: Offset of `out`, or `_NOWHERE`.
+        sides: Side of the first cells of a copied input; from bit 1 on the page where they begin.
     """
 
     sources: Sequence[int]
@@ -189,17 +166,17 @@ class PlacedBuffers(NamedTuple):
 
     @classmethod
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> PlacedBuffers:
-        """Read what `ReduceBuffers.told` of all ranks has returned, or the C runner of theirs has told."""
-        places = [_NOWHERE if word & _AT_PAGE else word >> 1 for word in sources]
+        """Read the words of all ranks, from `ReduceBuffers.told` or from the C extension."""
+        places = [_NOWHERE if word & AT_PAGE else word >> 1 for word in sources]
         return cls(
             places,
             targets,
-            tuple([word ^ _AT_PAGE if word & _AT_PAGE else word & 1 for word in sources]),
+            tuple([word ^ AT_PAGE if word & AT_PAGE else word & 1 for word in sources]),
         )
 
     @property
     def places(self) -> BufferPlacement:
-        """What a program has to know of it."""
+        """The placement, as a program needs it."""
         sources = frozenset([rank for rank, place in enumerate(self.sources) if place != _NOWHERE])
         in_place = any(self.sources[rank] == self.targets[rank] for rank in sources)
         return BufferPlacement(sources, into_all=_are_known(self.targets), by_owners=in_place)
@@ -215,19 +192,17 @@ def reduce_shared(
     vector: ReduceBuffers,
     riders: Sequence[ReduceBuffers] = (),
 ) -> Generator[int, None, bool]:
-    """Combine a vector of all ranks.
+    """Combine a vector of all ranks; yield the publications to wait for.
 
     Args:
-        channel: This rank's.
-        opening: (call, check) where this is the first stage of a call; None for a later one.
-        vector: What is combined.
-        riders: Small vectors of other kinds, which are combined in the same call: they lie in the slots. For the first stage only.
-
-    Yields:
-        What the others have to reach.
+        channel: This rank's channel.
+        opening: (call, check) in the first stage of a call; None in later ones.
+        vector: Buffers of the vector.
+        riders: Small vectors of other dtypes in the same call, which use the slots; first stage
+            only.
 
     Returns:
-        Whether everybody has read what this rank has put; the same on all ranks.
+        Whether all ranks have read this rank's cells; the same on all ranks.
     """
     if opening is not None and not riders and is_direct(vector.nbytes, channel.size):
         yield from reduce_small(channel, opening, (vector,))
@@ -249,7 +224,7 @@ def reduce_shared(
 def _reduce_told(
     channel: Channel, vector: ReduceBuffers, native: Any = None
 ) -> Generator[int, None, bool]:
-    """Go on with a call of which all ranks have told where their arrays lie; teach the C runner what is done with such."""
+    """Continue after all ranks have published locations; teach the C extension this placement."""
     placed = PlacedBuffers.from_words(*channel.arrays())
     if len(vector.sources) > 1 and any(placed.sources):
         return (yield from _reduce_later(channel, vector))
@@ -259,7 +234,7 @@ def _reduce_told(
 
 
 def _reduce_later(channel: Channel, vector: ReduceBuffers) -> Generator[int, None, bool]:
-    """Reduce a vector when phase 0 is over, and everybody has read what was put before: long arrays by themselves, where they lie."""
+    """Reduce a vector after phase 0: long arrays one by one in place, the rest together."""
     sides = (channel.next_parity(),) * channel.size
     alone, joined = _divided(vector.counts, vector.how.accumulate.itemsize)
     if alone:
@@ -278,7 +253,7 @@ def _reduce_later(channel: Channel, vector: ReduceBuffers) -> Generator[int, Non
 
 @lru_cache(maxsize=256)
 def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return which of several arrays are reduced by themselves, and which together."""
+    """Return which of several arrays are reduced one by one, and which together."""
     alone = (
         tuple(
             [place for place, count in enumerate(counts) if count * itemsize >= _ALONE_BYTES][
@@ -292,20 +267,19 @@ def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], t
 
 
 def is_alone(array: NDArray[Any]) -> bool:
-    """Return whether one of several arrays is reduced by itself where it lies in shared memory, on this rank or another one."""
+    """Return whether one of several arrays is long enough to be reduced by itself."""
     return array.nbytes >= _ALONE_BYTES
 
 
 def _reduce_alone(
     channel: Channel, several: ReduceBuffers
 ) -> Generator[int, None, tuple[int, ...]]:
-    """Reduce long arrays one after another; returns on which side each rank brings its next segment."""
+    """Reduce long arrays one after another; return the side of each rank's next segment."""
     rank, size = channel.rank, channel.size
     vectors = [several.only([place]) for place in range(len(several.sources))]
     side = channel.next_parity()
-    told = [
-        vector.told(channel, side ^ 1) for vector in vectors
-    ]  # others may still be reading the table on this side
+    # Cells use the other side: ranks may still be reading the table on this one.
+    told = [vector.told(channel, side ^ 1) for vector in vectors]
     length = 2 * len(told)
     channel.segment(rank, side, length, _WORD).reshape(-1, 2)[...] = told
     yield channel.publish()
@@ -315,12 +289,11 @@ def _reduce_alone(
         placed = PlacedBuffers.from_words(
             [table[2 * index] for table in tables], [table[2 * index + 1] for table in tables]
         )
-        if not (
-            _are_known(placed.sources) and _are_known(placed.targets)
-        ):  # results, or what is brought, go by way of segments
+        # Otherwise inputs or results go through segments.
+        if not (_are_known(placed.sources) and _are_known(placed.targets)):
             if placed.sources[rank] == _NOWHERE:
                 _bring_first(channel, vector, placed.sides[rank])
-            yield channel.publish()  # and the others have taken the results of the vector before
+            yield channel.publish()  # also: the results of the vector before have been taken
         yield from _reduce_placed(channel, vector, placed, goes_on=True)
     return tuple([one ^ 1 for one in sides])
 
@@ -332,14 +305,14 @@ def reduce_published(
     native: Any,
     riders: Sequence[ReduceBuffers] = (),
 ) -> Iterator[int]:
-    """Go on with a call that the C runner has published; teach it what is done with vectors that lie as these do."""
+    """Continue a call that the C extension has published, and teach it this placement."""
     yield from agreed(channel, check, channel.last)
     yield from combine_small(channel, riders)
     yield from _reduce_told(channel, vector, native)
 
 
 def teach(channel: Channel, vector: ReduceBuffers, places: BufferPlacement, native: Any) -> None:
-    """Tell the C runner of a call what is done with vectors that lie in some way."""
+    """Give the C extension the program of a call for a placement of vectors."""
     code = _code(channel, vector, places)
     sources = sum(1 << rank for rank in places.sources)
     native.learn(
@@ -352,7 +325,7 @@ def teach(channel: Channel, vector: ReduceBuffers, places: BufferPlacement, nati
 
 
 def _bring_first(channel: Channel, vector: ReduceBuffers, side: int) -> None:
-    """Put the first cells of a vector where the others see them."""
+    """Write the first cells of a vector."""
     code = _code(channel, vector, _NOWHERE_ELSE)
     open_code(channel, code, vector.how, vector[:2], side)
     if code.opening:
@@ -365,19 +338,10 @@ _NOWHERE_ELSE = BufferPlacement()
 def _reduce_placed(
     channel: Channel, vector: ReduceBuffers, placed: PlacedBuffers, *, goes_on: bool = False
 ) -> Generator[int, None, bool]:
-    """Combine a vector, when all ranks know where the arrays of all lie.
+    """Combine a vector after all ranks know all locations; yield the publications to wait for.
 
-    Args:
-        channel: This rank's.
-        vector: What is combined.
-        placed: Where they lie; the first cells of what has to be brought have been published.
-        goes_on: More of the call follows.
-
-    Yields:
-        What the others have to reach.
-
-    Returns:
-        Whether everybody has read this rank's cells; the same on all ranks.
+    The first cells of copied inputs have been published. With `goes_on`, more of the call follows.
+    Returns whether all ranks have read this rank's cells; the same on all ranks.
     """
     code = _code(channel, vector, placed.places._replace(goes_on=goes_on))
     if code.last_side is not None:
@@ -387,7 +351,7 @@ def _reduce_placed(
     def lying(kind: int, rank: int, _place: int) -> ShmRef:
         return (
             ShmRef(placed.sources[rank], how.wire)
-            if kind == MemoryKind.LYING
+            if kind == MemoryKind.PEER_SOURCE
             else ShmRef(placed.targets[rank], kind_of_target)
         )
 
@@ -410,13 +374,7 @@ def _code(channel: Channel, vector: ReduceBuffers, places: BufferPlacement) -> C
 
 
 def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]:
-    """Return how a group cuts long vectors, and elements of the blocks that owners combine at once.
-
-    Args:
-        size: Of the group.
-        itemsize: Of an element, in bytes.
-        are_native: Programs run in C on all its ranks.
-    """
+    """Return how a group cuts long vectors, and the elements that an owner combines at once."""
     if are_native:
         return Cells(
             SEGMENT_BYTES // _CELLS // itemsize, _LAG, size <= _SUMS_ALL_MAX
@@ -425,7 +383,7 @@ def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]
 
 
 def _makes_first(vector: ReduceBuffers, wire: np.dtype[Any]) -> bool:
-    """Return whether what is combined cannot be made in a target: as it is of a scan where that is one of several terms."""
+    """Return whether a combination cannot be made in a target, as when it is a term of a scan."""
     is_term = vector.ends.is_prefix and any(
         target is source for target, source in zip(vector.targets, vector.sources, strict=True)
     )
@@ -433,7 +391,7 @@ def _makes_first(vector: ReduceBuffers, wire: np.dtype[Any]) -> bool:
 
 
 def places_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return where small vectors of several kinds begin in a slot, and how many bytes they take together.
+    """Return the offsets of small vectors of several dtypes in a slot, and their total size.
 
     Example:
         >>> places_of([8, 24, 4])
@@ -441,32 +399,25 @@ def places_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """
     starts, stop = [], 0
     for nbytes in sizes:
-        starts.append(-(-stop // _APART_BYTES) * _APART_BYTES)
+        starts.append(-(-stop // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES)
         stop = starts[-1] + nbytes
     return tuple(starts), stop
 
 
 def _are_side_by_side(sizes: Sequence[int], size: int) -> bool:
-    """Return whether vectors of several kinds are reduced at once: all that a rank brings fits into the slot that nobody tells.
-
-    Args:
-        sizes: Bytes of each vector in the slot.
-        size: Of the group.
-    """
+    """Return whether vectors of several dtypes (`sizes` in bytes) fit into the fixed slot."""
     together = places_of(sizes)[1]
     return together <= WIDE_BYTES and is_direct(together, size)
 
 
 def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
-    """Return whether vectors of different kinds are reduced at once, and which of them as a long one, while the others go through slots.
+    """Return whether vectors of several dtypes are reduced at once, and which one is long.
 
-    Args:
-        sizes: Bytes of each vector in a slot.
-        size: Of the group.
+    `sizes` are their bytes in a slot.
 
     Returns:
-        (True, None) where all are side by side; (True, place of the long one); (False, None) where several are too long, so that one
-        vector is reduced after the other.
+        (True, None): all are small. (True, index): that one is long, the others small. (False,
+        None): several are long, and they are reduced one after the other.
     """
     if _are_side_by_side(sizes, size):
         return True, None
@@ -478,7 +429,7 @@ def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
 def reduce_small(
     channel: Channel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
 ) -> Iterator[int]:
-    """Combine small vectors of all ranks, side by side in one slot; see `reduce_shared`, whose call they make up."""
+    """Combine small vectors of all ranks in one slot: a whole call, see `reduce_shared`."""
     call, check = opening
     _put_small(channel, vectors)
     yield from agreed(channel, check, channel.begin(call, check))
@@ -486,7 +437,7 @@ def reduce_small(
 
 
 def _put_small(channel: Channel, vectors: Sequence[ReduceBuffers]) -> None:
-    """Put small vectors into the slot that this rank publishes next."""
+    """Write small vectors into the slot that this rank publishes next."""
     side = channel.side ^ 1
     own, (starts, _) = (
         channel.small_offset(channel.rank, side),
@@ -500,12 +451,9 @@ def _put_small(channel: Channel, vectors: Sequence[ReduceBuffers]) -> None:
 def combine_small(
     channel: Channel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
 ) -> Iterator[int]:
-    """Combine such vectors when all ranks have put theirs.
+    """Combine small vectors after all ranks have written theirs.
 
-    Args:
-        channel: This rank's.
-        vectors: What is combined.
-        nbytes: Of all, where each rank puts wide ones in a slot that it tells; 0 where they lie in the slot that nobody tells.
+    `nbytes` is their total size if wide vectors are in slots that ranks publish; 0 for fixed slots.
     """
     slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
@@ -516,7 +464,7 @@ def combine_small(
 
 
 def _code_of_small(channel: Channel, vector: ReduceBuffers) -> tuple[CompiledProgram, Arithmetic]:
-    how = vector.how._replace(wire=vector.how.accumulate)  # nothing is saved by halves
+    how = vector.how._replace(wire=vector.how.accumulate)  # halves would save nothing in slots
     return reduce_code(
         channel.rank,
         channel.size,

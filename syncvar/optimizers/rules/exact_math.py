@@ -1,8 +1,9 @@
 """Numbers that have the same bits on every machine: powers and norms.
 
-Every replica makes the same step from the same gradients, and its copies must stay equal to the bit, also between hosts with
-other processors and C libraries. IEEE addition, multiplication, division and square root are exact everywhere; `pow` of
-the C library and the dot product of a BLAS are not.
+Every replica makes the same step from the same gradients, and its copies must stay equal to the
+bit, also between hosts with other processors and C libraries. IEEE addition, multiplication,
+division and square root are exact everywhere; `pow` of the C library and the dot product of a BLAS
+are not.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["BLOCK", "norm", "power", "sum_of_squares"]
 
 BLOCK = 16384  # elements that are worked on at a time: the arrays of a step then stay in the cache
 

@@ -1,0 +1,252 @@
+"""The workers of this machine in one attempt: processes, shared memory and stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING, Literal
+
+from syncvar.core.process_ids import is_server, process_name
+from syncvar.protocol.auth_keys import KEY_BYTES
+from syncvar_launcher.job.resource_limits import cannot_start
+from syncvar_launcher.job.start_clock import clock
+from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerStarted
+from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
+from syncvar_launcher.local.shm_service import sharing_of
+from syncvar_launcher.local.stack_requests import StackCollector
+from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from syncvar.core.stack_dump import Thread
+    from syncvar_launcher.job.job import Job
+    from syncvar_launcher.local.local_workers import WorkerProcess
+    from syncvar_launcher.local.stack_requests import StackRequest
+
+
+class DirectWorkers:
+    """Workers that the launcher starts itself, without agents; implements `job.workers.Workers`.
+
+    Args:
+        job: The job.
+        processes: The processes, none of which is started yet.
+        folder: The private folder of the attempt.
+        rendezvous: The address at which the ranks meet.
+        generation: The first generation of the membership that ranks may join.
+        restarts: How often the launcher has started all ranks again before.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        processes: LocalWorkers,
+        folder: Path,
+        rendezvous: str,
+        *,
+        generation: int,
+        restarts: int,
+    ) -> None:
+        self._job = job
+        self._processes = processes
+        self._folder = folder
+        self._rendezvous = rendezvous
+        self._generation = generation
+        self._restarts = restarts
+        self._stopped: set[int] = set()
+        self._secret = b""  # shared by the hosts as which this machine poses
+        self._folders = [folder]
+        if len(job.hosts.sizes) > 1:
+            self._folders = [folder / f"h{host}" for host in range(len(job.hosts.sizes))]
+            for one in self._folders:
+                one.mkdir(mode=0o700)
+        program = job.options.program
+        self._sharing = sharing_of(
+            job.options, job.job_id, job.core_count, self._folders, generation=generation
+        )
+        self._stacks = StackCollector(
+            processes,
+            self._folder_of,
+            str(program.cwd),
+            is_command=program.kind == "command",
+        )
+
+    @property
+    def workers(self) -> Mapping[int, WorkerProcess]:
+        """The processes that were started, by number."""
+        return self._processes.workers
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        """Where each rank that answered stood when `note` asked it."""
+        return self._stacks.places
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks share one memory."""
+        return self._sharing.is_complete
+
+    def describe(self) -> tuple[str, str]:
+        """Return the transport in few words, and in a line with the reason."""
+        return self._sharing.describe()
+
+    def start(self) -> Iterator[Event]:
+        """Start all servers and workers."""
+        ranks = self._job.options.ranks
+        if not self._job.beginning.is_forked:
+            self._processes.start_fresh()
+        torch = _torch_environment() if ranks.torch_env else {}
+        if len(self._job.hosts.sizes) > 1:
+            self._secret = os.urandom(KEY_BYTES)
+        for number in (*self._job.servers, *range(ranks.workers)):
+            clock.enter(f"starts {process_name(number)}")
+            yield self._start_one(number, torch)
+
+    def start_again(self, rank: int, incarnation: int) -> Iterator[Event]:
+        """Start one worker or server again, alone; it gets no input."""
+        yield self._start_one(rank, {}, incarnation)
+
+    def _start_one(self, number: int, torch: Mapping[str, str], incarnation: int = 0) -> Event:
+        job, ranks, serves = self._job, self._job.options.ranks, is_server(number)
+        if serves:
+            argv = job.server_command(number)
+        else:
+            argv = job.fresh_command() if incarnation else job.command()
+        has_terminal = ranks.debug == number
+        reads = has_terminal if ranks.debug is not None else number == 0
+        named: dict[str, int] = {}
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            own = job.own_environment(
+                number,
+                self._rendezvous,
+                self._folder_of(number),
+                torch,
+                self._generation,
+                self._restarts,
+                incarnation,
+            )
+            if self._secret and job.options.program.kind == "command" and not serves:
+                own[KEY_FILE] = write_secret(self._secret, self._folder)
+            elif self._secret:
+                named[KEY_FD] = secret_descriptor(self._secret, self._folder)
+            self._processes.start(
+                number,
+                argv,
+                job.base_environment() | own,
+                job.options.program.cwd,
+                None if serves else job.binding.cores[number],
+                stdin=0 if reads and not incarnation else null,
+                outputs=(1, 2) if has_terminal else None,
+                pass_fds=job.pass_fds(),
+                named=named,
+                is_fresh=serves or incarnation > 0,
+            )
+        except OSError as error:
+            raise cannot_start(argv[0], error) from error
+        finally:
+            for descriptor in (null, *named.values()):
+                os.close(descriptor)
+        return WorkerStarted(number, self._stacks.pid(number))
+
+    def _folder_of(self, number: int) -> str:
+        return str(self._folders[self._job.host_of(number)])
+
+    def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return [*self._processes.descriptors(takes), *self._sharing.descriptors()]
+
+    def unsent(self) -> list[int]:
+        """Return the descriptors to poll for writing: none."""
+        return []
+
+    def readable(self, descriptor: int) -> Iterator[Event]:
+        """Handle a descriptor that poll reported; ignore others."""
+        yield from self._processes.readable(descriptor)
+        self._sharing.readable(descriptor)
+
+    def look(self) -> None:
+        """Note the control groups of the workers, to know why they end."""
+        self._processes.look()
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        return self._sharing.take_said()
+
+    def state(self, rank: int) -> str:
+        """Return the state letter of a process, or an empty text when it has ended."""
+        return self._processes.state(rank)
+
+    def busy_s(self, rank: int) -> float:
+        """Return the processor time of a process in seconds."""
+        return self._processes.busy_s(rank)
+
+    def send(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to workers; SIGTERM also wakes those that are stopped."""
+        self._processes.send(ranks, number)
+
+    def send_groups(self, number: int) -> list[int]:
+        """Send a signal to the process groups of all ranks; return the ranks that get none."""
+        return self._processes.send_groups(number)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill the sessions of workers, grandchildren included."""
+        self._processes.kill(ranks)
+
+    def stop(self) -> None:
+        """Stop the sessions of all workers."""
+        self._stopped |= self._processes.stop()
+
+    def resume(self) -> None:
+        """Continue what `stop` has stopped."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def abort(self, generation: int | None = None) -> None:
+        """Wake all ranks that wait in shared memory, of one generation or of all."""
+        self._sharing.abort(generation)
+
+    def note(self, ranks: Iterable[int]) -> None:
+        """Request the stacks that the report shows; a rank is asked only once."""
+        self._stacks.note(ranks)
+
+    def await_noted(self, limit_s: float) -> None:
+        """Wait for these stacks: a process that has ended answers no more."""
+        self._stacks.await_noted(limit_s)
+
+    def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
+        """Request the stack of a rank."""
+        return self._stacks.ask(rank, all_threads=all_threads)
+
+    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
+        """Return the answer to a request; None before it arrives, empty without a request."""
+        return self._stacks.answer(asked, is_last=is_last)
+
+    def place_now(self, rank: int) -> str:
+        """Return where a rank stands, in one line, or an empty text after a moment."""
+        return self._stacks.place_now(rank)
+
+    def pid(self, rank: int) -> int:
+        """Return the number of a process; -1 before it starts."""
+        return self._stacks.pid(rank)
+
+    def close(self) -> Iterator[Event]:
+        """Kill what still runs, and yield what it wrote."""
+        self._stacks.read_noted()
+        yield from self._processes.close()
+        self._sharing.close()
+
+
+def _torch_environment() -> dict[str, str]:
+    """Return the variables by which torch.distributed meets, with a free port.
+
+    The port may be taken before rank 0 listens; nothing else in the launcher guesses a port.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

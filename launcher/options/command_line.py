@@ -1,0 +1,206 @@
+"""Reading the command line: our options, and the program with its arguments.
+
+argparse reads values and prints errors. This module finds the border between our options and those
+of the program: `argparse.REMAINDER` treats `--` and options before it differently between versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from syncvar.core import exit_codes
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import nearest
+from syncvar_launcher.options.option_help import help_text, hosts_help_text, version_text
+from syncvar_launcher.options.option_table import (
+    BY_FLAG,
+    BY_OFF_FLAG,
+    OPTIONS,
+    OTHER_FLAGS,
+    PROGRAM,
+    Option,
+)
+from syncvar_launcher.options.option_values import read_stats, read_variables
+from syncvar_launcher.options.worker_environment import check_assignment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)
+_TEXTS: dict[str, Callable[[], str]] = {
+    "-h": help_text,
+    "--help": help_text,
+    "--help-hosts": hosts_help_text,
+    "--version": version_text,
+}
+_NOTHING_TO_RUN = {
+    "script": "nothing to run: give a script, -m module or --no-python command",
+    "module": "-m needs the name of a module",
+    "command": "--no-python needs a command",
+}
+
+
+class CommandLine(NamedTuple):
+    """A command line in its parts.
+
+    Args:
+        values: The checked values of the options on it, by key.
+        kind: "script", "module" or "command".
+        words: The script, module or command with its arguments; may be empty.
+    """
+
+    values: dict[str, Any]
+    kind: str
+    words: list[str]
+
+    def check_target(self, folder: Path, *, may_be_empty: bool, is_local: bool) -> None:
+        """End with a usage error if there is nothing to run, or no such script."""
+        if not self.words and not may_be_empty:
+            usage_error(_NOTHING_TO_RUN[self.kind])
+        if self.words and self.kind == "script" and is_local:
+            _check_script(self.words[0], folder)
+
+
+def usage_error(message: str) -> NoReturn:
+    """End with the exit code for a wrong command line, after a message on standard error."""
+    sys.stderr.write(f"{PROGRAM}: {message}\nSee {PROGRAM} --help.\n")
+    sys.exit(exit_codes.USAGE)
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read a command line without the program's name; end after `--help` and on errors."""
+    ours: list[str] = []
+    rest = list(argv)
+    while rest:
+        target = _target_of(rest)
+        if target is not None:
+            return CommandLine(_values_of(ours), *target)
+        ours.append(_take_option(rest))
+    return CommandLine(_values_of(ours), "script", [])
+
+
+def _target_of(rest: list[str]) -> tuple[str, list[str]] | None:
+    """Return what to run if the next argument begins it, else None."""
+    first = rest[0]
+    if first == "--":
+        return "script", rest[1:]
+    if not first.startswith("-") or first == "-":
+        return "script", rest
+    if first == "--no-python":
+        return "command", rest[2:] if rest[1:2] == ["--"] else rest[1:]
+    if first == "-m":
+        return "module", rest[1:]
+    if (
+        first.startswith("-m")
+        and first[2:].replace(".", "").replace("_", "").isalnum()
+        and not _migration_hint(first.partition("=")[0])
+    ):
+        return "module", [first[2:], *rest[1:]]
+    return None
+
+
+def _take_option(rest: list[str]) -> str:
+    """Remove an option with its value from the arguments; return both as one argument."""
+    argument = rest.pop(0)
+    if argument in _TEXTS:
+        sys.stdout.write(_TEXTS[argument]())
+        sys.exit(0)
+    name, equals, value = argument.partition("=")
+    if name not in _FLAGS and (hint := _migration_hint(name)):
+        usage_error(f"unknown option {name}: {hint}")
+    if name not in _FLAGS and argument[:2] in BY_FLAG and argument[1] != "-":
+        name, equals, value = argument[:2], "=", argument[2:]  # -n4
+    option = BY_FLAG.get(name) or BY_OFF_FLAG.get(name)
+    if option is None:
+        usage_error(f"unknown option {name}{nearest(name, _FLAGS)}")
+    if option.is_switch:
+        if equals:
+            usage_error(f"{name} takes no value")
+        return name
+    if option.read is read_stats and not equals:
+        equals, value = "=", "yes"
+    if not equals:
+        if not rest:
+            usage_error(f"{name} needs a value: {name} {option.metavar}")
+        value = rest.pop(0)
+    # One argument, so that argparse does not take a value with a dash for an option. The long
+    # flag, because -n=4 would make the sign part of the value.
+    return f"{option.flags[-1]}={value}"
+
+
+def _migration_hint(name: str) -> str:
+    """Return what replaces an option of another launcher; empty for an option of none."""
+    if name in _FLAGS:
+        return ""
+    from syncvar.core.migration_hints import explained  # only unknown options need it
+
+    return explained("option", name)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        usage_error(message)
+
+
+def _values_of(arguments: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(prog=PROGRAM, allow_abbrev=False, add_help=False)
+    for option in OPTIONS:
+        if option.is_switch:
+            parser.add_argument(*option.flags, dest=option.key, action="store_const", const=True)
+            off = option.off_flag
+            parser.add_argument(off, dest=option.key, action="store_const", const=False)
+        else:
+            action = "append" if option.read is read_variables else "store"
+            read = _ArgumentReader(option)
+            parser.add_argument(*option.flags, dest=option.key, action=action, type=read)
+    values = vars(parser.parse_args(arguments))
+    return {key: value for key, value in values.items() if value is not None}
+
+
+class _ArgumentReader:
+    """The reader of an option with the exceptions that argparse expects."""
+
+    def __init__(self, option: Option) -> None:
+        self._option = option
+
+    def __call__(self, text: str) -> Any:
+        try:
+            if self._option.read is not read_variables:
+                return self._option.value(text, is_text=True)
+            check_assignment(text)  # the shell has split the words already
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+
+def _check_script(script: str, folder: Path) -> None:
+    path = folder / script
+    if _is_interpreter(path):
+        usage_error(
+            f"{script} is no script: leave out {script}, because the launcher starts Python by "
+            f"itself: {PROGRAM} --workers 2 train.py"
+        )
+    if path.exists():
+        return
+    try:
+        names = sorted(item.name for item in path.parent.iterdir())
+    except OSError:
+        names = []
+    usage_error(
+        f"there is no script {script} in {folder}{nearest(Path(script).name, names)}; "
+        "a module is started with -m, a command with --no-python"
+    )
+
+
+def _is_interpreter(path: Path) -> bool:
+    """Return whether a path names Python: a program of that name, or no file at all."""
+    if path.name.rstrip("0123456789.") not in ("python", "pypy"):
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return not path.exists()

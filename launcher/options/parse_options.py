@@ -1,0 +1,279 @@
+"""From command line, environment and TOML file to `LaunchOptions`.
+
+A value comes from the command line, else from the environment (`SYNCVAR_LAUNCH_<OPTION>`, and
+`SYNCVAR_<SETTING>` for settings of the runtime), else from the tables [launch] and [runtime] of a
+TOML file, else it is the default. `origin` keeps where each value came from for `--dry-run`.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncvar.core.environment import PREFIX
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import RuntimeConfig
+from syncvar_launcher.options.command_line import read_command_line
+from syncvar_launcher.options.config_file import read_config_file, read_value, setting_hint
+from syncvar_launcher.options.join_options import JoinOptions, host_count_of
+from syncvar_launcher.options.launch_options import (
+    HostOptions,
+    LaunchOptions,
+    LimitOptions,
+    OutputOptions,
+    ProgramOptions,
+    RankOptions,
+)
+from syncvar_launcher.options.option_table import BY_VARIABLE, LAUNCH_PREFIX, OPTIONS
+from syncvar_launcher.options.worker_environment import variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from syncvar_launcher.options.allocated_hosts import Allocation
+    from syncvar_launcher.options.hostfile import Host
+
+_KEY_FILE = ".syncvar-key"
+_LAYERS = ("default", "file", "environment", "command line")
+_PATH_SETTINGS = ("trace", "auto_log", "auto_replay")
+
+# The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
+# breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
+# job ends, and a failed job must end.
+_DEBUG_SETTINGS: dict[str, Any] = {
+    "rendezvous_timeout_s": math.inf,
+    "handshake_timeout_s": math.inf,
+    "suspect_after_s": math.inf,
+    "lost_after_s": math.inf,
+    "stall_warning_s": math.inf,
+    "collective_timeout_s": math.inf,
+    "check_shm": "on",
+}
+
+
+def parse(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: str | Path,
+    find_allocation: Callable[[Mapping[str, str]], Allocation | None] | None = None,
+) -> LaunchOptions:
+    """Read a command line, the environment and the file that they name.
+
+    Everything after the script, module or command belongs to it and stays unread.
+
+    Args:
+        argv: The arguments without the program's name.
+        environ: The environment of the launcher.
+        cwd: The folder to which relative paths are relative.
+        find_allocation: Finds the job of a scheduler in the environment; None for no scheduler.
+
+    Example:
+        >>> words = ["-n", "2", "-m", "train", "-n", "3"]
+        >>> options = parse(words, {"SYNCVAR_LAUNCH_OUTPUT": "first"}, "/")
+        >>> options.ranks.workers, options.program.target, options.program.args
+        (2, 'train', ('-n', '3'))
+        >>> options.origin["workers"], options.origin["output"], options.origin["bind"]
+        ('command line', 'environment', 'default')
+    """
+    base = Path(cwd)
+    line = read_command_line(argv)
+    layers = _Layers(line.values, environ, base)
+    values, origin = layers.values, layers.origin
+
+    join = _join_options(layers, environ)
+    join.validate(origin, line.words)
+    hosts = _host_options(layers, environ, find_allocation)
+    _apply_color_variables(values, origin, environ)
+    runtime = _runtime(layers, environ)
+    if values["debug"] is not None:
+        runtime = _with_debug_settings(runtime, origin)
+    program = ProgramOptions(
+        kind=line.kind,
+        target=line.words[0] if line.words else "",
+        args=tuple(line.words[1:]),
+        **{**layers.fields("program"), "cwd": layers.path("cwd") or base},
+    )
+    options = LaunchOptions(
+        program=program,
+        ranks=RankOptions(**layers.fields("ranks")),
+        hosts=hosts,
+        join=join,
+        output=OutputOptions(**layers.fields("output")),
+        limits=LimitOptions(**layers.fields("limits")),
+        runtime=runtime,
+        origin=origin,
+    )
+    options.validate()
+    line.check_target(
+        program.cwd, may_be_empty=join.address is not None, is_local=not options.has_hosts
+    )
+    return options
+
+
+class _Layers:
+    """The values of all options from all sources, and where each came from.
+
+    Attributes:
+        base: The folder to which paths are relative.
+        line: The values of the command line, by key.
+        values: The values that count, by key.
+        origin: The source of each.
+        file_settings: The runtime settings of the file.
+    """
+
+    def __init__(self, line: dict[str, Any], environ: Mapping[str, str], base: Path) -> None:
+        self.base = base
+        self.line = line
+        self.values: dict[str, Any] = {}
+        self.origin: dict[str, str] = {}
+        variables_layer = _environment_layer(environ)
+        path = line.get("config") or variables_layer.get("config")
+        file_layer, self.file_settings = read_config_file(base / path) if path else ({}, {})
+        layers = zip(_LAYERS[1:], (file_layer, variables_layer, line), strict=True)
+        self._merge(tuple(layers), environ)
+        for key in ("config", "log_dir", "events"):
+            self.values[key] = self.path(key)
+        stats = self.values["stats"]
+        self.values["stats"] = base / stats if isinstance(stats, str) else bool(stats)
+
+    def _merge(self, layers: Any, environ: Mapping[str, str]) -> None:
+        env: dict[str, str] = {}
+        for option in OPTIONS:
+            if option.setting:
+                continue
+            self.values[option.key], self.origin[option.key] = option.default, "default"
+            for source, layer in layers:
+                if option.key not in layer:
+                    continue
+                self.values[option.key], self.origin[option.key] = layer[option.key], source
+                if option.key == "env":
+                    chosen = variables(layer["env"], environ, source)
+                    env |= chosen
+                    self.origin |= {f"env.{name}": source for name in chosen}
+        self.values["env"] = env
+
+    def path(self, key: str) -> Path | None:
+        """Return the absolute path that an option names, or None."""
+        text = self.values[key]
+        return None if text is None else self.base / text
+
+    def fields(self, section: str) -> dict[str, Any]:
+        """Return the fields of one record with their values."""
+        return {one.field_name: self.values[one.key] for one in OPTIONS if one.section == section}
+
+
+def _environment_layer(environ: Mapping[str, str]) -> dict[str, Any]:
+    for name in environ:
+        if name.startswith(LAUNCH_PREFIX) and name not in BY_VARIABLE:
+            key = name.removeprefix(LAUNCH_PREFIX).lower()
+            raise ConfigError(f"unknown variable {name}{setting_hint(key, name, BY_VARIABLE)}")
+    return {
+        option.key: read_value(option, environ[name], name, is_text=True)
+        for name, option in BY_VARIABLE.items()
+        if name in environ
+    }
+
+
+def _join_options(layers: _Layers, environ: Mapping[str, str]) -> JoinOptions:
+    fields = layers.fields("join")
+    default = Path(environ.get("HOME", "/")) / _KEY_FILE
+    fields["key_file"] = layers.path("key_file") or default
+    is_counted = fields["listen"] is not None and fields["address"] is None
+    count = host_count_of(layers.values["hosts"]) if is_counted else None
+    return JoinOptions(**fields, host_count=count)
+
+
+def _host_options(
+    layers: _Layers,
+    environ: Mapping[str, str],
+    find_allocation: Callable[[Mapping[str, str]], Allocation | None] | None,
+) -> HostOptions:
+    """Return the options for hosts; also set workers and the origins of both from the hosts."""
+    values, origin = layers.values, layers.origin
+    is_searched = (
+        values["allocation"] == "auto"
+        and values["fake_hosts"] == 1
+        and values["listen"] is None
+        and values["join"] is None
+    )
+    job = find_allocation(environ) if is_searched and find_allocation is not None else None
+    entries: tuple[Host, ...] = ()
+    notices: tuple[str, ...] = ()
+    has_names = any(values[key] is not None for key in ("hosts", "hostfile", "include", "exclude"))
+    if values["listen"] is None and (has_names or job is not None):
+        from syncvar_launcher.options.host_selection import select_hosts  # only several hosts
+
+        entries, notices = select_hosts(values, layers.base, job)
+    if values["hostfile"] is not None:
+        origin["hosts"] = origin["hostfile"]
+    elif job is not None and values["hosts"] is None:
+        origin["hosts"] = entries[0].origin
+        if len(entries) == 1 and entries[0].name == job.here:  # the same as on one host
+            if origin["workers"] == "default":
+                values["workers"], origin["workers"] = entries[0].slots, entries[0].origin
+            entries, job = (), None
+    if origin["ssh"] != "default" or values["ssh_always"]:
+        job = None  # ssh leads to its hosts
+    if (entries or values["listen"] is not None) and origin["workers"] == "default":
+        values["workers"] = 0  # all slots, as many as they turn out to be
+    fields = {**layers.fields("hosts"), "entries": entries, "ssh": _split_words(values["ssh"])}
+    return HostOptions(**fields, notices=notices, scheduled=job)
+
+
+def _split_words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"--ssh {text}: it cannot be split into words: {error}") from None
+
+
+def _apply_color_variables(
+    values: dict[str, Any], origin: dict[str, str], environ: Mapping[str, str]
+) -> None:
+    # As no-color.org asks: these variables count unless our own option or variable is set.
+    if origin["color"] in ("command line", "environment"):
+        return
+    if environ.get("NO_COLOR"):
+        values["color"], origin["color"] = "never", "environment"
+    elif environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        values["color"], origin["color"] = "always", "environment"
+
+
+def _runtime(layers: _Layers, environ: Mapping[str, str]) -> RuntimeConfig:
+    origin, values = layers.origin, dict(layers.file_settings)
+    origin |= dict.fromkeys(RuntimeConfig.names(), "default") | dict.fromkeys(values, "file")
+    for name in RuntimeConfig.names():
+        variable = PREFIX + name.upper()
+        if variable in environ:
+            try:
+                config = RuntimeConfig.from_mapping({variable: environ[variable]})
+            except ConfigError as error:
+                raise ConfigError(f"{variable}: {error}") from None
+            values[name], origin[name] = getattr(config, name), "environment"
+    for option in OPTIONS:
+        if option.setting and option.key in layers.line:
+            value = layers.line[option.key]
+            values[option.setting] = ("on" if value else "off") if option.is_switch else value
+            origin[option.setting] = "command line"
+    runtime = RuntimeConfig(**values).consistent()
+    if runtime.uses_mpi:
+        raise ConfigError(
+            f"transport {runtime.transport} is for processes of MPI, and syncvar-launch starts "
+            "none: start the script with mpirun"
+        )
+    paths: dict[str, Any] = {
+        name: str(layers.base / getattr(runtime, name))
+        for name in _PATH_SETTINGS
+        if getattr(runtime, name)
+    }
+    return runtime.replaced(**paths)
+
+
+def _with_debug_settings(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:
+    # A setting from a source nearer to the command line than `--debug` keeps its value.
+    below = _LAYERS[: _LAYERS.index(origin["debug"])]
+    values = {name: value for name, value in _DEBUG_SETTINGS.items() if origin[name] in below}
+    origin |= dict.fromkeys(values, origin["debug"])
+    return runtime.replaced(**values)

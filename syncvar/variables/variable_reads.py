@@ -1,0 +1,117 @@
+"""Reads of a variable: of the local copy, of all copies combined, or of one other replica's copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.collectives.reduce_args import prepared_reduction
+from syncvar.core.errors import DeadlineExceeded, MismatchError, PeerLost, SyncvarError
+from syncvar.variables.collective_requests import request_of
+from syncvar.variables.persistent_access import prepared_read, sealed
+from syncvar.variables.policy import AccessKind, CallContext, Travel, VariableSynchronization
+from syncvar.variables.remote_read import checked_replica, fetch, with_absent
+from syncvar.variables.replica_call import combine
+from syncvar.variables.scope import context_here
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.variables.variable_state import VariableState
+
+_SUMS = (Travel.SUM, Travel.MEAN)
+
+
+def read_value(state: VariableState, *, copy: bool) -> NDArray[Any]:
+    """Return the value: by the cached read if there is one, else by the policy table."""
+    try:
+        value = state.look(copy)
+    except (MismatchError, DeadlineExceeded, PeerLost) as error:
+        _advise_reader(state, AccessKind.READ, error)
+        raise
+    return read(state, AccessKind.READ, copy=copy) if value is None else value
+
+
+def read(state: VariableState, operation: AccessKind, *, copy: bool = True) -> NDArray[Any]:
+    """Return the value as the policy table says, and cache how to read it in this context."""
+    where = operation, context_here(state.owner)
+    cached = state.reading.get(where)
+    if cached is None and state.decide(operation).travel is Travel.NOTHING:
+        cached = state.reading[where] = state.storage.read
+    state.flush()
+    state.count_read()
+    try:
+        value = None if cached is None else cached(copy)
+        return _read_together(state, where) if value is None else value
+    except (MismatchError, DeadlineExceeded, PeerLost) as error:
+        _advise_reader(state, operation, error)
+        raise
+
+
+def read_from(state: VariableState, rank: int) -> NDArray[Any]:
+    """Return the copy of one replica."""
+    action = state.decide(AccessKind.READ_FROM)
+    state.flush()
+    what = f"read_from({rank!r}) of variable {state.name!r}"
+    replica = checked_replica(rank, state.replicas, what)
+    state.count_read()
+    if action.travel is Travel.QUESTION and replica != state.owner.communicator.home_rank:
+        return fetch(state.owner, state.namespace, state.name, replica, what)
+    return state.storage.expose()
+
+
+def _read_together(
+    state: VariableState, where: tuple[AccessKind, CallContext | None]
+) -> NDArray[Any]:
+    """Read by a collective of all replicas, and cache the next read."""
+    owner, operation = state.owner, where[0]
+    communicator = owner.communicator
+    array, held = state.storage.held()  # while `held` is referenced, nobody writes to `array`
+    action = state.decide(operation)
+    travel = action.travel
+    what = (
+        f"{operation.value} of {state.synchronization.name} variable {state.name!r} "
+        "(collective on every replica; local_value() is not)"
+    )
+
+    def operand() -> NDArray[Any]:
+        if travel in _SUMS:
+            state.check_sum(state.describe(operation))
+        return array
+
+    is_on_read = state.synchronization is VariableSynchronization.ON_READ
+    if communicator.uneven is not None and is_on_read:
+        communicator.roll(what, owner.timeout)
+        if len(communicator.whole) > communicator.size:
+            together = with_absent(owner, state.namespace, state.name, operand(), travel, what)
+            return sealed(together)
+    value = combine(state, action, what, operand, request_of)
+    del held
+    if travel is Travel.MEETING:
+        return state.storage.expose()
+    if travel in _SUMS:
+        op = "sum" if travel is Travel.SUM else "mean"
+        call = prepared_reduction(communicator, array, op, what, owner.reproducible)
+        if call is not None:
+            cached, look = prepared_read(owner, state.storage, state.tally, call)
+            state.reading[where] = cached
+            if operation is AccessKind.READ and state.queue is None:
+                state.look = look
+    return sealed(value)
+
+
+def _advise_reader(state: VariableState, operation: AccessKind, error: SyncvarError) -> None:
+    """Extend the error of a collective read: perhaps only some ranks have read."""
+    if isinstance(error, PeerLost) and error.reason != "finished":
+        return
+    name = state.name
+    is_read = operation is AccessKind.READ
+    doing, method = ("Reading", "numpy") if is_read else ("sync() of", "sync")
+    advice = (
+        f"\n{doing} {state.synchronization.name} {name!r} is collective: every replica has to take "
+        "part. Read on every rank, and use it where you like:\n"
+        f"    value = {name}.{method}()\n    if sv.rank() == 0: print(value)\n"
+        f"or take this replica's copy, which needs no other:\n    {name}.local_value()"
+    )
+    text = str(error)
+    if advice not in text:
+        error.args = (text + advice,)

@@ -1,0 +1,342 @@
+"""Writes of a variable by the policy table: `assign`, its increments, and the scatter operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives import nan_check
+from syncvar.collectives.reduce_args import prepared_reduction
+from syncvar.core.errors import ConfigError
+from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.runtime.communicator import fingerprint
+from syncvar.variables.array_protocol import ArrayProtocol
+from syncvar.variables.coercion import number_array, operand_array
+from syncvar.variables.collective_requests import request_of, rows_request
+from syncvar.variables.persistent_access import WriteResult, prepared_write, unprepared
+from syncvar.variables.policy import (
+    AccessKind,
+    CallContext,
+    Effect,
+    Travel,
+    VariableSynchronization,
+)
+from syncvar.variables.replica_call import combine
+from syncvar.variables.row_updates import RowSelection, applied, checked_rows
+from syncvar.variables.scope import context_here, context_of
+from syncvar.variables.shared_copy import SharedCopy, written_once
+from syncvar.variables.storage import being_written
+from syncvar.variables.variable_state import UFUNCS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.variables.deferred_writes import WriteQueue
+    from syncvar.variables.variable_state import VariableState
+
+_SUMS = (Travel.SUM, Travel.MEAN)
+_NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
+
+
+def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> None:
+    """Finish a write that the cached write has not finished.
+
+    Args:
+        state: The variable.
+        operation: ASSIGN, ASSIGN_ADD or ASSIGN_SUB.
+        x: The operand.
+        result: What the cached write has returned.
+    """
+    if result == WriteResult.STORED_AND_SAMPLE:
+        state.sample_deferral()
+        return
+    queue = state.queue
+    if queue is not None:
+        if _is_deferrable(state, operation):
+            state.check_replicas()
+            _defer(state, queue, operation, x)
+            return
+        state.flush()
+    WriteOp(state, operation, x).run()
+
+
+def checked_operand(
+    target: Any, operation: AccessKind, x: Any, *, is_reduced: bool
+) -> NDArray[Any]:
+    """Return the operand of a write as an array of the variable's shape and dtype.
+
+    Args:
+        target: The variable or its state: `name`, `shape`, `dtype` and `aggregation`.
+        operation: The write.
+        x: The operand.
+        is_reduced: The replicas sum their operands.
+
+    Raises:
+        ConfigError: Wrong shape or dtype.
+    """
+    what = f"{operation.value} of variable {target.name!r}"
+    dtype, shape = target.dtype, target.shape
+    is_bool = dtype.kind == "b"
+    if type(x) is np.ndarray and x.dtype == dtype and x.shape == shape and not is_bool:
+        nan_check.look(x, what)
+        return x
+    if is_bool and operation is not AccessKind.ASSIGN:
+        raise ConfigError(
+            f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
+        )
+    if is_reduced:
+        target.check_sum(what)
+    array = operand_array(_value_of(x), shape, dtype, what)
+    nan_check.look(array, what)
+    return array
+
+
+def _value_of(x: Any) -> Any:
+    return x.read_value() if isinstance(x, ArrayProtocol) else x
+
+
+# -- deferred increments ---------------------------------------------------------------------------
+
+
+def _is_deferrable(state: VariableState, operation: AccessKind) -> bool:
+    """Return whether this write, here and now, is an increment that the replicas combine."""
+    known = state.increments.get(operation.value)
+    if known is not None and context_here(state.owner) is known[0]:
+        return True
+    if operation is AccessKind.ASSIGN or state.storage.is_shared:
+        return False
+    travel = state.decide(operation).travel
+    if travel not in _SUMS:
+        return False
+    op = "sum" if travel is Travel.SUM else "mean"
+    digest = fingerprint(state.name, operation.value, op, state.dtype.name, state.shape)
+    context = context_of(state.owner, operation.value)
+    state.increments[operation.value] = context, op, digest
+    return True
+
+
+def _defer(state: VariableState, queue: WriteQueue, operation: AccessKind, x: Any) -> None:
+    """Queue an increment. The queue also carries a rejected one, so that the others learn of it."""
+    context, op, digest = state.increments[operation.value]
+    tally = state.tally
+    tally.added += 1
+    state.count_step()  # counts rejected increments too, as `added` does
+    try:
+        array = checked_operand(state, operation, x, is_reduced=True)
+    except Exception as error:
+        queue.refuse(state, operation, op, digest, f"{type(error).__name__}: {error}")
+        raise
+    tally.writes += 1
+    queue.add(state, operation, op, digest, array)
+    if context is CallContext.SPMD and state.is_counted:
+        state.sample_deferral()
+
+
+# -- writes by the policy table --------------------------------------------------------------------
+
+
+class ReplicaWrite:
+    """One write by the policy table: `operand` checks the input, `store` applies the result.
+
+    Args:
+        state: The variable.
+        operation: The write.
+    """
+
+    is_in_place = False  # the collective itself writes the copy
+
+    def __init__(self, state: VariableState, operation: AccessKind) -> None:
+        self.state, self.operation = state, operation
+        self.action = state.decide(operation)
+        self.what = state.describe(operation)
+
+    def request(self) -> Any:
+        """Return the function that builds the collective from the input."""
+        return request_of
+
+    def operand(self) -> Any:
+        """Return the checked input of this replica."""
+        raise NotImplementedError
+
+    def store(self, together: Any) -> None:
+        """Apply the result of the collective to the copy."""
+        raise NotImplementedError
+
+    def execute(self) -> None:
+        """Make the write."""
+        state, action, storage = self.state, self.action, self.state.storage
+        is_on_read = state.synchronization is VariableSynchronization.ON_READ
+        if is_on_read and action.travel is not Travel.NOTHING:
+            state.owner.communicator.require_all(self.what)
+        if isinstance(storage, SharedCopy) and not storage.is_staging:
+            with written_once(state.owner, [storage]):
+                self.execute()
+            return
+        is_unchecked = action.travel is Travel.SAME and not state.owner.check_cross_writes
+        is_local = action.travel is Travel.NOTHING or (
+            is_unchecked and action.effect is not Effect.SPLIT_ANEW
+        )
+        if is_local:
+            state.count_step()  # also if `operand` raises: no other replica notices that
+            together = self.operand()
+        elif not self.is_in_place:
+            together = self._combine()
+        elif state.replicas == 1:
+            with storage:
+                together = self._combine()
+        else:
+            with being_written(state.owner.communicator, self.what, (storage,)):
+                together = self._combine()
+        if not is_local:
+            state.count_step()
+        self.store(together)
+        state.tally.writes += 1
+
+    def _combine(self) -> Any:
+        return combine(self.state, self.action, self.what, self.operand, self.request())
+
+
+class WriteOp(ReplicaWrite):
+    """`assign`, `assign_add` or `assign_sub` by the policy table.
+
+    Args:
+        state: The variable.
+        operation: The write.
+        x: The operand.
+    """
+
+    def __init__(self, state: VariableState, operation: AccessKind, x: Any) -> None:
+        super().__init__(state, operation)
+        state.check_replicas()
+        self._x = _value_of(x)
+        self._ufunc = UFUNCS[operation]
+        self._is_reduced = self.action.travel in _SUMS
+        self.is_in_place = self._is_reduced and self.action.effect is not Effect.SHARE
+        self._op = "sum" if self.action.travel is Travel.SUM else "mean"
+
+    def run(self) -> None:
+        """Make the write, and cache the next one."""
+        state, operation = self.state, self.operation
+        cached = state.prepared[operation]
+        if self.is_in_place and cached is not unprepared:
+            array = self._plain_operand()
+            result: int = WriteResult.FALLBACK
+            if array is not None:
+                result = cached(array, is_seen=True)
+            if result == WriteResult.STORED_AND_SAMPLE:
+                state.sample_deferral()
+            if result != WriteResult.FALLBACK:
+                return
+        self.execute()
+        if not self.is_in_place:
+            return
+        is_counted = state.is_counted and operation is not AccessKind.ASSIGN
+        if cached is unprepared and not state.storage.is_shared:
+            self._prepare_next_write(is_counted=is_counted)
+        if is_counted:
+            state.tally.added += 1
+            if context_here(state.owner) is CallContext.SPMD:
+                state.sample_deferral()
+
+    def _prepare_next_write(self, *, is_counted: bool) -> None:
+        state = self.state
+        owner, storage = state.owner, state.storage
+        call = prepared_reduction(
+            owner.communicator, storage.array, self._op, self.what, owner.reproducible, self._ufunc
+        )
+        if call is not None:
+            state.prepared[self.operation] = prepared_write(
+                owner, storage, state.tally, call, counts=is_counted
+            )
+
+    def _plain_operand(self) -> NDArray[Any] | None:
+        """Return the operand of a cached write; None if the slow path has to reject it."""
+        state = self.state
+        number = None if state.shape else number_array(self._x, state.dtype)
+        if number is not None:
+            return number
+        try:
+            with quiet():
+                return checked_operand(state, self.operation, self._x, is_reduced=True)
+        except Exception:
+            return None
+
+    def request(self) -> Any:
+        """Return the function that builds the collective from the input."""
+        return self._in_place_request if self.is_in_place else request_of
+
+    def _in_place_request(self, *arguments: Any, **options: Any) -> Any:
+        # Keeps the old content: the replicas may disagree.
+        out = self.state.storage.writable()
+        return request_of(*arguments, **options, out=out, apply=self._ufunc)
+
+    def operand(self) -> NDArray[Any]:
+        """Return the checked input of this replica."""
+        state = self.state
+        if state.dtype.kind == "b" and self.action.effect is Effect.SHARE:
+            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+        array = checked_operand(state, self.operation, self._x, is_reduced=self._is_reduced)
+        if self.is_in_place or not self._is_reduced:
+            return array
+        # Half types are summed in float32, and rounded once after the copy was added.
+        return array.astype(reduction("sum", array.dtype).accumulate, copy=False)
+
+    def store(self, together: NDArray[Any]) -> None:
+        """Apply the result of the collective to the copy."""
+        if self.is_in_place:
+            return  # the collective has written the copy
+        state, ufunc = self.state, self._ufunc
+        if self.action.effect is Effect.SHARE:
+            together = state.share(together)
+        with state.storage, np.errstate(over="ignore", invalid="ignore"):
+            target = state.storage.writable(keep=ufunc is not None)
+            if ufunc is None:
+                target[...] = together
+            else:
+                ufunc(target, together, out=target, casting="same_kind")
+
+
+class ScatterOp(ReplicaWrite):
+    """A write of rows by the policy table.
+
+    Args:
+        state: The variable.
+        operation: The scatter operation.
+        indices: Row numbers.
+        values: Values of the rows.
+    """
+
+    def __init__(
+        self, state: VariableState, operation: AccessKind, indices: Any, values: Any
+    ) -> None:
+        super().__init__(state, operation)
+        state.check_replicas()
+        state.flush()
+        self._indices, self._values = _value_of(indices), _value_of(values)
+        self._is_split = self.action.effect is Effect.SPLIT_ANEW
+
+    def request(self) -> Any:
+        """Return the function that builds the collective from the input."""
+        return rows_request
+
+    def operand(self) -> tuple[NDArray[Any], RowSelection]:
+        """Return the checked input of this replica."""
+        state = self.state
+        if self._is_split and state.dtype.kind == "b":
+            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+        copy = state.storage.expose() if self._is_split else state.storage.array
+        rows = checked_rows(
+            self.operation, self._indices, self._values, state.shape, state.dtype, self.what
+        )
+        return copy, rows
+
+    def store(self, together: tuple[NDArray[Any], RowSelection]) -> None:
+        """Apply the result of the collective to the copy."""
+        state, (total, rows) = self.state, together
+        is_mean = self.action.travel is Travel.MEAN_ROWS
+        divisor = state.owner.communicator.size if is_mean else 1
+        with state.storage:
+            copy = total if self._is_split else state.storage.array
+            changed = applied(self.operation, copy, rows, divisor=divisor)
+            state.keep(state.share(changed) if self._is_split else changed)
