@@ -92,14 +92,7 @@ def _move(
     )
     if fits_slots(count * itemsize * most, are_native=True):
         return ", side by side", lower_move(move, TransferPath.SLOTS)
-<<<<<<< HEAD
     readers = 1 if collective == "broadcast" else size - 1
     if not move.folds and is_worth_reading(count * itemsize, most, readers, are_native=True):
-        return ", of blocks that peers read in place", lower_move(move, TransferPath.LYING)
-=======
-    if not move.folds and is_worth_reading(
-        count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True
-    ):
-        return ", of blocks that are read where they lie", lower_move(move, TransferPath.DIRECT)
->>>>>>> h/programs
+        return ", of blocks that peers read in place", lower_move(move, TransferPath.DIRECT)
     return ", of ordinary arrays, with the C extension", lower_move(move, TransferPath.CELLS)
