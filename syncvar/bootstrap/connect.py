@@ -122,7 +122,7 @@ def _wired(
     fabric: Fabric | None,
     keeper: int | None,
 ) -> ProcessContext:
-    """Return the context of a rank with other ranks: control channel, transport and shared memory."""
+    """Return the context of a rank with others: control channel, transport and shared memory."""
     import zmq
 
     from syncvar.core.network import tcp_endpoint

@@ -24,8 +24,10 @@ def give_exit_codes() -> None:
         _before.append(hook_exceptions(_end))
 
 
-def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    _before[0](kind, error, trace)
+def _end(
+    error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    _before[0](error_type, error, trace)
     code = error_exit_code(error)
     if code != 1 and not is_interactive():
         raise SystemExit(code)  # the interpreter takes the code and writes nothing

@@ -108,9 +108,9 @@ def _settled(run: Callable[[list[str]], None]) -> None:
     except SystemExit as request:
         if request.code is not None and request.code != 0:
             raise
-    edge = sys.modules.get("syncvar.parameter_server.client.worker_session")
-    if edge is not None:
-        edge.settle_all()
+    sessions = sys.modules.get("syncvar.parameter_server.client.worker_session")
+    if sessions is not None:
+        sessions.settle_all()
 
 
 def add_folder(arguments: list[str]) -> None:

@@ -40,8 +40,8 @@ def engine_of(name: str | Engine) -> Engine:
             f"engine must be one of local, {', '.join(_ENGINES)}, or an object of sv.engines, not "
             f"{name!r:.100}"
         )
-    home, kind = _ENGINES[name]
-    make: Callable[[], Engine] = getattr(importlib.import_module(home), kind)
+    home, class_name = _ENGINES[name]
+    make: Callable[[], Engine] = getattr(importlib.import_module(home), class_name)
     return make()
 
 

@@ -31,7 +31,7 @@ Answer = tuple[bytes, memoryview]  # a description, and the bytes; nobody writes
 
 
 class GetRequest:
-    """A remote get that waits for its answer; it has the attributes that the engine's `wait` needs."""
+    """A remote get that waits for its answer; it is an `Awaited`."""
 
     __slots__ = (
         "_parts",

@@ -151,9 +151,9 @@ class SequenceTracker:
         with self._lock:
             passed = [(group, list(blocks)) for group, blocks in self._passed.items()]
         found = [
-            (-place, group, block)
+            (-position, group, block)
             for group, blocks in passed
-            for place, block in enumerate(reversed(blocks))
+            for position, block in enumerate(reversed(blocks))
         ]
         found.sort(key=lambda one: one[0])  # the newest block of each group last
         return [

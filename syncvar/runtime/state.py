@@ -214,9 +214,9 @@ class Core(AdmissionState):
         self.lock.release()
         self.driver = 0
 
-    def leave_errand(self, errand: Callable[[], None]) -> None:
+    def leave_errand(self, callback: Callable[[], None]) -> None:
         """Let the driver call a function, from any thread; call it now if no thread drives."""
-        self._errands.append(errand)
+        self._errands.append(callback)
         self.transport.wake()
         self.hand_over()
 
@@ -339,13 +339,13 @@ class Core(AdmissionState):
         """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
         group = operation.entry.told.group
-        place = self.recorder.numbers.text(operation.what, group, operation.call)
-        self.fall(error, place, but=operation)
+        location = self.recorder.numbers.text(operation.what, group, operation.call)
+        self.fall(error, location, but=operation)
 
-    def fall(self, error: BaseException, place: str, but: Awaited | None = None) -> None:
+    def fall(self, error: BaseException, location: str, but: Awaited | None = None) -> None:
         """Break the group because of an exception on this rank, and inform the other ranks."""
         if self.failure is None:
-            reason = f"interrupted by {type(error).__name__} in {place}"
+            reason = f"interrupted by {type(error).__name__} in {location}"
             self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
             self.tell_beside(
                 "broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[]

@@ -27,7 +27,7 @@ _OWN_SIZE = "SYNCVAR_WORLD_SIZE"
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class _Said(NamedTuple):
+class RankCounts(NamedTuple):
     """The numbers that are compared with another launcher."""
 
     rank: int
@@ -150,7 +150,11 @@ def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | No
 
 def _present(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
     """Return the launchers that are present, the innermost first."""
-    return [one for one in (kind(environ) for kind in ENGINES) if one.is_present()]
+    return [
+        one
+        for one in (environment_class(environ) for environment_class in ENGINES)
+        if one.is_present()
+    ]
 
 
 def _refusal(seen: str, workers: str, remedy: str) -> str:
@@ -177,11 +181,11 @@ def _compare_with_outer(
     size = outer.size()
     if not size or outer.rank not in outer.environ:
         return
-    said = _Said(whole(outer.environ, outer.rank), size)
+    counts = RankCounts(whole(outer.environ, outer.rank), size)
     if told.world_size < size:
-        _compare(told.source, told, outer.source(), said, ("world_size",))
+        _compare(told.source, told, outer.source(), counts, ("world_size",))
     if told.world_size == size and isinstance(inner, Torchrun) and not inner.is_torchrun:
-        _compare(told.source, told, outer.source(), said, ("rank",))
+        _compare(told.source, told, outer.source(), counts, ("rank",))
 
 
 def _compare(
