@@ -57,7 +57,7 @@ class RendezvousServer:
     ) -> None:
         self.coordinator = Coordinator(world_size, job_id, config, generation)
         self.servers = ServerTable(job_id, generation)
-        self._told_version = 0
+        self._sent_version = 0
         self._asking: dict[bytes, int] = {}  # peers that asked for the servers -> their hosts
         self.said: list[str] = []
         self.stalls: set[str] = set()
@@ -119,10 +119,10 @@ class RendezvousServer:
                 self.said.append(f"a control message was refused: {error}")
         self._note_closed()
         self._carry_out(self.coordinator.tick(now))
-        if self.servers.version != self._told_version:
-            self._told_version = self.servers.version
+        if self.servers.version != self._sent_version:
+            self._sent_version = self.servers.version
             for peer in self._asking:
-                self._tell_servers(peer)
+                self._send_servers(peer)
 
     def ended(self, rank: int, reason: str, now: float) -> None:
         """Inform the other ranks that a rank ended with an error."""
@@ -209,14 +209,14 @@ class RendezvousServer:
             self._refuse(peer, refused)
             return
         self._asking[peer] = message["host_index"]
-        self._tell_servers(peer)
+        self._send_servers(peer)
 
     def _refuse(self, peer: bytes, reason: str) -> None:
         self._send(
             peer, pack_message("refused", error="RendezvousError", reason=reason, missing=[])
         )
 
-    def _tell_servers(self, peer: bytes) -> None:
+    def _send_servers(self, peer: bytes) -> None:
         self._send(peer, self.servers.told(self._asking[peer]))
 
     def _send(self, peer: bytes, data: bytes) -> None:

@@ -438,7 +438,7 @@ class ProgressEngine(Core):
         return self._questions.expire(now, due)
 
     def _poll_control(self) -> None:
-        self.run_errands()
+        self.run_posted()
         self._heard = time.monotonic()
         while True:
             message = self.control.receive()
