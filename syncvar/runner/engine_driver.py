@@ -21,7 +21,7 @@ from syncvar.protocol.exception_codec import unpack_exception
 from syncvar.runner.call_parts import End, EnginePlace, packed, parts, unpacked
 
 if TYPE_CHECKING:
-    from syncvar.runner.base import Engine
+    from syncvar.runner.engines import Engine
 
 _log = logging.getLogger("syncvar")
 _LOOK_S = 1.0

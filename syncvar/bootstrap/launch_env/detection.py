@@ -14,7 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, whole
-from syncvar.bootstrap.launch_env.launcher_order import BY_HAND, ENGINES
+from syncvar.bootstrap.launch_env.kubernetes import IndexedJob
+from syncvar.bootstrap.launch_env.mpi_launchers import Horovod, Hydra, Mvapich, OpenMpi, Pmix
+from syncvar.bootstrap.launch_env.other_schedulers import Flux, Jsrun, Pals, Pbsdsh
+from syncvar.bootstrap.launch_env.slurm import Slurm
+from syncvar.bootstrap.launch_env.tf_config import TfConfig
 from syncvar.bootstrap.launch_env.torchrun import Torchrun
 from syncvar.core.errors import ConfigError
 
@@ -25,6 +29,25 @@ if TYPE_CHECKING:
 
 _OWN_SIZE = "SYNCVAR_WORLD_SIZE"
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+BY_HAND: tuple[type[LaunchEnvironment], ...] = (Torchrun, TfConfig)
+"""Launchers whose variables a user may have set by hand."""
+
+ENGINES: tuple[type[LaunchEnvironment], ...] = (
+    *BY_HAND,
+    Horovod,
+    OpenMpi,
+    Mvapich,
+    Hydra,
+    Pals,
+    Flux,
+    Jsrun,
+    Slurm,
+    Pmix,
+    Pbsdsh,
+    IndexedJob,
+)
+"""The innermost first, for instance mpirun under srun in a pod of Kubernetes."""
 
 
 class RankCounts(NamedTuple):
