@@ -75,16 +75,14 @@ class ProcessContext:
         self.is_forked = False
         self.process = os.getpid()
         self.uneven: object | None = None  # the current block of sv.uneven
-        self.extras: dict[
-            str, Any
-        ] = {}  # state of higher rooms: default strategy, names of variables
+        # State of higher rooms: default strategy, names of variables.
+        self.extras: dict[str, Any] = {}
         self._transport = transport
         self._control = control
         # rank 0's process runs the rendezvous, because there is no launcher
         self.is_kept_by_rank = False
-        self.ends_sockets: Callable[[], object] = lambda: (
-            None
-        )  # terminates ZeroMQ after the sockets are closed
+        # Terminates ZeroMQ after the sockets are closed.
+        self.ends_sockets: Callable[[], object] = lambda: None
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self.engine: ProgressEngine | None = None
         self.post: EndpointTable | None = None  # endpoints of messages between ranks of this host
@@ -133,9 +131,8 @@ class ProcessContext:
                 for rank, reason_of in roll["without_shm"].items()
                 if rank in self.local_ranks
             }
-            if (
-                without and self.shm is not None
-            ):  # one rank without shared memory disables it for its host
+            # One rank without shared memory disables it for its host.
+            if without and self.shm is not None:
                 self._release_shm()
                 rank, self.without_shm = next(iter(without.items()))
                 self.without_shm += f" (rank {rank})"

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
-_OF_THE_LAST = (
-    "left",
-    "verdict",
-)  # a rank that joins again may still receive news of its last generation
+# A rank that joins again may still receive news of its last generation.
+_OF_THE_LAST = ("left", "verdict")
 
 
 def answer_roll_call(

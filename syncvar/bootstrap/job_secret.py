@@ -56,9 +56,8 @@ def keys_of(
     """
     if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
         return None
-    secret = (
-        job_secret(environ) if secret is None else secret
-    )  # always read it, because that removes the variable
+    # Always read it, because that removes the variable.
+    secret = job_secret(environ) if secret is None else secret
     if config.encryption == "off":
         return None
     if secret is None:

@@ -139,9 +139,8 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
         f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them "
         "to come to sv.init()",
     )
-    comm.Set_errhandler(
-        mpi.ERRORS_RETURN
-    )  # mpi4py raises exceptions; otherwise MPI would end the job
+    # mpi4py raises exceptions; otherwise MPI would end the job.
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
     cards = MpiCards(Fabric(mpi, comm), config.rendezvous_timeout_s)
     everyone = cards.exchange(
         {"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)}

@@ -75,9 +75,8 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
                     stack_dump.stack_path(directory, rank if run is None else server_number(rank))
                 )
     word.announce_start()
-    register_exit(
-        word.goodbye
-    )  # registered first, so it runs last, after the user's handlers and shutdown
+    # Registered first, so it runs last, after the user's handlers and shutdown.
+    register_exit(word.goodbye)
     try:
         _settled(run or _run)
     except SystemExit as request:

@@ -50,12 +50,7 @@ def unpack_function(data: bytes, cells: Mapping[str, str]) -> Callable[..., Any]
     import cloudpickle
 
     for cell, source in cells.items():
-        linecache.cache[cell] = (
-            len(source),
-            None,
-            source.splitlines(keepends=True),
-            cell,
-        )
+        linecache.cache[cell] = (len(source), None, source.splitlines(keepends=True), cell)
     return cast("Callable[..., Any]", cloudpickle.loads(data))
 
 

@@ -68,9 +68,8 @@ class Dask:
         coming_s = timeout_s if self._is_again else min(_COMING_S, timeout_s)
         self._connect(workers)
         self._is_again = True
-        requests: dict[
-            tuple[str, str], Any
-        ] = {}  # worker (address, identity) -> future of its answer
+        # Worker (address, identity) -> future of its answer.
+        requests: dict[tuple[str, str], Any] = {}
         while True:
             found = self._workers()
             requests = {
@@ -156,9 +155,10 @@ class Dask:
                 if self._ids[number] in there
             }
             if left:
+                # A worker may disappear just now.
                 self._client.run(
                     _interrupt, list(left.values()), workers=list(left), on_error="ignore"
-                )  # a worker may disappear just now
+                )
             self._wait(list(self._plays), grace_s, "ALL_COMPLETED")
             late = [self._ids[number][0] for one, number in self._plays.items() if not one.done()]
             self._client.cancel(list(self._plays), force=True)

@@ -34,9 +34,8 @@ class Verdicts:
         self._book = core.book
         self._started = started
         self._questions = questions
-        self._suspects: dict[
-            int, tuple[str, float]
-        ] = {}  # disconnected peers: reason, and when to believe it
+        # Disconnected peers: reason, and when to believe it.
+        self._suspects: dict[int, tuple[str, float]] = {}
         self._cut: dict[int, str] = {}  # disconnected peers that had finished: reason
 
     # -- messages of the launcher

@@ -409,10 +409,8 @@ class ProgressEngine(Core):
                 self._verdicts.suspect(arrival.peer, arrival.reason)
                 continue
             header = arrival.header
-            if header.kind in (
-                FrameType.DATA,
-                FrameType.KNOCK,
-            ):  # a peer that knocks waits in a call that this rank may have skipped
+            # A peer that knocks waits in a call that this rank may have skipped.
+            if header.kind in (FrameType.DATA, FrameType.KNOCK):
                 operation = self.active.get((header.group, header.call))
                 if operation is None:
                     if not self.book.keep(arrival):

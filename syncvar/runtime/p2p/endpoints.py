@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from syncvar.shm.ring_table import Boxes
 
     Key = tuple[int, int]  # (identity of the pair's calls, call number)
-    Landing = Callable[
-        [int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None
-    ]  # (kind, dtype, shape) -> buffer for a message
+    # (kind, dtype, shape) -> buffer for a message.
+    Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]
     Taken = tuple[int, NDArray[Any]]  # kind, message
 
 
