@@ -90,11 +90,9 @@ def shared_array(
         lengths, kind = checked_kind(shape, dtype)
         _require_one_host(context, communicator)
         asked.append((lengths, kind))
-        return SharedArraySpec(
-            f"shared_array({list(lengths)}, {kind.name})",
-            (lengths, kind.str),
-            int(np.prod(lengths, dtype=object)) * kind.itemsize,
-        )
+        what = f"shared_array({list(lengths)}, {kind.name})"
+        nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
+        return SharedArraySpec(what, (lengths, kind.str), nbytes)
 
     if communicator.size == 1:
         return zeros(shape, dtype)
@@ -163,12 +161,10 @@ def memory_in_common(
     ((what, _, nbytes, _),) = wanted
     if not any(found):
         first = communicator.members[0]
-        return (
-            refused[0]
-            if refused
-            else SharedMemoryFull(
-                f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
-            )
+        if refused:
+            return refused[0]
+        return SharedMemoryFull(
+            f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
         )
     shm = context.shm
     assert shm is not None
