@@ -1,9 +1,9 @@
-"""The gradients of one call: which variables they belong to, and the flat arrays in which they travel.
+"""The gradients of one list of variables, in flat arrays that travel.
 
-A plan belongs to one list of variables. It holds all gradients that replicas combine in one flat
-array (one for float32 and half types, one for float64), so that they travel together, are combined
-in place, and are looked at as a whole for clipping. Gradients of NONE variables lie in an array of
-their own, which never travels. All of it is kept from step to step.
+All gradients that replicas combine are in one flat array for float32 and half types, and one for
+float64. So they travel together, are combined in place, and are clipped as a whole. Gradients of
+NONE variables are in an array of their own, which never travels. The arrays are kept from step to
+step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NO_PAIRS = (
 
 
 def listed(grads_and_vars: Any) -> list[Any]:
-    """Return what was passed for pairs as a list.
+    """Return the pairs as a list.
 
     Raises:
-        ConfigError: It cannot be iterated over.
+        ConfigError: Not iterable.
     """
     try:
         return list(grads_and_vars)
@@ -50,7 +50,7 @@ def listed(grads_and_vars: Any) -> list[Any]:
 
 
 def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
-    """Return gradients (None where there is none) and their variables.
+    """Return gradients (None if there is none) and their variables.
 
     Raises:
         ConfigError: Not pairs of a gradient and a variable, or no gradient at all.
@@ -72,7 +72,7 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
 
 
 def _no_pair(pair: tuple[Any, ...]) -> str:
-    """Return what is wrong with what was passed for a gradient and a variable."""
+    """Return the error text for a wrong pair."""
     if len(pair) == 2 and not isinstance(pair[0], Variable) and hasattr(pair[1], "dtype"):
         from syncvar.core.migration_hints import explained
 
@@ -88,7 +88,7 @@ def _no_pair(pair: tuple[Any, ...]) -> str:
 
 
 def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
-    """Return the one strategy of variables that an optimizer can step.
+    """Return the common strategy of variables that an optimizer can step.
 
     Raises:
         ConfigError: ON_READ, no real floating dtype, or named twice.
@@ -126,13 +126,13 @@ def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
 
 
 class BucketPart:
-    """One variable's share of a plan.
+    """One variable's part of a bucket.
 
     Args:
         variable: The variable.
         state: Its slots.
-        gradient: Where its gradient lies in the flat array.
-        scratch: As large as the gradient, or one block.
+        gradient: Its part of the flat array.
+        scratch: Scratch memory, as large as the gradient or one block.
     """
 
     __slots__ = (
@@ -160,14 +160,14 @@ class BucketPart:
         self.changed, self.accumulator = state
 
     def load(self, given: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
-        """Check a gradient and put it into the flat array; with several calls to a step, add it up first.
+        """Check a gradient and copy it to the flat array; accumulate it if a step has several calls.
 
         Args:
-            given: What the program passed.
-            factor: It is multiplied by it; None for one.
-            call: 0 for the first of a step.
-            calls: To a step.
-            mean: The sum of the calls is divided by their number.
+            given: The gradient of the program.
+            factor: Factor; None for one.
+            call: Number of the call in the step, from 0.
+            calls: Calls of a step.
+            mean: Divide the sum of the calls by their number.
 
         Raises:
             ConfigError: Wrong shape or dtype.
@@ -202,7 +202,7 @@ class BucketPart:
 
 
 def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) -> None:
-    """Store factor * source; a factor of zero gives zeros, also of NaN (the mean over an empty batch)."""
+    """Store factor * source; factor zero gives zeros, even for NaN (the mean of an empty batch)."""
     if factor is None:
         target[...] = source
     elif factor == 0.0:
@@ -212,12 +212,12 @@ def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) ->
 
 
 class BucketPlan:
-    """The gradients of a list of variables.
+    """The buckets of a list of variables.
 
     Args:
         owner: The variables' strategy.
         variables: Those that have a gradient.
-        slots: Where their slots are.
+        slots: The optimizer's slots.
     """
 
     def __init__(
@@ -285,8 +285,8 @@ class Bucket:
     """Gradients of one dtype, one after another.
 
     Args:
-        whole: The flat array; its last element has room for a weight.
-        parts: Whose gradients they are.
+        whole: The flat array; its last element is for a weight.
+        parts: The parts, in order.
     """
 
     def __init__(self, whole: NDArray[Any], parts: list[BucketPart]) -> None:

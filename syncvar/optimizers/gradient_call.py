@@ -1,4 +1,4 @@
-"""One call of `apply_gradients`: what it names, whose it is, and the request that carries its gradients."""
+"""One call of `apply_gradients`: its checked arguments, and the request that carries its gradients."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Call(NamedTuple):
 
     Args:
         owner: The variables' strategy.
-        gradients: As passed, without the Nones.
-        variables: Those that have a gradient.
-        travels: Other replicas take part: some variable that was named is not NONE.
-        op: "mean" or "sum": how replicas, and the calls of one step, are combined.
+        gradients: The gradients without the Nones.
+        variables: The variables that have a gradient.
+        travels: Other replicas take part: some named variable is not NONE.
+        op: "mean" or "sum", for replicas and for the calls of one step.
         is_given: The gradients are the same everywhere already.
-        weight: Of this replica's gradients, or None.
-        base: Fingerprint of all that does not change from step to step.
-        shown: The variables in words.
-        shards: Id -> a gradient for each variable; None where gradients are not of shards.
+        weight: Weight of this replica's gradients, or None.
+        base: Signature of all that does not change from step to step.
+        shown: Names of the variables, for descriptions.
+        shards: Id -> a gradient for each variable; None without shards.
     """
 
     owner: VariableOwner
@@ -115,10 +115,10 @@ def checked_shards(
 def described(
     settings: tuple[Any, ...], variables: Sequence[Variable], everything: Sequence[Variable]
 ) -> tuple[int, str]:
-    """Return the fingerprint of the variables that replicas share, and words for them.
+    """Return the signature of the variables that replicas share, and their names in words.
 
     Args:
-        settings: Of the optimizer, compared too.
+        settings: Settings of the optimizer, compared too.
         variables: Those that have a gradient.
         everything: All that were named.
     """
@@ -137,7 +137,7 @@ def described(
 
 
 def whose(pairs: Any) -> tuple[VariableOwner, bool]:
-    """Return the strategy of pairs that are not in order, and whether other replicas take part in the call."""
+    """Return the strategy of invalid pairs, and whether other replicas take part in the call."""
     found = [
         one
         for pair in (pairs if isinstance(pairs, list) else [])
@@ -157,10 +157,10 @@ def combining_request(
 
     Args:
         owner: The strategy.
-        plan: Holds this replica's gradients.
-        op: "mean" or "sum"; empty where they are used as given.
-        what: The call in words.
-        digest: What is compared of it.
+        plan: The buckets with this replica's gradients.
+        op: "mean" or "sum"; empty if they are used as given.
+        what: Description of the call.
+        digest: Its signature.
         weighted: The weights travel too.
     """
     communicator = owner.communicator
@@ -182,10 +182,10 @@ def combining_request(
 def combined_shortly(
     owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> bool:
-    """Combine the gradients by the persistent call of their shape; False where there is none, and nothing has been done.
+    """Combine the gradients by a cached call; False if there is none, and nothing was done.
 
-    Words and fingerprint change from step to step, as they hold the step and the learning rate; all
-    else is prepared. The arguments are those of `combining_request`.
+    Description and signature change from step to step, because they hold the step and the learning
+    rate. The arguments are those of `combining_request`.
     """
     if not op or len(plan.shared) != 1:
         return False

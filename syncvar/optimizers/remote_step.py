@@ -1,4 +1,4 @@
-"""Steps of variables that live on servers: made there, by the same rule, with slots that live beside the variables."""
+"""Optimizer steps of server-side variables: servers run the same rule, and keep the slots."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ONLY_HERE: dict[str, Any] = {
 
 
 class RemoteStep:
-    """What an optimizer knows of the variables on servers that it steps.
+    """State of an optimizer for server-side variables.
 
     Args:
-        name: Of its class.
-        settings: Its numbers and choices.
+        name: Class name of the optimizer.
+        settings: Its hyperparameters and options.
 
     Attributes:
-        steps: How many this worker has made.
-        variables: Those that it has stepped, by name.
+        steps: Number of steps of this worker.
+        variables: The variables that it has stepped, by name.
     """
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
@@ -48,17 +48,17 @@ class RemoteStep:
         *,
         is_plain: bool,
     ) -> None:
-        """Let servers make a step.
+        """Send one step to the servers.
 
         Args:
-            stepper: Who sends it.
+            stepper: The connection to the servers.
             pairs: Gradients and variables.
             rate: Learning rate.
             reduce: "sum" or "mean" of the workers' gradients; None as the mean.
-            is_plain: Gradients have no weights, and are of no shards.
+            is_plain: Gradients have neither weights nor shards.
 
         Raises:
-            ConfigError: Servers do not make such steps.
+            ConfigError: Servers do not support such steps.
         """
         if self._extra or not is_plain:
             raise ConfigError(
@@ -73,10 +73,10 @@ class RemoteStep:
 
 
 def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
-    """Return who makes the steps of these variables, where their values are elsewhere.
+    """Return the remote optimizer of these variables, None for local ones.
 
     Raises:
-        ConfigError: Those of some are, those of others not.
+        ConfigError: Some are server-side, others not.
     """
     steppers = [
         getattr(pair[1], "stepper", None)

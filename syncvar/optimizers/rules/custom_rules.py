@@ -41,32 +41,33 @@ _rules: dict[str, _RegisteredRule] = {}  # "module:name" ->
 def update_rule(
     function: Callable[..., Any] | None = None, *, slots: Mapping[str, float] | None = None
 ) -> Any:
-    """Register a function at the top level of a module as an update rule, for `sv.optimizers.Custom`; a decorator.
+    """Register a function as an update rule for `sv.optimizers.Custom`; a decorator.
 
-    It is called as `rule(value, slots, gradient, numbers)` and returns the new value, or the new
-    value and a dict of the slots that change. It may change nothing that it is given: these arrays
-    are read-only. What it is given:
+    The function stands at the top level of a module. It is called as `rule(value, slots, gradient,
+    numbers)` and returns the new value, or the new value and a dict of the slots that change. Its
+    arguments are read-only arrays:
 
-    * value: Array of the variable, of its part on one server, or of the rows of it that a gradient
-      names. Half types as float32.
+    * value: Array of the variable, of its part on one server, or of the rows that a gradient names.
+      Half types as float32.
     * slots: Name -> array of the same shape.
-    * gradient: Array of the same shape: combined over the replicas, of a row that is named twice
+    * gradient: Array of the same shape, combined over the replicas; for a row that is named twice
       the sum.
     * numbers: Name -> number: "learning_rate", "step" (1 for the first of a variable), and those of
       the `Custom`.
 
     Args:
         function: The rule.
-        slots: Names of its slots -> what they are filled with at first.
+        slots: Initial values of its slots, by name.
 
     Raises:
-        ConfigError: No function that is found by its name, or slots that cannot be.
+        ConfigError: Not a function that can be found by its name, or invalid slots.
 
     Example:
         >>> import syncvar as sv
         >>> @sv.optimizers.update_rule(slots={"last": 0.0})
         ... def difference(value, slots, gradient, numbers):
-        ...     return value - numbers["learning_rate"] * (gradient - slots["last"]), {"last": gradient}
+        ...     change = numbers["learning_rate"] * (gradient - slots["last"])
+        ...     return value - change, {"last": gradient}
         >>> w = sv.Variable([1.0, 2.0])
         >>> optimizer = sv.optimizers.Custom(difference, 0.5)
         >>> for _ in range(2):
@@ -170,7 +171,7 @@ class CustomRule(UpdateRule):
             array[...] = new
 
     def _returned(self, given: Any, array: NDArray[Any], what: str) -> NDArray[Any]:
-        """Return what a rule has returned, as it can be written to an array."""
+        """Return an array that a rule has returned, checked so that it can be stored."""
         made: NDArray[Any] = np.array(given) if given is not None else np.empty(0, object)
         if made.shape != array.shape or made.dtype.kind not in "fiub":
             raise ConfigError(
@@ -183,7 +184,7 @@ class CustomRule(UpdateRule):
 
 
 def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
-    """Return the name of a rule, and what is registered by it.
+    """Return the name of a rule, and its registration.
 
     Raises:
         ConfigError: It is not registered, or cannot be imported.
