@@ -225,8 +225,7 @@ class Optimizer(MigrationHintsMixin):
         if self._elsewhere.variables:
             raise TypeError(
                 f"{self!r} cannot be copied: its slots are on servers, beside their variables. "
-                "Make "
-                f"another one, sv.optimizers.{type(self).__name__}(…)"
+                f"Make another one, sv.optimizers.{type(self).__name__}(…)"
             )
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -244,8 +243,7 @@ class Optimizer(MigrationHintsMixin):
         if self._slots.stepped or self._elsewhere.variables:
             raise TypeError(
                 f"{self!r} cannot be pickled: its slots live in several processes, as variables "
-                "do. Save it "
-                "with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or "
+                "do. Save it with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or "
                 "copy.deepcopy(optimizer)"
             )
         return super().__reduce_ex__(protocol)
@@ -413,8 +411,7 @@ class Optimizer(MigrationHintsMixin):
         if weight is not None and (op == "sum" or (is_given and call.travels)):
             raise ConfigError(
                 "weight belongs to the mean over replicas: reduce='mean', inside strategy.run or "
-                "outside every scope; "
-                "gradients that are summed, or used as given, have none"
+                "outside every scope; gradients that are summed, or used as given, have none"
             )
         return call, self._plans.get(tuple([id(variable) for variable in variables]))
 
@@ -425,14 +422,12 @@ class Optimizer(MigrationHintsMixin):
         if is_given:
             raise ConfigError(
                 "shards=True belongs where gradients are each replica's own: inside strategy.run "
-                "or outside every scope, "
-                "with reduce='mean' or 'sum'"
+                "or outside every scope, with reduce='mean' or 'sum'"
             )
         if weighted:
             raise ConfigError(
                 "weight belongs to a replica, and with shards=True the step may not depend on "
-                "replicas: multiply the "
-                "gradients of a shard by its share"
+                "replicas: multiply the gradients of a shard by its share"
             )
         if self._accumulate > 1:
             raise ConfigError(
@@ -443,8 +438,7 @@ class Optimizer(MigrationHintsMixin):
             if is_apart(variable):
                 raise ConfigError(
                     f"variable {variable.name!r} is NONE: each replica steps its own copy by its "
-                    "own gradient, which has no "
-                    f"shards; step it by another optimizer"
+                    "own gradient, which has no shards; step it by another optimizer"
                 )
 
     def _checked_family(self, owner: VariableOwner, variables: Sequence[Variable]) -> None:
@@ -459,9 +453,8 @@ class Optimizer(MigrationHintsMixin):
         if slots.apart != all(is_apart(variable) for variable in variables):
             raise UsageError(
                 "an optimizer steps either NONE variables alone, or variables that replicas share "
-                "(and NONE variables in the "
-                "same calls): else its count of steps would differ between replicas. Make another "
-                "optimizer"
+                "(and NONE variables in the same calls): else its count of steps would differ "
+                "between replicas. Make another optimizer"
             )
 
     def _refuse(self, failure: Exception, owner: VariableOwner | None, *, travels: bool) -> None:
@@ -551,14 +544,13 @@ class Optimizer(MigrationHintsMixin):
             if number and self._variables_of_step not in (None, plan.key):
                 raise ConfigError(
                     "the calls of one step must name the same variables, with None for the same "
-                    "gradients; pass zeros "
-                    "where a variable has no gradient in one of them"
+                    "gradients; pass zeros where a variable has no gradient in one of them"
                 )
             self._variables_of_step = plan.key
             if number and (weight is not None) is not (float(copy_of(self._slots.weight)) >= 0):
                 raise ConfigError(
-                    "the calls of one step must all have a weight, or none of them; pass weight in "
-                    "each"
+                    "the calls of one step must all have a weight, or none of them; pass weight "
+                    "in each"
                 )
             self._spread(call, plan, number)
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
@@ -699,8 +691,7 @@ def _refuse_nonfinite(variable: Variable, *, is_finite: bool) -> None:
     if not is_finite:
         raise ConfigError(
             f"gradient of variable {variable.name!r}: it holds an infinity or NaN, and the "
-            "optimizer has "
-            f"nonfinite='error'. Use 'skip' to leave such steps out, or clip"
+            "optimizer has nonfinite='error'. Use 'skip' to leave such steps out, or clip"
         )
 
 

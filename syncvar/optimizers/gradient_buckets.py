@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 _NO_PAIRS = (
     "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance "
-    "zip(gradients, variables), "
-    "not {}"
+    "zip(gradients, variables), not {}"
 )
 
 
@@ -65,8 +64,7 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
     if all(gradient is None for gradient, _ in pairs):
         raise ConfigError(
             "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None "
-            "gradient leaves its variable "
-            "as it is, but one of them must be an array"
+            "gradient leaves its variable as it is, but one of them must be an array"
         )
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
@@ -81,7 +79,7 @@ def _no_pair(pair: tuple[Any, ...]) -> str:
         if kind.__module__.partition(".")[0] == "numpy":
             remedy = "make it with sv.Variable(array)"
         return (
-            f"apply_gradients steps variables of sv, and the second of a pair is a "
+            "apply_gradients steps variables of sv, and the second of a pair is a "
             f"{kind.__module__}.{kind.__qualname__}: {remedy}"
         )
     return _NO_PAIRS.format(repr(pair)[:100])
@@ -101,16 +99,14 @@ def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
         if variable.synchronization is VariableSynchronization.ON_READ:
             raise ConfigError(
                 f"variable {name!r} is ON_READ: its copies differ, and a step of each has no "
-                "meaning for their "
-                "aggregate. Make weights with synchronization=sv.VariableSynchronization.ON_WRITE "
-                "(or NONE, to step "
-                f"each replica's own copy)"
+                "meaning for their aggregate. Make weights with "
+                "synchronization=sv.VariableSynchronization.ON_WRITE (or NONE, to step each "
+                "replica's own copy)"
             )
         if variable.dtype.kind not in "fV":
             raise ConfigError(
                 f"variable {name!r} is {variable.dtype.name}; an optimizer steps real floating "
-                "numbers: make it with "
-                f"dtype='float32'"
+                "numbers: make it with dtype='float32'"
             )
         if id(variable) in seen:
             raise ConfigError(

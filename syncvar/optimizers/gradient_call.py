@@ -41,8 +41,7 @@ _NOTHING = np.empty(0, np.uint8)
 _NAME = "apply_gradients"
 _HINT = (
     "Gradients that are used as given must be the same on every replica. Pass each replica's own "
-    "inside strategy.run, or "
-    "outside every scope, with reduce='mean'"
+    "inside strategy.run, or outside every scope, with reduce='mean'"
 )
 
 
@@ -97,8 +96,8 @@ def checked_shards(
         if place and given.keys() != made.keys():
             raise ConfigError(
                 f"{what} is of the shards {sorted(given, key=str)}, that of variable "
-                f"{variables[0].name!r} of "
-                f"{sorted(made, key=str)}: each shard has a gradient for every variable"
+                f"{variables[0].name!r} of {sorted(made, key=str)}: each shard has a gradient for "
+                "every variable"
             )
         for number, gradient in given.items():
             dense = dense_gradient(gradient, variable)

@@ -87,7 +87,7 @@ def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
     found = next((one for one in steppers if one is not None), None)
     if found is not None and any(one is not found for one in steppers):
         raise ConfigError(
-            "variables on servers and others are in one call of apply_gradients; make an optimizer "
-            "and a call for each"
+            "variables on servers and others are in one call of apply_gradients; make an "
+            "optimizer and a call for each"
         )
     return found

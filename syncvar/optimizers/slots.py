@@ -221,9 +221,8 @@ class OptimizerSlots:
             if self._key(variable) in names:
                 raise ConfigError(
                     f"two variables of one optimizer are named {variable.name!r}, so that a "
-                    "checkpoint could not tell "
-                    "their slots apart: give one of them another name, or make an optimizer for "
-                    "each"
+                    "checkpoint could not tell their slots apart: give one of them another name, "
+                    "or make an optimizer for each"
                 )
             names.add(self._key(variable))
         return found

@@ -19,8 +19,7 @@ def _refused(symbol: str, instead: str) -> Callable[[Any, Any], NoReturn]:
         del other
         raise TypeError(
             f"`v {symbol} x` is not supported: it would make the name v an array. Write "
-            f"`{instead}` "
-            f"to write to the variable {self.name!r}"
+            f"`{instead}` to write to the variable {self.name!r}"
         )
 
     return refuse
@@ -71,7 +70,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         if value.dtype.kind == "V":
             raise BufferError(
                 f"NumPy's DLPack does not know {value.dtype}: write np.asarray(v), or "
-                f"torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
+                "torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
             )
         options = (
             {"stream": stream}
@@ -88,8 +87,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         if any(isinstance(one, ArrayProtocol) for one in kwargs.get("out") or ()) or method == "at":
             raise TypeError(
                 f"np.{ufunc.__name__} cannot write into a variable; write v.assign(x), "
-                "v.assign_add(x) or "
-                f"v.assign_sub(x)"
+                "v.assign_add(x) or v.assign_sub(x)"
             )
         plain = [one.read_value() if isinstance(one, ArrayProtocol) else one for one in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
@@ -116,7 +114,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(
             f"a part of the variable {self.name!r} cannot be assigned by indexing; write "
-            f"v.scatter_update(rows, values), or v.assign(x)"
+            "v.scatter_update(rows, values), or v.assign(x)"
         )
 
     def __len__(self) -> int:
@@ -148,6 +146,5 @@ class ArrayProtocol(NDArrayOperatorsMixin):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"the variable {self.name!r} cannot be pickled: its copies live in several processes. "
-            "Save it with "
-            f"sv.Checkpoint(v=v).save(path), or pickle v.numpy()"
+            "Save it with sv.Checkpoint(v=v).save(path), or pickle v.numpy()"
         )

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 _CALL = "check_equal"
 _REMEDY = (
     "Make the ranks equal again, for instance by "
-    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a "
-    "step that used local gradients: sv.all_reduce returns new arrays, and out=grads writes into "
-    "them"
+    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a step that "
+    "used local gradients: sv.all_reduce returns new arrays, and out=grads writes into them"
 )
 _counts: weakref.WeakKeyDictionary[Communicator, dict[Any, int]] = weakref.WeakKeyDictionary()
 
@@ -192,8 +191,8 @@ def _different_names(communicator: Communicator, everyone: list[Any], what: str)
         )
     return MismatchError(
         f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first "
-        f"difference is array number {place}. "
-        f"Build the same model with the same arguments on every rank",
+        f"difference is array number {place}. Build the same model with the same arguments on "
+        "every rank",
         table,
     )
 

@@ -244,8 +244,7 @@ def checked_value(
     if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fcV":
         raise ConfigError(
             f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a "
-            "floating dtype "
-            f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
+            "floating dtype (dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
         )
     return value
 
@@ -335,10 +334,8 @@ def _create_request(
             }
             raise MismatchError(
                 f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "
-                "Pass the same "
-                "everywhere: np.random.default_rng(seed) with one seed, or a callable, "
-                "sv.Variable(lambda: x, …), "
-                f"which only the chief calls",
+                "Pass the same everywhere: np.random.default_rng(seed) with one seed, or a "
+                "callable, sv.Variable(lambda: x, …), which only the chief calls",
                 table,
             )
         return made, differ
@@ -351,10 +348,8 @@ def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
     shown = ", ".join(map(str, differ[:8])) + (", …" if len(differ) > 8 else "")
     warnings.warn(
         f"variable {name!r}: the initial value of replica {shown} differs from replica 0's, which "
-        "every replica takes. "
-        "Pass the same value everywhere (same seed), or a callable, or "
-        "MirroredStrategy(strict=True) to make this an "
-        f"error",
+        "every replica takes. Pass the same value everywhere (same seed), or a callable, or "
+        "MirroredStrategy(strict=True) to make this an error",
         stacklevel=stacklevel + 1,
     )
 
@@ -378,8 +373,7 @@ def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> Non
         if known != chief:
             table = {members[replica]: one.describe() for replica, one in enumerate(manifests)}
             raise MismatchError(
-                "the replicas do not create the same variable; none was created. Every rank has to "
-                "write the same line "
-                "sv.Variable(…), with a value of the same shape and dtype",
+                "the replicas do not create the same variable; none was created. Every rank has "
+                "to write the same line sv.Variable(…), with a value of the same shape and dtype",
                 table,
             )

@@ -190,9 +190,8 @@ class WriteQueue:
         if self._broken is not None:
             raise GroupBroken(
                 f"{one.describe()}: queued writes of the replicas did not match, so later ones "
-                "would be "
-                "combined with the wrong writes. The next strategy.run starts with an empty queue; "
-                f"v.pin('eager') writes at once. The error was: {self._broken}",
+                "would be combined with the wrong writes. The next strategy.run starts with an "
+                f"empty queue; v.pin('eager') writes at once. The error was: {self._broken}",
                 self._broken,
             )
         if not self._waiting:
@@ -302,8 +301,8 @@ class WriteQueue:
             if number:
                 table = yield from self._table(waiting[number - sent - 1].describe())
                 text = (
-                    f"queued write {number - sent} of {count} is not the same on all replicas; "
-                    "all queued writes were dropped"
+                    f"queued write {number - sent} of {count} is not the same on all replicas; all "
+                    "queued writes were dropped"
                 )
                 return FlushResult(-1, [], MismatchError(text, table))
         if is_refused:

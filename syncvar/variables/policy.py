@@ -187,8 +187,7 @@ _NO_ORDER = Action(
     "the replicas' rows would have to be combined, which has no meaning for this operation",
     UsageError,
     "sv.Variable(…, name='{name}', aggregation=sv.VariableAggregation.ONLY_FIRST_REPLICA)   # or "
-    "{call} in "
-    "`with strategy.scope():`, with the same rows on every replica",
+    "{call} in `with strategy.scope():`, with the same rows on every replica",
 )
 
 # (synchronizations, aggregations, contexts, operations) -> action. Every call matches exactly one

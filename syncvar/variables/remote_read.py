@@ -63,8 +63,8 @@ def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: s
     if answer is None:
         raise UsageError(
             f"{what}: replica {replica} (rank {rank}) has no variable of this name and mode now. "
-            "Make it there too "
-            f"(a NONE variable may exist on some replicas only), under the same name: name={name!r}"
+            "Make it there too (a NONE variable may exist on some replicas only), under the same "
+            f"name: name={name!r}"
         )
     index, shape = unpack_object(answer[0])
     made: NDArray[Any] = np.frombuffer(answer[1], dtype_from_index(index)).reshape(shape)

@@ -70,9 +70,8 @@ def _difference_hint(state: VariableState) -> str:
         )
     if owner.is_default and places(owner.context):
         return hint + (
-            "make the variable under `with strategy.scope():`. It belongs to the default strategy, "
-            "and "
-            "is written in another strategy's run as outside of it"
+            "make the variable under `with strategy.scope():`. It belongs to the default "
+            "strategy, and is written in another strategy's run as outside of it"
         )
     is_first = aggregation is VariableAggregation.ONLY_FIRST_REPLICA
     taken = "replica 0's" if is_first else "each replica's own"

@@ -247,11 +247,9 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
     more = f" Further variables that differ: {names}." if found.others else ""
     return MismatchError(
         f"the copies of variable {entry.name!r} are not the same on all replicas: {which} {whom}, "
-        f"in elements {found.first} to "
-        f"{found.last} of the flat array. They parted after {entry.good} and not later than "
-        f"{now}.{more} Memory or hardware "
-        "may have failed, or the program has changed copies by itself. Go on from a checkpoint "
-        f"that was saved by {entry.good}, or "
-        f"write v.assign(value) with one value on every replica",
+        f"in elements {found.first} to {found.last} of the flat array. They parted after "
+        f"{entry.good} and not later than {now}.{more} Memory or hardware may have failed, or the "
+        "program has changed copies by itself. Go on from a checkpoint that was saved by "
+        f"{entry.good}, or write v.assign(value) with one value on every replica",
         table,
     )

@@ -86,8 +86,8 @@ def require_shape(
         )
         raise ConfigError(
             f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
-            f"so {missing} must say what the whole is: "
-            f"sv.Variable(fn, shape=(1000000, 64), dtype='float32')"
+            f"so {missing} must say what the whole is: sv.Variable(fn, shape=(1000000, 64), "
+            "dtype='float32')"
         )
     return shape, dtype
 

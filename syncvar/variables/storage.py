@@ -50,8 +50,8 @@ def refuse_overlap(communicator: Communicator, name: str) -> Never:
     """Raise UsageError: another collective of this process is writing the same variables."""
     communicator.require_free(name)  # names the other collective
     raise UsageError(
-        f"{name}: a collective in another thread is writing one of these variables; "
-        "serialize the writes with a threading.Lock"
+        f"{name}: a collective in another thread is writing one of these variables; serialize the "
+        "writes with a threading.Lock"
     )
 
 

@@ -359,8 +359,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         def check() -> None:
             if mode is not None and mode not in _PACES:
                 raise ConfigError(
-                    f"there is no pace {mode!r}: "
-                    "write v.pin('eager'), v.pin('deferred') or v.pin(None)"
+                    f"there is no pace {mode!r}: write v.pin('eager'), v.pin('deferred') or "
+                    "v.pin(None)"
                 )
 
         what = f"pin variable {self.name!r} to {mode}"

@@ -69,8 +69,8 @@ def _read_together(
     action = state.decide(operation)
     travel = action.travel
     what = (
-        f"{operation.value} of {state.synchronization.name} variable {state.name!r} "
-        "(collective on every replica; local_value() is not)"
+        f"{operation.value} of {state.synchronization.name} variable {state.name!r} (collective on "
+        "every replica; local_value() is not)"
     )
 
     def operand() -> NDArray[Any]:

@@ -118,9 +118,8 @@ class CustomRule(UpdateRule):
         for one in self._given:
             if one in _GIVEN or not _WORD.fullmatch(one):
                 raise ConfigError(
-                    f"{one!r:.40} cannot be a number of an update rule: "
-                    "these are named by small letters, digits and _, "
-                    f"not {', '.join(_GIVEN)}"
+                    f"{one!r:.40} cannot be a number of an update rule: these are named by small "
+                    f"letters, digits and _, not {', '.join(_GIVEN)}"
                 )
         super().__init__(rule=self._name, **self._given)
 
@@ -177,8 +176,7 @@ class CustomRule(UpdateRule):
             raise ConfigError(
                 f"update rule {self._name} returned a {what} of "
                 f"{made.dtype.name}{list(made.shape)} where {array.dtype.name}{list(array.shape)} "
-                "is "
-                f"to be changed: return the new value, or the new value and a dict of new slots"
+                "is to be changed: return the new value, or the new value and a dict of new slots"
             )
         return made
 
@@ -205,8 +203,8 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"update rule {rule}: module {module!r} cannot be imported "
-                f"({type(error).__name__}: {error}); put it beside the script, or "
-                f"install it, on every host that has a server"
+                f"({type(error).__name__}: {error}); put it beside the script, or install it, on "
+                "every host that has a server"
             ) from error
     if rule not in _rules:
         raise ConfigError(
