@@ -28,14 +28,7 @@ class Clipping(NamedTuple):
     def apply(
         self, buckets: list[Bucket], plan: BucketPlan, weight: float | None, *, divide: bool
     ) -> bool:
-        """Scale and clip gradients in place; return whether to make a step with them.
-
-        Args:
-            buckets: The gradients.
-            plan: Has scratch memory.
-            weight: Sum of their weights; None without weights.
-            divide: Divide them by it.
-        """
+        """Scale and clip gradients in place; return whether to make a step with them."""
         flats = [bucket.flat for bucket in buckets]
         if weight is not None:
             if weight == 0.0:

@@ -37,11 +37,7 @@ _NO_PAIRS = (
 
 
 def listed(grads_and_vars: Any) -> list[Any]:
-    """Return the pairs as a list.
-
-    Raises:
-        ConfigError: Not iterable.
-    """
+    """Return the pairs as a list."""
     try:
         return list(grads_and_vars)
     except TypeError:
@@ -122,14 +118,7 @@ def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
 
 
 class BucketPart:
-    """One variable's part of a bucket.
-
-    Args:
-        variable: The variable.
-        state: Its slots.
-        gradient: Its part of the flat array.
-        scratch: Scratch memory, as large as the gradient or one block.
-    """
+    """One variable's part of a bucket."""
 
     __slots__ = (
         "accumulator",
@@ -156,18 +145,7 @@ class BucketPart:
         self.changed, self.accumulator = state
 
     def load(self, given: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
-        """Check a gradient and copy it to the flat array; accumulate it if a step has several calls.
-
-        Args:
-            given: The gradient of the program.
-            factor: Factor; None for one.
-            call: Number of the call in the step, from 0.
-            calls: Calls of a step.
-            mean: Divide the sum of the calls by their number.
-
-        Raises:
-            ConfigError: Wrong shape or dtype.
-        """
+        """Check a gradient and copy it to the flat array; accumulate it if a step has several calls."""
         gradient = given
         if (
             type(given) is not np.ndarray
@@ -208,13 +186,7 @@ def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) ->
 
 
 class BucketPlan:
-    """The buckets of a list of variables.
-
-    Args:
-        owner: The variables' strategy.
-        variables: Those that have a gradient.
-        slots: The optimizer's slots.
-    """
+    """The buckets of a list of variables."""
 
     def __init__(
         self, owner: VariableOwner, variables: Sequence[Variable], slots: OptimizerSlots
@@ -278,12 +250,7 @@ class BucketPlan:
 
 
 class Bucket:
-    """Gradients of one dtype, one after another.
-
-    Args:
-        whole: The flat array; its last element is for a weight.
-        parts: The parts, in order.
-    """
+    """Gradients of one dtype, one after another."""
 
     def __init__(self, whole: NDArray[Any], parts: list[BucketPart]) -> None:
         self.whole = whole

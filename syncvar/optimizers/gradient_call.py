@@ -78,10 +78,6 @@ def checked_shards(
 ) -> dict[Any, list[NDArray[Any]]]:
     """Return id -> a gradient for each variable, in the dtypes in which they are stepped.
 
-    Args:
-        gradients: For each variable a dict of id -> gradient.
-        variables: As many.
-
     Raises:
         ConfigError: No dicts, other ids for one variable than for another, a wrong shape or dtype.
     """
@@ -114,13 +110,7 @@ def checked_shards(
 def described(
     settings: tuple[Any, ...], variables: Sequence[Variable], everything: Sequence[Variable]
 ) -> tuple[int, str]:
-    """Return the signature of the variables that replicas share, and their names in words.
-
-    Args:
-        settings: Settings of the optimizer, compared too.
-        variables: Those that have a gradient.
-        everything: All that were named.
-    """
+    """Return the signature of the variables that replicas share, and their names in words."""
     present = {id(one) for one in variables}
     shared = [one for one in everything if not is_apart(one) and id(one) in present]
     absent = [one.name for one in everything if not is_apart(one) and id(one) not in present]
@@ -152,16 +142,7 @@ def whose(pairs: Any) -> tuple[VariableOwner, bool]:
 def combining_request(
     owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> CollectiveSpec:
-    """Return the request that combines the gradients of all replicas in place, or compares them.
-
-    Args:
-        owner: The strategy.
-        plan: The buckets with this replica's gradients.
-        op: "mean" or "sum"; empty if they are used as given.
-        what: Description of the call.
-        digest: Its signature.
-        weighted: The weights travel too.
-    """
+    """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
         request = request_of(_MEETING, communicator, _NOTHING, what, "", reproducible=False)

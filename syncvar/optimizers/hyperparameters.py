@@ -32,11 +32,7 @@ class Options(TypedDict, total=False):
 def checked_number(
     name: str, given: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False
 ) -> float:
-    """Return a finite number in [low, high); in (low, high) with `open_low`.
-
-    Raises:
-        ConfigError: Not such a number.
-    """
+    """Return a finite number in [low, high); in (low, high) with `open_low`."""
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(
         given, bool
     )
@@ -52,33 +48,21 @@ def checked_number(
 
 
 def checked_rate(given: Any) -> Rate:
-    """Return a learning rate: a number, or a function of the step.
-
-    Raises:
-        ConfigError: Neither of them.
-    """
+    """Return a learning rate: a number, or a function of the step."""
     if callable(given):
         return given  # type: ignore[no-any-return]
     return checked_number("learning_rate", given)
 
 
 def checked_count(name: str, given: Any) -> int:
-    """Return an integer of at least one.
-
-    Raises:
-        ConfigError: Not such an integer.
-    """
+    """Return an integer of at least one."""
     if isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= 1:
         return int(given)
     raise ConfigError(f"{name} must be an integer of at least 1, not {given!r:.80}")
 
 
 def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
-    """Return one of some words, given as text or as a member of an enumeration.
-
-    Raises:
-        ConfigError: None of them.
-    """
+    """Return one of some words, given as text or as a member of an enumeration."""
     if type(given) is str and given in choices:  # of each step: faster than to look at each word
         return given
     if (word := word_of(given, choices)) is not None:

@@ -21,10 +21,6 @@ _ONLY_HERE: dict[str, Any] = {
 class RemoteStep:
     """State of an optimizer for server-side variables.
 
-    Args:
-        name: Class name of the optimizer.
-        settings: Its hyperparameters and options.
-
     Attributes:
         steps: Number of steps of this worker.
         variables: The variables that it has stepped, by name.
@@ -48,18 +44,7 @@ class RemoteStep:
         *,
         is_plain: bool,
     ) -> None:
-        """Send one step to the servers.
-
-        Args:
-            stepper: The connection to the servers.
-            pairs: Gradients and variables.
-            rate: Learning rate.
-            reduce: "sum" or "mean" of the workers' gradients; None as the mean.
-            is_plain: Gradients have neither weights nor shards.
-
-        Raises:
-            ConfigError: Servers do not support such steps.
-        """
+        """Send one step to the servers."""
         if self._extra or not is_plain:
             raise ConfigError(
                 "servers make the steps of variables by their own gradients: leave out "
@@ -73,11 +58,7 @@ class RemoteStep:
 
 
 def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
-    """Return the remote optimizer of these variables, None for local ones.
-
-    Raises:
-        ConfigError: Some are server-side, others not.
-    """
+    """Return the remote optimizer of these variables, None for local ones."""
     steppers = [
         getattr(pair[1], "stepper", None)
         if isinstance(pair, tuple | list) and len(pair) == 2

@@ -92,13 +92,6 @@ class SavedSlot:
     """One slot as a checkpoint sees it, whether it exists yet or not.
 
     If a checkpoint is restored before the first step, the value waits, and the slot starts with it.
-
-    Args:
-        slots: All slots of the optimizer.
-        name: Name of the slot.
-        spec: Its description.
-        beside: The variable of the slot; None for slots of the optimizer itself.
-        strategy: The strategy of its replicas.
     """
 
     aggregation = VariableAggregation.NONE
@@ -146,12 +139,7 @@ class SavedSlot:
     read_value = local_value
 
     def replace(self, value: NDArray[Any] | None, *, is_apart: bool) -> None:
-        """Replace this replica's copy; sends nothing.
-
-        Args:
-            value: None for the initial value.
-            is_apart: The optimizer steps NONE variables only.
-        """
+        """Replace this replica's copy; sends nothing."""
         if self._variable is None:
             self._slots.waiting.pop(self._key, None)
             if self.is_own:
@@ -171,14 +159,7 @@ class SavedSlot:
 
 
 class OptimizerSlots:
-    """All variables of one optimizer.
-
-    Args:
-        name: Name of the optimizer, part of their names.
-        initials: Initial values of the rule's slots, by name.
-        counts: The rule needs the number of steps of each variable.
-        accumulates: Several calls are one step.
-    """
+    """All variables of one optimizer."""
 
     def __init__(
         self, name: str, initials: dict[str, float], *, counts: bool, accumulates: bool
@@ -236,11 +217,6 @@ class OptimizerSlots:
         """Create the missing slots of variables. Collective, except if all variables are NONE.
 
         A slot with a restored value starts with that value.
-
-        Args:
-            owner: The variables' strategy.
-            variables: The variables, in the same order on every replica.
-            apart: All variables of this optimizer are NONE.
         """
         self.apart, self.owner = apart, owner
         if self.iterations is None:
@@ -378,11 +354,7 @@ class OptimizerSlots:
         }
 
     def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
-        """Return the optimizer's own variables as a checkpoint sees them, by name.
-
-        Args:
-            strategy: The strategy of their replicas, before they exist.
-        """
+        """Return the optimizer's own variables as a checkpoint sees them, by name."""
         apart = self.is_waiting_apart if self.iterations is None else self.apart
         return {
             slot: SavedSlot(self, slot, spec, None, strategy)
@@ -396,9 +368,6 @@ class OptimizerSlots:
 
         They wait for its first step with the values of these. If the same deep copy copies the
         variables, before or after, the slots belong to the copies; else to the same variables.
-
-        Args:
-            memo: The memo of the deep copy.
         """
         made = OptimizerSlots(
             self._name, self._initials, counts=self._counts, accumulates=self._accumulates

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
     """Return the indices and values of a sparse gradient, None for a dense one.
 
-    Args:
-        gradient: The gradient of the program.
-        shape: Shape of the variable. With two rows, a tuple of two such rows is a dense gradient.
-
     Example:
         >>> rows_of(([0, 2], np.ones((2, 3))), (5, 3))[0], rows_of(([1, 2], [3, 4]), (2, 2))
         ([0, 2], None)

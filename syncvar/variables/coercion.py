@@ -26,11 +26,7 @@ _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return `dtype` as a dtype that can be communicated.
-
-    Raises:
-        ConfigError: Not a dtype, or not supported.
-    """
+    """Return `dtype` as a dtype that can be communicated."""
     try:
         made: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:

@@ -105,12 +105,6 @@ def make_on_replicas(
 
     Collective, except under NONE. A replica with a wrong argument informs the others.
 
-    Args:
-        owner: The strategy.
-        wish: The arguments of `Variable`.
-        own: Each replica keeps its own value (a copy of an existing variable).
-        stacklevel: Frames between the program and this function, for warnings.
-
     Raises:
         ConfigError: A wrong argument.
         MismatchError: The replicas ask for different variables.
@@ -194,11 +188,7 @@ def _checked(owner: VariableOwner, wish: VariableSpec) -> _Checked:
 
 
 def checked_trainable(trainable: Any, usual: bool) -> bool:
-    """Return whether a variable is trainable; None means `usual`.
-
-    Raises:
-        ConfigError: Not True, False or None.
-    """
+    """Return whether a variable is trainable; None means `usual`."""
     if trainable is None:
         return usual
     if not isinstance(trainable, bool | np.bool_):
@@ -218,14 +208,6 @@ def checked_value(
     shape: tuple[int, ...] | None = None,
 ) -> NDArray[Any] | None:
     """Return the initial value as an array; None if a function makes it and is not called here.
-
-    Args:
-        base: Name of the variable, for errors.
-        given: An array, a number, another variable, or a function that returns one.
-        dtype: Required dtype, or None for that of the value.
-        aggregation: Aggregation of the variable.
-        calls: Call a function here.
-        shape: Required shape, or None for any.
 
     Raises:
         ConfigError: Not an array, another shape, or no mean of its dtype.
@@ -250,11 +232,7 @@ def checked_value(
 
 
 def checked_name(name: Any) -> str:
-    """Return a name, or "Variable" for None.
-
-    Raises:
-        ConfigError: It breaks the rule for names.
-    """
+    """Return a name, or "Variable" for None."""
     if name is None:
         return "Variable"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -278,12 +256,6 @@ def _create_request(
     """Return the request that compares the arguments and gives every replica the chief's value.
 
     Its result is (value, replicas whose initial bytes differ from the chief's).
-
-    Args:
-        owner: The strategy.
-        name: Name of the new variable.
-        checked: The arguments of this replica.
-        own: Each replica keeps its own value.
     """
     communicator = owner.communicator
     value = checked.value

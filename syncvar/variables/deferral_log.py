@@ -39,14 +39,7 @@ class DeferralChange(NamedTuple):
 
 
 def append(path: str, strategy: int, changes: list[DeferralChange], *, begins: bool) -> bool:
-    """Append changes to a log of JSON lines, and return whether that succeeded.
-
-    Args:
-        path: The file.
-        strategy: Identity of the strategy's group, so that several can share a file.
-        changes: In order.
-        begins: First record of this strategy in this job; earlier lines belong to earlier jobs.
-    """
+    """Append changes to a log of JSON lines, and return whether that succeeded."""
     key = f"{strategy:016x}"
     lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
     for (at, step, of), name, before, after, why in changes:

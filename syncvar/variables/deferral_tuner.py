@@ -111,14 +111,6 @@ def choose(
     others. The remaining variables share the cost of sending, so they are deferred together or not
     at all.
 
-    Args:
-        windows: Counters of all AUTO variables of a strategy that are not pinned.
-        runs: Runs ended since the last decision; 0 outside runs.
-        sends: Sends of the queue since then; the largest on any replica.
-        bar: Back-off of the last decision.
-        costs: Costs of the path.
-        bucket_bytes: Size at which the queue is sent.
-
     Example:
         >>> busy, mixed = SampleWindow(4, False, 400, 4), SampleWindow(4, False, 40, 40)
         >>> choices, _ = choose([busy, mixed], 4, 0, Hysteresis(), COSTS["links", False])
@@ -180,12 +172,7 @@ def choose(
 
 
 class DeferralTuner:
-    """Decides for the AUTO variables of one strategy, and records or replays the decisions.
-
-    Args:
-        owner: The strategy, of more than one replica.
-        entries: The registry's entries by name; shared with it.
-    """
+    """Decides for the AUTO variables of one strategy, and records or replays the decisions."""
 
     def __init__(self, owner: VariableOwner, entries: Mapping[str, RegistryEntry]) -> None:
         self._owner, self._entries = weakref.ref(owner), entries

@@ -105,11 +105,7 @@ class FlushResult(NamedTuple):
 
 
 class WriteQueue:
-    """The queue of one strategy.
-
-    Args:
-        owner: The strategy.
-    """
+    """The queue of one strategy."""
 
     def __init__(self, owner: VariableOwner) -> None:
         main = owner.communicator
@@ -432,10 +428,6 @@ def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
 
     A rejected write is handled alone, after those before it.
 
-    Args:
-        sent: Number of the last write that was sent; the same on all replicas.
-        told: The queues, by replica.
-
     Example:
         >>> common_prefix(2, [QueuePrefix(5, 0, 0), QueuePrefix(4, 0, 0)])
         (4, False)
@@ -452,10 +444,6 @@ def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
 
 def first_difference(sent: int, chains: Sequence[Sequence[int]]) -> int:
     """Return the number of the first write in which replicas differ, or 0.
-
-    Args:
-        sent: Number of the write before the first of the chains.
-        chains: By replica, the chain after each write.
 
     Example:
         >>> first_difference(4, [[1, 2, 3], [1, 9, 8]])

@@ -40,14 +40,7 @@ _REPLICA = CallContext.REPLICA
 
 
 class PyFlatBucket:
-    """Checks and loads the variables of a group; `_native/variable_access.c` does the same in C.
-
-    Args:
-        variables: Weak references to them.
-        storages: Their memory.
-        tallies: Their counters.
-        parts: The parts of the flat input array.
-    """
+    """Checks and loads the variables of a group; `_native/variable_access.c` does the same in C."""
 
     def __init__(
         self,
@@ -101,15 +94,7 @@ class PyFlatBucket:
 
 
 class FlatBucket:
-    """Variables of one dtype that are written together, by one operation and op.
-
-    Args:
-        owner: Their strategy.
-        variables: The variables, in the order of the pairs.
-        name: Name of the call.
-        op: "sum" or "mean".
-        ufunc: A copy becomes ufunc(copy, combination); None sets it.
-    """
+    """Variables of one dtype that are written together, by one operation and op."""
 
     def __init__(
         self,
@@ -229,12 +214,7 @@ class FlatBucket:
             self._turn.release()
 
     def perform(self, name: str, operand: Callable[[int], NDArray[Any]]) -> None:
-        """Make the checked write by the same call.
-
-        Args:
-            name: Name of the call.
-            operand: Returns the value for the variable of a number, or raises.
-        """
+        """Make the checked write by the same call."""
         owner = self._owner
 
         def check() -> CollectiveSpec:

@@ -41,11 +41,7 @@ _log = logging.getLogger("syncvar")
 
 
 class VariableRegistry(Watch):
-    """The replicated variables of one strategy; C reads `is_free` and `until`.
-
-    Args:
-        owner: The strategy, of more than one replica.
-    """
+    """The replicated variables of one strategy; C reads `is_free` and `until`."""
 
     def __init__(self, owner: VariableOwner) -> None:
         self._owner = weakref.ref(owner)
@@ -186,9 +182,6 @@ class VariableRegistry(Watch):
         """Return whether `before_write` has to be called before a write.
 
         Cached writes skip this call while their number is at most `until`.
-
-        Args:
-            tally: Counters of the variable; of several that are written together, of the first.
         """
         if self._is_paused or self._is_running:
             return not self._is_paused
@@ -258,11 +251,7 @@ class VariableRegistry(Watch):
         self._compared.update(entry.number for entry, _ in pairs)
 
     def end_run(self, check_every: int) -> None:
-        """Decide and compare what is due at the end of a run, when the queue is empty. Collective.
-
-        Raises:
-            MismatchError: Copies of a variable differ.
-        """
+        """Decide and compare what is due at the end of a run, when the queue is empty. Collective."""
         run = self.runs
         if self._is_paused or (run < self._next_due and run < self.tuner.next_run):
             return
@@ -299,14 +288,7 @@ class VariableRegistry(Watch):
         checked: Container[int] = frozenset(),
         mended: Container[int] = frozenset(),
     ) -> None:
-        """Agree which variables exist and what was counted; then decide, and compare copies.
-
-        Args:
-            point: The point of the program.
-            is_decision: Let the tuner decide.
-            checked: Numbers of the entries to compare.
-            mended: Of these, numbers not to compare: this write perhaps repairs them.
-        """
+        """Agree which variables exist and what was counted; then decide, and compare copies."""
         asked = [
             one
             for one in self.entries.values()

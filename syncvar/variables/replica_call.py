@@ -28,13 +28,6 @@ def combine(
     """Make one collective of the replicas, and return its result.
 
     If `operand` raises on a rank, that rank informs the others and no copy changes.
-
-    Args:
-        state: The variable.
-        action: The row of the policy table.
-        what: Description of the access.
-        operand: Returns the checked input of this replica.
-        request: Builds the collective from the input.
     """
     owner = state.owner
     communicator = owner.communicator

@@ -48,9 +48,6 @@ class CheckSchedule:
 
     In every `check_every` runs each lot is compared once. A model of several lots is compared one
     lot in a run, so that no run takes much longer than others.
-
-    Args:
-        entries: The registry's entries by name; shared with it.
     """
 
     def __init__(self, entries: Mapping[str, RegistryEntry]) -> None:
@@ -130,9 +127,6 @@ def compare(
         good: The point at which the present values were last written, if the copies are equal; None
             for now.
         before: Description of the write that follows.
-
-    Raises:
-        MismatchError: Copies differ; on all replicas.
 
     Cost: each byte is read once, 0.1 to 0.2 ns each; an all-reduce of 16 bytes.
     """

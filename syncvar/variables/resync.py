@@ -23,11 +23,6 @@ _TOGETHER_BYTES = 16 << 20
 def catch_up(owner: VariableOwner, roster: VariableRegistry, calls: int) -> None:
     """Give every replica the values of the one that has made most calls. Collective over the replicas.
 
-    Args:
-        owner: The strategy.
-        roster: Its registry.
-        calls: Calls of this replica in the block.
-
     Cost: an exchange of some bytes; if the numbers of calls differ, a broadcast of all values.
     """
     communicator = owner.communicator

@@ -52,11 +52,7 @@ def takes_shard_info(given: Any) -> bool:
 
 
 def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
-    """Return the requested shape, or None for that of the value.
-
-    Raises:
-        ConfigError: Not a shape.
-    """
+    """Return the requested shape, or None for that of the value."""
     if shape is None:
         return None
     try:
@@ -75,11 +71,7 @@ def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
 def require_shape(
     base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of a variable that a function makes part by part.
-
-    Raises:
-        ConfigError: One of them is missing.
-    """
+    """Return shape and dtype of a variable that a function makes part by part."""
     if shape is None or dtype is None:
         missing = " and ".join(
             name for name, given in (("shape=", shape), ("dtype=", dtype)) if given is None

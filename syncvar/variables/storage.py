@@ -83,10 +83,6 @@ _count = sys.getrefcount
 class Storage(Copied):
     """One array of fixed shape and dtype. As a context manager, it locks the array for local changes.
 
-    Args:
-        context: The process context, which has the shared memory.
-        value: Initial value; copied.
-
     Example:
         >>> from syncvar.bootstrap.process import current
         >>> storage = Storage(current(), np.zeros(3))
@@ -227,11 +223,7 @@ class Storage(Copied):
         return not (type(below) is np.ndarray and below.base is None)
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
-        """Return the array to write to, of which no view is alive.
-
-        Args:
-            keep: It must hold the present value; otherwise any content.
-        """
+        """Return the array to write to, of which no view is alive."""
         if _count(self._ground) + _count(self._beneath) > self._references or (
             self._context.is_forked and self._is_parents
         ):

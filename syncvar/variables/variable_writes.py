@@ -40,14 +40,7 @@ _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it
 
 
 def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> None:
-    """Finish a write that the cached write has not finished.
-
-    Args:
-        state: The variable.
-        operation: ASSIGN, ASSIGN_ADD or ASSIGN_SUB.
-        x: The operand.
-        result: What the cached write has returned.
-    """
+    """Finish a write that the cached write has not finished."""
     if result == WriteResult.STORED_AND_SAMPLE:
         state.sample_deferral()
         return
@@ -64,17 +57,7 @@ def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> 
 def checked_operand(
     target: Any, operation: AccessKind, x: Any, *, is_reduced: bool
 ) -> NDArray[Any]:
-    """Return the operand of a write as an array of the variable's shape and dtype.
-
-    Args:
-        target: The variable or its state: `name`, `shape`, `dtype` and `aggregation`.
-        operation: The write.
-        x: The operand.
-        is_reduced: The replicas sum their operands.
-
-    Raises:
-        ConfigError: Wrong shape or dtype.
-    """
+    """Return the operand of a write as an array of the variable's shape and dtype."""
     what = f"{operation.value} of variable {target.name!r}"
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
@@ -137,12 +120,7 @@ def _defer(state: VariableState, queue: WriteQueue, operation: AccessKind, x: An
 
 
 class ReplicaWrite:
-    """One write by the policy table: `operand` checks the input, `store` applies the result.
-
-    Args:
-        state: The variable.
-        operation: The write.
-    """
+    """One write by the policy table: `operand` checks the input, `store` applies the result."""
 
     is_in_place = False  # the collective itself writes the copy
 
@@ -198,13 +176,7 @@ class ReplicaWrite:
 
 
 class WriteOp(ReplicaWrite):
-    """`assign`, `assign_add` or `assign_sub` by the policy table.
-
-    Args:
-        state: The variable.
-        operation: The write.
-        x: The operand.
-    """
+    """`assign`, `assign_add` or `assign_sub` by the policy table."""
 
     def __init__(self, state: VariableState, operation: AccessKind, x: Any) -> None:
         super().__init__(state, operation)
@@ -298,14 +270,7 @@ class WriteOp(ReplicaWrite):
 
 
 class ScatterOp(ReplicaWrite):
-    """A write of rows by the policy table.
-
-    Args:
-        state: The variable.
-        operation: The scatter operation.
-        indices: Row numbers.
-        values: Values of the rows.
-    """
+    """A write of rows by the policy table."""
 
     def __init__(
         self, state: VariableState, operation: AccessKind, indices: Any, values: Any

@@ -100,10 +100,6 @@ def update_rule(
 class CustomRule(UpdateRule):
     """A registered rule with its numbers.
 
-    Args:
-        rule: The function, or "module:name" of it.
-        numbers: Further arguments of the rule.
-
     Raises:
         ConfigError: It is not registered, or cannot be imported; a wrong number.
     """

@@ -37,10 +37,6 @@ def power(base: float, exponent: int) -> float:
 def sum_of_squares(flat: NDArray[Any], room: NDArray[Any]) -> float:
     """Return the sum of the squares of a flat array, in float64.
 
-    Args:
-        flat: Any number of floats.
-        room: float64, at least BLOCK elements or as many as `flat`; overwritten.
-
     Order: blocks of BLOCK elements from the left, NumPy's pairwise sum in each.
     """
     total = 0.0
