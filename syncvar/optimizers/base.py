@@ -1,4 +1,4 @@
-"""The base of all optimizers: `apply_gradients`, from local gradients to the same step everywhere."""
+"""The base of all optimizers: `apply_gradients`, from local gradients to one common step."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Optimizer(MigrationHintsMixin):
 
     @property
     def elsewhere(self) -> RemoteStep | None:
-        """State for server-side variables; None if it steps local ones. For this package only."""
+        """State for server-side variables; None for local ones. For this package only."""
         return self._elsewhere if self._slots.iterations is None else None
 
     @property
@@ -214,7 +214,8 @@ class Optimizer(MigrationHintsMixin):
 
     def __repr__(self) -> str:
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
-        return f"<sv.optimizers.{type(self).__name__} learning_rate={rate} iterations={self.iterations}>"
+        name = type(self).__name__
+        return f"<sv.optimizers.{name} learning_rate={rate} iterations={self.iterations}>"
 
     def __copy__(self) -> Optimizer:
         made = type(self).__new__(type(self))
@@ -568,7 +569,7 @@ class Optimizer(MigrationHintsMixin):
                     _refuse_nonfinite(bad.variable, is_finite=False)
 
     def _spread(self, call: Call, plan: BucketPlan, number: int) -> None:
-        """Rescale sums that another number of replicas accumulated before a checkpoint."""
+        """Rescale sums that another number of replicas made before a checkpoint."""
         assert self._slots.replicas is not None
         assert self._slots.weight is not None
         size, before = (
@@ -631,7 +632,10 @@ class Optimizer(MigrationHintsMixin):
         step = self.iterations
         how = "as given" if call.is_given else call.op + (", weighted" if weighted else "")
         how += "" if call.shards is None else ", of shards"
-        what = f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) of {call.shown}"
+        what = (
+            f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) "
+            f"of {call.shown}"
+        )
         if call.is_given and not owner.check_cross_writes and refused is None:
             return
         # The step is not among the parts: fingerprints are remembered, and these would push all

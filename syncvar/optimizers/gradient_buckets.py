@@ -145,7 +145,7 @@ class BucketPart:
         self.changed, self.accumulator = state
 
     def load(self, given: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
-        """Check a gradient and copy it to the flat array; accumulate it if a step has several calls."""
+        """Check a gradient, and copy it to the flat array or accumulate it."""
         gradient = given
         if (
             type(given) is not np.ndarray
@@ -176,7 +176,7 @@ class BucketPart:
 
 
 def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) -> None:
-    """Store factor * source; factor zero gives zeros, even for NaN (the mean of an empty batch)."""
+    """Store factor * source; factor 0 gives zeros, even for NaN (the mean of an empty batch)."""
     if factor is None:
         target[...] = source
     elif factor == 0.0:

@@ -1,4 +1,4 @@
-"""One call of `apply_gradients`: its checked arguments, and the request that carries its gradients."""
+"""One call of `apply_gradients`: its checked arguments and its request."""
 
 from __future__ import annotations
 

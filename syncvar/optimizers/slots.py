@@ -214,10 +214,7 @@ class OptimizerSlots:
         return f"NONE:{variable.name}" if is_apart(variable) else variable.name
 
     def build(self, owner: VariableOwner, variables: Sequence[Variable], *, apart: bool) -> None:
-        """Create the missing slots of variables. Collective, except if all variables are NONE.
-
-        A slot with a restored value starts with that value.
-        """
+        """Create missing slots, with restored values if any. Collective, except if all are NONE."""
         self.apart, self.owner = apart, owner
         if self.iterations is None:
             made = {

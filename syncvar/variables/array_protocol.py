@@ -1,4 +1,4 @@
-"""The Python and NumPy protocols of a variable: it behaves as the array that reading it gives."""
+"""The Python and NumPy protocols of a variable: it behaves like the array that reading returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _refused(symbol: str, instead: str) -> Callable[[Any, Any], NoReturn]:
 
 
 class ArrayProtocol(NDArrayOperatorsMixin):
-    """Operators, conversions and NumPy functions, all by way of `read_value`."""
+    """Operators, conversions and NumPy functions on the result of `read_value`."""
 
     @property
     def name(self) -> str:
@@ -53,13 +53,14 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         dl_device: Any = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a copy of the value for another library: `torch.from_dlpack(v)`. What reading costs, and one copy.
+        """Return a copy of the value for another library: `torch.from_dlpack(v)`.
 
-        It is a copy because the value may not be written to, and what some libraries make of it may
-        be.
+        It is a copy, because the value is read-only and arrays of other libraries may not be.
 
         Raises:
-            BufferError: No copy is wanted, or DLPack of NumPy does not know the dtype.
+            BufferError: `copy=False`, or NumPy's DLPack does not support the dtype.
+
+        Cost: that of reading, and one copy.
         """
         if copy is False:
             raise BufferError(
@@ -80,7 +81,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         return value.copy().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the number of DLPack for the memory of the CPU."""
+        """Return DLPack's number for CPU memory."""
         return 1, 0
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Requests of the collectives for accesses of variables; each access is one collective of the replicas."""
+"""Requests of the collectives for accesses of variables."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _same_request(
 
 
 def is_compared_first(communicator: Communicator) -> bool:
-    """Return whether inputs that must be equal are first compared by a cached call of their digests."""
+    """Return whether a cached call first compares digests of inputs that must be equal."""
     return moves(communicator, "all_gather")
 
 

@@ -1,4 +1,4 @@
-"""Creation of variables: unique names, the comparison of the replicas' arguments, the chief's value."""
+"""Creation of variables: unique names, comparison of the arguments, the chief's value."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class VariableProposal(NamedTuple):
         """Return the arguments in words."""
         value = "a callable" if self.shape is None else f"{self.dtype}{list(self.shape)}"
         kind = "trainable" if self.trainable else "not trainable"
-        return f"{self.name!r}: {value}, {self.synchronization} + {self.aggregation}, {kind}, strategy with {self.options}"
+        mode = f"{self.synchronization} + {self.aggregation}"
+        return f"{self.name!r}: {value}, {mode}, {kind}, strategy with {self.options}"
 
 
 class VariableSpec(NamedTuple):

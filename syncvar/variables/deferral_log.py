@@ -1,11 +1,10 @@
-"""The log of AUTO's decisions: JSON lines, written by the first rank of each group, read to replay a job.
+"""The log of AUTO's decisions: JSON lines, to read and to replay.
 
 A line is one change: {"strategy": …, "at": "run", "step": 12, "of": "", "variable": "w", "from":
-    "eager",
-"to": "deferred", "why": …}. "at" and "step" are the end of run 12, or with "write" increment 12 of
-the variable "of" outside every scope. A line {"strategy": …, "begins": true} starts the record of a
-strategy. The identity of a strategy comes from its ranks and their order, so the same program finds
-its own lines.
+"eager", "to": "deferred", "why": …}. "at" and "step" are the end of run 12, or with "write"
+increment 12 of the variable "of" outside every scope. A line {"strategy": …, "begins": true} starts
+the record of a strategy. The identity of a strategy comes from its ranks and their order, so the
+same program finds its own lines.
 """
 
 from __future__ import annotations

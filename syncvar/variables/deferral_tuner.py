@@ -1,10 +1,10 @@
-"""AUTO's tuner: whether a variable's increments are sent at once (eager) or wait in the queue (deferred).
+"""AUTO's tuner: are increments of a variable sent at once (eager) or queued (deferred)?
 
 Eager, each increment is one all-reduce. Deferred increments travel together at the end of a run, or
 before a read of the variable or another kind of write (a *break*). Deferring pays where many
 increments come between two breaks. The rule, `choose`, is a pure function of counters that all
-replicas have agreed on, so all replicas change at the same point. The registry calls the tuner; a
-file can record and replay its decisions.
+replicas have agreed on, so all replicas change at the same point. The registry calls the tuner;
+`deferral_log` records and replays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("syncvar")
 
 
 class Costs(NamedTuple):
-    """Costs of one path: the runs between two decisions, then microseconds, and nanoseconds a byte."""
+    """Costs of one path: runs between decisions, then microseconds, and nanoseconds a byte."""
 
     runs: int  # at most half of the 20 runs within which a change must be answered
     eager_us: float

@@ -282,7 +282,7 @@ class WriteQueue:
             table = yield from self._table(
                 f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run"
             )
-            text = "some replicas had dropped queued writes that others had not; now all have dropped them"
+            text = "some replicas had dropped queued writes; now all have dropped them"
             return FlushResult(-1, [], MismatchError(text, table))
         last, is_refused = common_prefix(sent, told)
         count = last - sent
@@ -375,7 +375,7 @@ def _wide(one: Increment) -> NDArray[Any]:
 
 
 def queue_of(owner: VariableOwner) -> WriteQueue:
-    """Return the queue of a strategy. All replicas create it at the same point, when first needed."""
+    """Return the queue of a strategy; all replicas create it at the same point."""
     queue: WriteQueue | None = owner.queue
     if queue is None:
         queue = owner.queue = WriteQueue(owner)

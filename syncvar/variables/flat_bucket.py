@@ -71,7 +71,7 @@ class PyFlatBucket:
         self._moves = [-1 if storage.moves % 2 else storage.moves for storage in self._storages]
 
     def begin(self) -> bool:
-        """Mark the copies as being written; False, without marks, if they are not flat or a view is alive."""
+        """Mark the copies as being written; False if they are not flat or a view is alive."""
         for number, storage in enumerate(self._storages):
             if not storage.mark():  # it is another thread's
                 for one in self._storages[:number]:

@@ -55,7 +55,7 @@ def unlooked(_copy: bool) -> None:
 
 
 def prepared_look(owner: VariableOwner, storage: Storage, tally: Tally) -> Look:
-    """Return a cached local read. It returns None if nothing was done, and the policy table has to decide."""
+    """Return a cached local read; its result is None if the policy table has to decide."""
     local, is_default = owner.places, owner.is_default
 
     def look(copy: bool) -> NDArray[Any] | None:

@@ -94,18 +94,18 @@ class VariableRegistry(Watch):
         return entry
 
     def gone(self) -> list[str]:
-        """Return some names whose variables no longer exist here, to send to all; each only once."""
+        """Return some names whose variables no longer exist here, each once, to send to all."""
         count = min(len(self._gone), _TOLD_MAX)
         return [self._gone.popleft() for _ in range(count)]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Remove variables that no longer exist on a replica; all replicas do so at the same point."""
+        """Remove variables that some replica no longer has, on all at the same point."""
         for name in names:
             self.entries.pop(name, None)
         self.look_again()
 
     def look_again(self) -> None:
-        """Rebuild the schedule of comparisons: there are other variables, or another `check_every`."""
+        """Rebuild the schedule: there are other variables, or another `check_every`."""
         self._schedule.invalidate()
         self._next_due = 0
         self.until = _AT_ONCE
@@ -113,7 +113,7 @@ class VariableRegistry(Watch):
     def pinned(
         self, entry: RegistryEntry, counts: tuple[int, int, int], *, is_pinned: bool
     ) -> None:
-        """Record that a program has pinned or released a variable, and its counters at that moment."""
+        """Record that a program has pinned or released a variable, and its counters."""
         if entry.is_pinned and not is_pinned:
             self.tuner.schedule(self.runs)
         entry.is_pinned = is_pinned
@@ -130,7 +130,7 @@ class VariableRegistry(Watch):
         return {name: state for name, state in found.items() if state is not None}
 
     def pause(self) -> None:
-        """Stop comparing, deciding and deferring: some replicas may make no more steps (`sv.uneven`)."""
+        """Stop checks, decisions and deferral: some replicas may not go on (`sv.uneven`)."""
         if not self._is_paused:
             self._is_paused = self.is_free = True
             living = self.living()
@@ -251,7 +251,11 @@ class VariableRegistry(Watch):
         self._compared.update(entry.number for entry, _ in pairs)
 
     def end_run(self, check_every: int) -> None:
-        """Decide and compare what is due at the end of a run, when the queue is empty. Collective."""
+        """Decide and compare what is due at the end of a run, with an empty queue. Collective.
+
+        Raises:
+            MismatchError: Copies of a variable differ.
+        """
         run = self.runs
         if self._is_paused or (run < self._next_due and run < self.tuner.next_run):
             return

@@ -55,7 +55,8 @@ def combine(
 def _difference_hint(state: VariableState) -> str:
     """Return what to write instead when replicas assign different values outside `run`."""
     owner, aggregation = state.owner, state.aggregation
-    hint = "Write the same on every replica, for instance x = strategy.reduce('MEAN', x, axis=None); or "
+    same = "x = strategy.reduce('MEAN', x, axis=None)"
+    hint = f"Write the same on every replica, for instance {same}; or "
     if aggregation is VariableAggregation.NONE:
         return hint + (
             "give the variable an aggregation that combines (it has NONE): "

@@ -1,4 +1,4 @@
-"""The replica check: comparison of the copies of replicated variables by digests of all their bytes.
+"""The replica check: compare the copies of replicated variables by digests of all bytes.
 
 `CheckSchedule` says when which variables are compared; the registry calls `compare`. If digests
 differ, the replicas exchange them block by block, so that the error names the variable, the
@@ -63,7 +63,7 @@ class CheckSchedule:
         return lot
 
     def invalidate(self) -> None:
-        """Rebuild the lots before the next use: there are other variables or another `check_every`."""
+        """Rebuild the lots before their next use."""
         self._period = 0
 
     def due_at(self, number: int, check_every: int) -> list[RegistryEntry]:

@@ -1,4 +1,4 @@
-"""Initial values that a function makes part by part, so that no process holds a whole large variable."""
+"""Initial values that a function makes part by part, for large variables."""
 
 from __future__ import annotations
 

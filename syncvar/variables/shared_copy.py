@@ -61,7 +61,7 @@ class SharedCopy(Storage):
         return copy, copy
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
-        """Return the array to write to: the private new value during a write, else the shared copy."""
+        """Return the array to write to: during a write the private new value, else the copy."""
         if not self.is_staging:
             return self.array
         if self._staged is None:

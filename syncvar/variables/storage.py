@@ -81,7 +81,7 @@ _count = sys.getrefcount
 
 
 class Storage(Copied):
-    """One array of fixed shape and dtype. As a context manager, it locks the array for local changes.
+    """One array of fixed shape and dtype; as a context manager, a lock for local changes.
 
     Example:
         >>> from syncvar.bootstrap.process import current
@@ -146,7 +146,7 @@ class Storage(Copied):
         return array
 
     def move_to(self, array: NDArray[Any], value: NDArray[Any]) -> None:
-        """Move the copy to an array that nobody else writes, with a new value; readers keep the old one."""
+        """Move the copy to an array of its own with a new value; readers keep the old one."""
         self._go_to(array, value)
 
     def _go_to(self, array: NDArray[Any], value: NDArray[Any] | None) -> None:
@@ -192,11 +192,11 @@ class Storage(Copied):
         return self._exposed_beside_a_write()
 
     def read(self, copy: bool) -> NDArray[Any]:
-        """Return what `expose` returns; without `copy`, a view that is valid until the next write."""
+        """Return what `expose` returns; without `copy`, a view valid until the next write."""
         return self.expose() if copy else self.view
 
     def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return (array or a copy of it, guard): it does not change while the guard is referenced."""
+        """Return (array or a copy of it, guard); it is constant while the guard is referenced."""
         array = self.array
         # Belongs to `array`, or to newer memory if a write has moved meanwhile: then nobody writes
         # `array`.

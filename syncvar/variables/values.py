@@ -1,4 +1,4 @@
-"""Values of all replicas, as one process holds them: its own part."""
+"""Values that each replica has one of, as one process holds them: its own part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocols through which variables see the objects above them: their strategy, its registry, remote optimizers."""
+"""The protocols of what variables need from above: strategy, registry, remote optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of a variable: of the local copy, of all copies combined, or of one other replica's copy."""
+"""Reads of a variable: its local copy, all copies combined, or another replica's copy."""
 
 from __future__ import annotations
 

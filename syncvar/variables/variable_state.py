@@ -1,4 +1,4 @@
-"""The state of one variable on this replica: its copy, its counters, and whether its increments are deferred.
+"""The state of one variable on this replica: copy, counters, cached accesses, deferral.
 
 `Variable` is the public class. All other modules of this package work on its `VariableState`.
 """

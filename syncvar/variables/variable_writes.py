@@ -1,4 +1,4 @@
-"""Writes of a variable by the policy table: `assign`, its increments, and the scatter operations."""
+"""Writes of a variable by the policy table: `assign`, increments, scatter operations."""
 
 from __future__ import annotations
 

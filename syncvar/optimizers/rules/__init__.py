@@ -1,1 +1,1 @@
-"""Update rules: pure arithmetic on arrays, for optimizers on ranks and parameter servers alike."""
+"""Update rules: pure arithmetic on arrays, for optimizers and parameter servers alike."""
