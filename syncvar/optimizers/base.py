@@ -118,7 +118,7 @@ class Optimizer(MigrationHintsMixin):
         self._plans: dict[tuple[int, ...], BucketPlan] = {}
         self._bases: dict[Any, tuple[Any, ...]] = {}
         self._variables_of_step: tuple[int, ...] | None = None
-        self._elsewhere = RemoteStep(type(self).__name__, self._settings)
+        self._remote = RemoteStep(type(self).__name__, self._settings)
         self._refused: str | None = None  # why this replica rejected an earlier call of this step
 
     if not TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Optimizer(MigrationHintsMixin):
         made = self._slots.iterations
         if made is not None:
             return int(copy_of(made))
-        return self._elsewhere.steps or self._slots.restored_iterations
+        return self._remote.steps or self._slots.restored_iterations
 
     @property
     def variables(self) -> list[Variable]:
@@ -165,7 +165,7 @@ class Optimizer(MigrationHintsMixin):
     @property
     def elsewhere(self) -> RemoteStep | None:
         """State for server-side variables; None for local ones. For this package only."""
-        return self._elsewhere if self._slots.iterations is None else None
+        return self._remote if self._slots.iterations is None else None
 
     @property
     def slots(self) -> OptimizerSlots:
@@ -195,7 +195,7 @@ class Optimizer(MigrationHintsMixin):
         chosen = list(variables)
         stepper = stepper_of([(None, one) for one in chosen])
         if stepper is not None:
-            stepper.prepare(self._elsewhere.rule)
+            stepper.prepare(self._remote.rule)
             return
         failure: Exception | None = None
         owner: VariableOwner | None = None
@@ -223,7 +223,7 @@ class Optimizer(MigrationHintsMixin):
         return made
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Optimizer:
-        if self._elsewhere.variables:
+        if self._remote.variables:
             raise TypeError(
                 f"{self!r} cannot be copied: its slots are on servers, beside their variables. "
                 f"Make another one, sv.optimizers.{type(self).__name__}(…)"
@@ -241,7 +241,7 @@ class Optimizer(MigrationHintsMixin):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._slots.stepped or self._elsewhere.variables:
+        if self._slots.stepped or self._remote.variables:
             raise TypeError(
                 f"{self!r} cannot be pickled: its slots live in several processes, as variables "
                 "do. Save it with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or "
@@ -319,9 +319,7 @@ class Optimizer(MigrationHintsMixin):
             failure = error
         if stepper is not None:
             rate = self._rate_at(self.iterations)
-            self._elsewhere.step(
-                stepper, pairs, rate, reduce, is_plain=weight is None and not shards
-            )
+            self._remote.step(stepper, pairs, rate, reduce, is_plain=weight is None and not shards)
             return
         if made is None:
             owner, travels = whose(pairs)

@@ -169,7 +169,7 @@ def combined_shortly(
     """
     if not op or len(plan.shared) != 1:
         return False
-    communicator, array = owner.communicator, _brought(plan, weighted=weighted)
+    communicator, array = owner.communicator, _flat_array(plan, weighted=weighted)
 
     def make(x: Any, out: Any) -> ReduceArgs:
         return reduce_request(
@@ -183,7 +183,7 @@ def combined_shortly(
     )
 
 
-def _brought(plan: BucketPlan, *, weighted: bool) -> NDArray[Any]:
+def _flat_array(plan: BucketPlan, *, weighted: bool) -> NDArray[Any]:
     """Return the one array that travels; the last element of the whole is the weight."""
     (bucket,) = plan.shared
     return bucket.whole if weighted else bucket.flat

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 ITERATIONS, CALLS, MASTER, ACCUMULATED = "iterations", "calls", "master", "accumulated"
 _WEIGHT, _REPLICAS = "accumulated_weight", "accumulated_replicas"
 _WITHIN_STEP = (CALLS, ACCUMULATED, _WEIGHT, _REPLICAS)  # of use only until the step is complete
-_APART = VariableSynchronization.NONE
+_INDEPENDENT = VariableSynchronization.NONE
 _NAME_MAX = 128
 
 
 def is_apart(variable: Variable) -> bool:
     """Return whether each replica has its own independent copy (NONE)."""
-    return variable.synchronization is _APART
+    return variable.synchronization is _INDEPENDENT
 
 
 class SlotState(NamedTuple):
@@ -112,7 +112,7 @@ class SavedSlot:
         self.strategy = strategy if self._variable is None else self._variable.strategy
         self.shape, self.dtype, self.synchronization = spec.shape, spec.dtype, spec.synchronization
         self.are_parts = spec.is_part
-        self.is_apart = spec.synchronization is _APART
+        self.is_apart = spec.synchronization is _INDEPENDENT
 
     @property
     def is_built(self) -> bool:
@@ -143,7 +143,7 @@ class SavedSlot:
         if self._variable is None:
             self._slots.waiting.pop(self._key, None)
             if self.is_own:
-                self._slots.is_waiting_apart = is_apart
+                self._slots.is_waiting_independent = is_apart
             if value is not None:
                 copied = np.array(value, self.dtype).reshape(self.shape)
                 self._slots.waiting[self._key] = WaitingValue(self._beside, copied)
@@ -175,7 +175,7 @@ class OptimizerSlots:
             tuple[int, str], Variable
         ] = {}  # by the identity of the variable, and the slot's name
         self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
-        self.is_waiting_apart = False  # what waits is of an optimizer of NONE variables alone
+        self.is_waiting_independent = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
         self.apart = False
         self.owner: VariableOwner | None = None
@@ -248,7 +248,7 @@ class OptimizerSlots:
         value: NDArray[Any],
         beside: Variable | None = None,
     ) -> Variable:
-        wish = VariableSpec(
+        arguments = VariableSpec(
             value,
             False,
             self.name_of(slot, beside),
@@ -256,7 +256,7 @@ class OptimizerSlots:
             spec.synchronization,
             VariableAggregation.NONE,
         )
-        made = make_beside(owner, wish, parts=spec.is_part)
+        made = make_beside(owner, arguments, parts=spec.is_part)
         self.tracked[self._tracked_key(slot, beside)] = made
         self.built[_owner_id(beside), slot] = made
         waiting = self.waiting.pop((_owner_id(beside), slot), None)
@@ -283,10 +283,10 @@ class OptimizerSlots:
 
     def own_specs(self, *, apart: bool) -> dict[str, SlotSpec]:
         """Return the descriptions of the optimizer's own variables, by name."""
-        mode = _APART if apart else VariableSynchronization.ON_WRITE
+        mode = _INDEPENDENT if apart else VariableSynchronization.ON_WRITE
         made = {ITERATIONS: SlotSpec(0, (), np.dtype(np.int64), mode)}
         if self._accumulates:
-            own = _APART if apart else VariableSynchronization.ON_READ
+            own = _INDEPENDENT if apart else VariableSynchronization.ON_READ
             made[CALLS] = SlotSpec(0, (), np.dtype(np.int64), mode)
             made[_WEIGHT] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
             made[_REPLICAS] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
@@ -302,7 +302,7 @@ class OptimizerSlots:
         if self._counts:
             made["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
         if self._accumulates:
-            own = _APART if is_apart(variable) else VariableSynchronization.ON_READ
+            own = _INDEPENDENT if is_apart(variable) else VariableSynchronization.ON_READ
             made[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_apart(variable))
         return made
 
@@ -352,7 +352,7 @@ class OptimizerSlots:
 
     def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
         """Return the optimizer's own variables as a checkpoint sees them, by name."""
-        apart = self.is_waiting_apart if self.iterations is None else self.apart
+        apart = self.is_waiting_independent if self.iterations is None else self.apart
         return {
             slot: SavedSlot(self, slot, spec, None, strategy)
             for slot, spec in self.own_specs(apart=apart).items()
@@ -369,7 +369,9 @@ class OptimizerSlots:
         made = OptimizerSlots(
             self._name, self._initials, counts=self._counts, accumulates=self._accumulates
         )
-        made.is_waiting_apart = self.is_waiting_apart if self.iterations is None else self.apart
+        made.is_waiting_independent = (
+            self.is_waiting_independent if self.iterations is None else self.apart
+        )
         variables = {id(one): one for one in self.stepped}
         values = {key: one.value for key, one in self.waiting.items()}
         values |= {key: copy_of(one) for key, one in self.built.items()}

@@ -88,7 +88,7 @@ class VariableInit(NamedTuple):
     aggregation: VariableAggregation
 
 
-class _Checked(NamedTuple):
+class _CheckedSpec(NamedTuple):
     """Checked arguments; no value if only the chief has one."""
 
     base: str
@@ -100,7 +100,7 @@ class _Checked(NamedTuple):
 
 
 def make_on_replicas(
-    owner: VariableOwner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1
+    owner: VariableOwner, spec: VariableSpec, *, own: bool = False, stacklevel: int = 1
 ) -> VariableInit:
     """Check the arguments, compare them with the other replicas', and return the initial state.
 
@@ -111,33 +111,33 @@ def make_on_replicas(
         MismatchError: The replicas ask for different variables.
     """
     communicator = owner.communicator
-    if not _is_apart(wish.synchronization):
+    if not _is_local(spec.synchronization):
         communicator.require_all(
             "making a variable",
             "for the slots of an optimizer write optimizer.build([v, …]) before the block",
         )
-    checked: _Checked | None = None
+    checked: _CheckedSpec | None = None
     failure: Exception | None = None
     try:
-        checked = _checked(owner, wish)
+        checked = _checked(owner, spec)
     except Exception as error:  # told to the other replicas by the call below
         failure = error
-    apart = _is_apart(wish.synchronization)
-    namespace = "NONE" if apart else communicator.members
+    is_local = _is_local(spec.synchronization)
+    namespace = "NONE" if is_local else communicator.members
     names = _names(namespace)
 
     def check() -> CollectiveSpec:
         if checked is None:
-            raise failure or InternalError("a wish was neither checked nor refused")
+            raise failure or InternalError("the arguments were neither checked nor rejected")
         return _create_request(owner, names.free(checked.base), checked, own=own)
 
     value: Any
     value, differ = (
-        (None, []) if apart else communicator.perform("create variable", check, owner.timeout)
+        (None, []) if is_local else communicator.perform("create variable", check, owner.timeout)
     )
     if checked is None:
-        raise failure or InternalError("a wish was neither checked nor refused")
-    value = checked.value if apart else value
+        raise failure or InternalError("the arguments were neither checked nor rejected")
+    value = checked.value if is_local else value
     name = names.take(checked.base)
     roster = owner.roster
     if roster is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
@@ -160,7 +160,7 @@ def make_on_replicas(
     )
 
 
-def _is_apart(synchronization: Any) -> bool:
+def _is_local(synchronization: Any) -> bool:
     """Return whether creating the variable must not send anything."""
     none = VariableSynchronization.NONE
     return synchronization is none or (
@@ -168,12 +168,12 @@ def _is_apart(synchronization: Any) -> bool:
     )
 
 
-def _checked(owner: VariableOwner, wish: VariableSpec) -> _Checked:
-    requested = as_member(VariableSynchronization, wish.synchronization, "synchronization")
-    aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
-    base = checked_name(wish.name)
-    dtype = None if wish.dtype is None else checked_dtype(wish.dtype)
-    trainable = checked_trainable(wish.trainable, requested is not VariableSynchronization.ON_READ)
+def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
+    requested = as_member(VariableSynchronization, spec.synchronization, "synchronization")
+    aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
+    base = checked_name(spec.name)
+    dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
+    trainable = checked_trainable(spec.trainable, requested is not VariableSynchronization.ON_READ)
     action = decide(
         resolve(requested)[0],
         aggregation,
@@ -181,11 +181,11 @@ def _checked(owner: VariableOwner, wish: VariableSpec) -> _Checked:
         AccessKind.CREATE,
     )
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
-    given, shape = wish.initial_value, checked_shape(base, wish.shape)
+    given, shape = spec.initial_value, checked_shape(base, spec.shape)
     if takes_shard_info(given):
         given = whole(given, require_shape(base, shape, dtype)[0])
     value = checked_value(base, given, dtype, aggregation, calls=calls, shape=shape)
-    return _Checked(base, value, trainable, requested, aggregation, action)
+    return _CheckedSpec(base, value, trainable, requested, aggregation, action)
 
 
 def checked_trainable(trainable: Any, usual: bool) -> bool:
@@ -252,7 +252,7 @@ def _names(namespace: Any) -> Names:
 
 
 def _create_request(
-    owner: VariableOwner, name: str, checked: _Checked, *, own: bool
+    owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
 ) -> CollectiveSpec:
     """Return the request that compares the arguments and gives every replica the chief's value.
 

@@ -183,7 +183,7 @@ class DeferralTuner:
         config = owner.context.config
         self._log_path, self.replay_path = config.auto_log, config.auto_replay
         self._replay: dict[ProgramPoint, list[tuple[str, str]]] | None = None
-        self._has_begun = False
+        self._has_logged = False
         self._is_logging = bool(self._log_path) and owner.communicator.member_rank == 0
         if self._is_logging:
             check_file(self._log_path, AUTO_LOG)
@@ -252,9 +252,9 @@ class DeferralTuner:
         for (at, step, _), *change in changes:
             _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
         if self._is_logging:  # stops after a failure: a log with a hole would mislead a replay
-            begins = not self._has_begun
+            begins = not self._has_logged
             self._is_logging = append(self._log_path, identity, changes, begins=begins)
-            self._has_begun = True
+            self._has_logged = True
 
     def replay(self, point: ProgramPoint, runs: int) -> None:
         """Repeat the changes that were recorded for a point of the program."""

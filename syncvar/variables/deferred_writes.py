@@ -42,7 +42,7 @@ BUCKET_WRITES = 4096
 _PATIENCE_S = 0.0005
 _TEXT_BYTES = 400
 _WHAT = "queued writes"
-_TOLD = struct.Struct("<QQQQ")
+_RECORD = struct.Struct("<QQQQ")
 _MASK = (1 << 64) - 1
 _FACTOR = 0x100000001B3  # of the FNV hash
 
@@ -276,19 +276,23 @@ class WriteQueue:
         mine = QueuePrefix(
             sent + len(waiting), refused, waiting[-1].chain, (calls.epoch << 20) + self._resets
         )
-        told = [unpack_told(data) for data in (yield from exchange_bytes(calls, pack_told(mine)))]
-        if any(one.block != mine.block for one in told):
-            self._resets = max(one.block for one in told) & ((1 << 20) - 1)
+        queues = [
+            unpack_prefix(data) for data in (yield from exchange_bytes(calls, pack_prefix(mine)))
+        ]
+        if any(one.block != mine.block for one in queues):
+            self._resets = max(one.block for one in queues) & ((1 << 20) - 1)
             table = yield from self._table(
                 f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run"
             )
             text = "some replicas had dropped queued writes; now all have dropped them"
             return FlushResult(-1, [], MismatchError(text, table))
-        last, is_refused = common_prefix(sent, told)
+        last, is_refused = common_prefix(sent, queues)
         count = last - sent
         if not count:
             return FlushResult(0, [])
-        if any(one.made != last for one in told) or any(one.chain != told[0].chain for one in told):
+        if any(one.made != last for one in queues) or any(
+            one.chain != queues[0].chain for one in queues
+        ):
             chains = np.array([one.chain for one in waiting[:count]], np.uint64).tobytes()
             everyone = yield from exchange_bytes(calls, chains)
             number = first_difference(
@@ -403,14 +407,14 @@ class QueuePrefix(NamedTuple):
     block: int = 0
 
 
-def pack_told(told: QueuePrefix) -> bytes:
+def pack_prefix(prefix: QueuePrefix) -> bytes:
     """Return the record as bytes of fixed length."""
-    return _TOLD.pack(*told)
+    return _RECORD.pack(*prefix)
 
 
-def unpack_told(data: bytes) -> QueuePrefix:
+def unpack_prefix(data: bytes) -> QueuePrefix:
     """Return the record in some bytes."""
-    return QueuePrefix(*_TOLD.unpack(data))
+    return QueuePrefix(*_RECORD.unpack(data))
 
 
 def chained(chain: int, digest: int) -> int:
@@ -423,7 +427,7 @@ def chained(chain: int, digest: int) -> int:
     return ((chain ^ digest) * _FACTOR + 1) & _MASK
 
 
-def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
+def common_prefix(sent: int, queues: Sequence[QueuePrefix]) -> tuple[int, bool]:
     """Return (number of the last write to send now, whether all drop that write).
 
     A rejected write is handled alone, after those before it.
@@ -435,8 +439,8 @@ def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
         >>> common_prefix(2, rejected), common_prefix(3, rejected)
         ((3, False), (4, True))
     """
-    last = min(one.made for one in told)
-    refused = min((one.refused for one in told if one.refused), default=0)
+    last = min(one.made for one in queues)
+    refused = min((one.refused for one in queues if one.refused), default=0)
     if not refused or refused > last:
         return last, False
     return (refused, True) if refused == sent + 1 else (refused - 1, False)

@@ -198,18 +198,18 @@ class FlatBucket:
         try:
             if not self._group.load(pairs):
                 return False
-            is_made, is_begun = False, self._group.begin()
-            target = self._flat if is_begun else self._gathered()
+            is_done, is_flat = False, self._group.begin()
+            target = self._flat if is_flat else self._gathered()
             try:
-                is_made = call(self._staging, target, None, owner.timeout) is not None
+                is_done = call(self._staging, target, None, owner.timeout) is not None
             finally:
-                if is_begun:
-                    self._group.end(is_made)
-            if is_made and not is_begun:
+                if is_flat:
+                    self._group.end(is_done)
+            if is_done and not is_flat:
                 self._spread()
-            if is_made and is_counted:
+            if is_done and is_counted:
                 roster.count(tally)  # type: ignore[union-attr]
-            return is_made
+            return is_done
         finally:
             self._turn.release()
 

@@ -74,12 +74,12 @@ def are_parts(variable: Variable) -> bool:
     return state_of(variable).are_parts
 
 
-def make_beside(owner: VariableOwner, wish: VariableSpec, *, parts: bool = False) -> Variable:
+def make_beside(owner: VariableOwner, spec: VariableSpec, *, parts: bool = False) -> Variable:
     """Create a variable of any strategy. Collective, except under NONE.
 
     With `parts` the copies are parts of a whole: restored on another number of replicas, each takes
     the mean.
     """
-    made = Variable.from_init(make_on_replicas(owner, wish, stacklevel=2))
+    made = Variable.from_init(make_on_replicas(owner, spec, stacklevel=2))
     state_of(made).are_parts = parts
     return made

@@ -137,7 +137,7 @@ _AUTO, _NONE = VariableSynchronization.AUTO, VariableSynchronization.NONE
 _ON_WRITE, _ON_READ = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
 _WRITTEN = (_AUTO, _ON_WRITE)
 _SHARED = (_AUTO, _ON_WRITE, _ON_READ)
-_APART = VariableAggregation.NONE
+_NO_AGG = VariableAggregation.NONE
 _SUM, _MEAN, _FIRST = (
     VariableAggregation.SUM,
     VariableAggregation.MEAN,
@@ -207,7 +207,7 @@ _TABLE: tuple[
     ((_ON_READ,), (_SUM,), _ANYWHERE, _CREATE,
      Action(Travel.FIRST, Effect.SHARE,
             "the chief's value is split over the copies, so that reading gives it back")),
-    ((_ON_READ,), (_APART, _MEAN, _FIRST), _ANYWHERE, _CREATE,
+    ((_ON_READ,), (_NO_AGG, _MEAN, _FIRST), _ANYWHERE, _CREATE,
      Action(Travel.FIRST, Effect.CHANGE, "every copy starts with the chief's value")),
     ((_NONE,), _ANY_AGG, _ANYWHERE, _CREATE,
      Action(Travel.NOTHING, Effect.CHANGE,
@@ -229,7 +229,7 @@ _TABLE: tuple[
             "reading the variable averages the copies of all replicas")),
     ((_ON_READ,), (_FIRST,), _THE_VALUE, _READ,
      Action(Travel.FIRST, Effect.RETURN, "the value is replica 0's copy")),
-    ((_ON_READ,), (_APART,), _THE_VALUE, _READ, _NO_COMBINATION),
+    ((_ON_READ,), (_NO_AGG,), _THE_VALUE, _READ, _NO_COMBINATION),
     ((_NONE,), _ANY_AGG, _ANYWHERE, (*_READ, *_SYNC),
      Action(Travel.NOTHING, Effect.RETURN, "NONE: the copies are independent on purpose")),
     (_WRITTEN, _ANY_AGG, _ANYWHERE, _SYNC,
@@ -240,7 +240,7 @@ _TABLE: tuple[
      Action(Travel.MEAN, Effect.RETURN, "sync averages the copies, in every context")),
     ((_ON_READ,), (_FIRST,), _ANYWHERE, _SYNC,
      Action(Travel.FIRST, Effect.RETURN, "sync gives replica 0's copy, in every context")),
-    ((_ON_READ,), (_APART,), _ANYWHERE, _SYNC, _NO_COMBINATION),
+    ((_ON_READ,), (_NO_AGG,), _ANYWHERE, _SYNC, _NO_COMBINATION),
     # -- writing own values (SEMANTICS 4)
     (_WRITTEN, (_SUM,), OWN_VALUES, _ASSIGNS,
      Action(Travel.SUM, Effect.CHANGE,
@@ -250,8 +250,8 @@ _TABLE: tuple[
             "the mean of what the replicas pass is written to every copy")),
     (_WRITTEN, (_FIRST,), OWN_VALUES, _ASSIGNS,
      Action(Travel.FIRST, Effect.CHANGE, "what replica 0 passes is written to every copy")),
-    (_WRITTEN, (_APART,), _IN_REPLICA, _WRITES, _NO_AGREEMENT),
-    (_WRITTEN, (_APART,), _IN_SPMD, _WRITES,
+    (_WRITTEN, (_NO_AGG,), _IN_REPLICA, _WRITES, _NO_AGREEMENT),
+    (_WRITTEN, (_NO_AGG,), _IN_SPMD, _WRITES,
      Action(Travel.SAME, Effect.CHANGE, "with aggregation NONE all replicas must write the same")),
     ((_ON_READ,), _ANY_AGG, OWN_VALUES, _WRITES,
      Action(Travel.NOTHING, Effect.CHANGE, "a replica writes its own copy; reading combines")),
@@ -266,7 +266,7 @@ _TABLE: tuple[
             "the value is split over the copies, so that reading gives it back")),
     ((_ON_READ,), (_SUM,), _SAME_VALUES, _SCATTERS,
      Action(Travel.SAME, Effect.SPLIT_ANEW, "the copies are summed, changed once and split anew")),
-    ((_ON_READ,), (_APART, _MEAN, _FIRST), _SAME_VALUES, _WRITES,
+    ((_ON_READ,), (_NO_AGG, _MEAN, _FIRST), _SAME_VALUES, _WRITES,
      Action(Travel.SAME, Effect.CHANGE, "the same write is made to every copy")),
     # -- rows (SEMANTICS 6)
     (_WRITTEN, (_SUM,), OWN_VALUES, (*_ADDING, *_BOUNDS),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_state import VariableState
 
 _AT_ONCE = -1
-_TOLD_MAX = 16  # names of variables that no longer exist, in each creation of another one
+_GONE_MAX = 16  # names of variables that no longer exist, in each creation of another one
 _WHAT = "counters of AUTO variables, and which variables still exist"
 _log = logging.getLogger("syncvar")
 
@@ -95,7 +95,7 @@ class VariableRegistry(Watch):
 
     def gone(self) -> list[str]:
         """Return some names whose variables no longer exist here, each once, to send to all."""
-        count = min(len(self._gone), _TOLD_MAX)
+        count = min(len(self._gone), _GONE_MAX)
         return [self._gone.popleft() for _ in range(count)]
 
     def forget(self, names: Iterable[str]) -> None:

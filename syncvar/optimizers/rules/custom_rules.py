@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _WORD = re.compile("[a-z_][a-z_0-9]*")
 _OWN_SLOTS = ("master", "steps", "iterations")
-_GIVEN = ("learning_rate", "step", "rule")
+_RESERVED = ("learning_rate", "step", "rule")
 
 
 class _RegisteredRule(NamedTuple):
@@ -108,16 +108,16 @@ class CustomRule(UpdateRule):
 
     def __init__(self, rule: Callable[..., Any] | str, **numbers: Any) -> None:
         self._name, self._registered = _found(rule)
-        self._given = {
+        self._own_numbers = {
             one: checked_number(one, given, float("-inf")) for one, given in numbers.items()
         }
-        for one in self._given:
-            if one in _GIVEN or not _WORD.fullmatch(one):
+        for one in self._own_numbers:
+            if one in _RESERVED or not _WORD.fullmatch(one):
                 raise ConfigError(
                     f"{one!r:.40} cannot be a number of an update rule: these are named by small "
-                    f"letters, digits and _, not {', '.join(_GIVEN)}"
+                    f"letters, digits and _, not {', '.join(_RESERVED)}"
                 )
-        super().__init__(rule=self._name, **self._given)
+        super().__init__(rule=self._name, **self._own_numbers)
 
     def initials(self) -> dict[str, float]:
         """Return the initial values of the slots, by name."""
@@ -144,7 +144,7 @@ class CustomRule(UpdateRule):
             _frozen(weight),
             {name: _frozen(slot) for name, slot in by_name.items()},
             _frozen(gradient),
-            MappingProxyType({**self._given, "learning_rate": rate, "step": int(step)}),
+            MappingProxyType({**self._own_numbers, "learning_rate": rate, "step": int(step)}),
         )
         value, changed = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         unknown = (
