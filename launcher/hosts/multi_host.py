@@ -31,12 +31,7 @@ _FILES, _FILES_OF_A_HOST = 32, 4
 
 
 def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
-    """Start a job on the hosts that were named; return the exit code.
-
-    Args:
-        chosen: The options, with at least one host.
-        arguments: The command line as it was given.
-    """
+    """Start a job on the named hosts; return the exit code."""
     for sentence in chosen.hosts.notices:
         _say(sentence)
     _check_files(chosen)
@@ -57,7 +52,7 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
 
 
 def _import_the_rest() -> None:
-    """Import what a job needs when its hosts are there: a login takes longer."""
+    """Import what a job needs later; a login takes longer than that."""
     from syncvar_launcher.job import restart_loop  # noqa: F401
 
 
@@ -81,7 +76,7 @@ def _say(sentence: str) -> None:
 
 
 def dry_run(chosen: LaunchOptions) -> str:
-    """Return what a launch on these hosts would do, as text; nobody is asked and nothing is started."""
+    """Return what a launch on these hosts would do; it contacts no host."""
     if chosen.join.listen is not None:
         return _dry_run_joined(chosen)
     rows = [("host", "slots", "named in", "reached by")]
@@ -149,7 +144,7 @@ def dry_run(chosen: LaunchOptions) -> str:
 
 
 def _dry_run_joined(chosen: LaunchOptions) -> str:
-    """Return what a launch on hosts that join would do; nothing listens."""
+    """Return what a launch with `--listen` would do; it does not listen."""
     from syncvar_launcher.join.join_rendezvous import (
         join_command,
         listen_address,
