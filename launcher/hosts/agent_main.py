@@ -317,7 +317,8 @@ class HostAgent:
         limit_s = self._silence_s if self._start is not None else max(self._silence_s, _IDLE_S)
         if self._cut_at is None and not self._is_stopped and now - self._heard > limit_s:
             sys.stderr.write(
-                f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n"
+                f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers "
+                "here are ended\n"
             )
             self._cut_at = now
             if self._start is not None:

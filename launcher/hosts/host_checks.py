@@ -31,7 +31,8 @@ def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy
     """
     if protocol != PROTOCOL_VERSION or version != syncvar.__version__:
         return (
-            f"it has syncvar {version} (protocol {protocol}), and here is {syncvar.__version__} (protocol {PROTOCOL_VERSION}); "
+            f"it has syncvar {version} (protocol {protocol}), and here is {syncvar.__version__} "
+            f"(protocol {PROTOCOL_VERSION}); "
             f"install the same on all"
         )
     if byte_order != sys.byteorder:
@@ -57,11 +58,18 @@ def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> s
         return f"NumPy is not installed there; {python} -m pip install numpy"
     if 0 <= facts["tasks_left"] < needed_tasks(1):
         return (
-            f"its control group allows {facts['tasks_left']} more processes and threads (pids.max), and one rank needs {needed_tasks(1)}; "
+            f"its control group allows {facts['tasks_left']} more processes and threads "
+            f"(pids.max), and one rank needs {needed_tasks(1)}; "
             f"ask for a higher limit there, or leave the host out"
         )
     if not facts["has_folder"] and (host.cwd or not options.hosts.stage):
-        return f"there is no folder {cwd} there; give --cwd{' to its --join' if joins else ', or cwd= in the host file'}"
+        return (
+            f"there is no folder {cwd} there; give "
+            f"--cwd{' to its --join' if joins else ', or cwd= in the host file'}"
+        )
     if not facts["has_target"] and not options.hosts.stage:
-        return f"there is no script {options.program.target} in {cwd} there; --stage copies it, or use a shared folder"
+        return (
+            f"there is no script {options.program.target} in {cwd} there; --stage copies it, or "
+            "use a shared folder"
+        )
     return ""

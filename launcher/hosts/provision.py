@@ -266,7 +266,10 @@ class JobHosts:
             one = self.sites[place]
             listed = [address for _, address in one.remote.facts["interfaces"]]
             if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
-                why = f"it is another machine now, without the address {one.address}; start the job again"
+                why = (
+                    f"it is another machine now, without the address {one.address}; start the job "
+                    "again"
+                )
                 self._refuse({one.remote.host: why})
             self.sites[place] = one._replace(facts=one.remote.facts)
 
@@ -434,7 +437,8 @@ class JobHosts:
             )
             known.host = known.host._replace(slots=total)
             self._say(
-                f"{one.host.name} and {known.host.name} are one machine: it counts once, with {total} slots"
+                f"{one.host.name} and {known.host.name} are one machine: it counts once, with "
+                f"{total} slots"
             )
             one.close()
             self._remotes.remove(one)
@@ -517,7 +521,8 @@ class JobHosts:
                 )
         if unreachable:
             raise HostUnreachable(
-                "hosts do not reach each other; nothing was started. Open the ports above 1023 between them, or "
+                "hosts do not reach each other; nothing was started. Open the ports above 1023 "
+                "between them, or "
                 "name the network by --iface or addr=:\n" + "\n".join(unreachable)
             )
         self.address = found[0]

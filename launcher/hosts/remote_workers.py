@@ -416,7 +416,8 @@ class RemoteWorkers:
                     yield from self._understood(message, site)
                 if idle_s[site.name] > _CLOSE_S:
                     self._said.append(
-                        f"{site.name}: its agent does not end; what its ranks wrote last may be missing"
+                        f"{site.name}: its agent does not end; what its ranks wrote last may be "
+                        "missing"
                     )
                     site.remote.end("it does not answer in time")
             waiting = [

@@ -53,12 +53,18 @@ _MEANINGS = (
     (
         r"host key verification failed|no matching host key|host key is known",
         "its host key is not known, or has changed",
-        "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+        (
+            "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> "
+            "~/.ssh/known_hosts"
+        ),
     ),
     (
         r"permission denied|too many authentication failures|no more authentication methods",
         "the login is refused",
-        "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key in ssh-agent",
+        (
+            "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key "
+            "in ssh-agent"
+        ),
     ),
     (
         r"timed out|no route to host|network is unreachable|host is down",
@@ -147,7 +153,10 @@ def why_failed(
             advice = describe_installation(there, host.login()) if is_missing else remedy
             return f"{what}; {advice}".replace("{host}", host.login()).replace("{python}", there)
     if status in _NOT_FOUND:
-        return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
+        return (
+            f"there is no {host.python or python} there; give python=PATH in the host file, or "
+            "--remote-python"
+        )
     last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
     who = program if status == _SSH_FAILED or not is_ssh else "the agent"
     return f"{who} ended with {status}" + (

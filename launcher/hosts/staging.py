@@ -102,7 +102,8 @@ def _source_of(options: LaunchOptions) -> Path:
         options.program.kind == "command" and "/" not in options.program.target
     ):
         raise ConfigError(
-            f"--stage copies the folder of a script, and there is no file {options.program.target} in {options.program.cwd}"
+            "--stage copies the folder of a script, and there is no file "
+            f"{options.program.target} in {options.program.cwd}"
         )
     return path.parent
 
@@ -151,7 +152,8 @@ def collected(options: LaunchOptions) -> Collection:
                 nbytes += status.st_size
             if nbytes > NBYTES_MAX or len(files) + len(folders) + len(links) > FILES_MAX:
                 raise ConfigError(
-                    f"--stage copies at most {FILES_MAX} files and {NBYTES_MAX >> 20} MiB, and {folder} has more: give the script a folder of "
+                    f"--stage copies at most {FILES_MAX} files and {NBYTES_MAX >> 20} MiB, and "
+                    f"{folder} has more: give the script a folder of "
                     f"its own, without its data, or use a shared folder and leave --stage out"
                 )
     return Collection(folder, (*folders, *files, *links), nbytes, tuple(left_out))

@@ -84,7 +84,8 @@ def plan_binding(
     if mode == "auto" and cores_per_worker is None and usable != online_cores:
         return Binding(
             unbound,
-            f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} usable)",
+            f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} "
+            "usable)",
         )
     if workers > usable:
         shared = tuple((usable_cores[worker % usable],) for worker in range(workers))

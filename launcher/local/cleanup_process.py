@@ -33,7 +33,9 @@ def main() -> None:
             elif line.startswith("."):
                 os._exit(
                     0
-                )  # the launcher waits, and there is nothing here that an interpreter's own end would tidy up
+                    # the launcher waits, and there is nothing here that an
+                    # interpreter's own end would tidy up
+                )
     kill_sessions(sessions)
     import shutil  # most of what it would cost to start, and most launchers end in order
 

@@ -257,7 +257,10 @@ class ForkServer:
 
     def describe(self) -> str:
         """Return the server and the state of its process in words."""
-        return f"{_SERVER} (process {self._process.pid}, state {process_state(self._process.pid) or 'gone'})"
+        return (
+            f"{_SERVER} (process {self._process.pid}, state "
+            f"{process_state(self._process.pid) or 'gone'})"
+        )
 
     def release(self) -> None:
         """Let the forked workers begin after `close`, which otherwise ends them."""

@@ -130,7 +130,8 @@ class LocalWorkers:
         self._owner: dict[int, tuple[WorkerProcess, _Role]] = {}
         read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
         try:
-            # Run by path and isolated (-I -S): it must start in milliseconds, whatever site-packages hold.
+            # Run by path and isolated (-I -S): it must start in milliseconds,
+            # whatever site-packages hold.
             self._guardian = subprocess.Popen(
                 [
                     sys.executable,

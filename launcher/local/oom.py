@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = "out of memory (kernel)"
 _COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
-_RECENT_S = 10.0  # between the count and the end of a large process, whose memory the system takes back first
+# between the count and the end of a large process, whose memory the system takes back first
+_RECENT_S = 10.0
 _SIGKILL = 9
 
 

@@ -131,7 +131,10 @@ class Sharing:
                         )
             except OSError as error:
                 self.close()
-                self._why_not = f"unix sockets; no shared memory because it cannot be handed over ({error.strerror})"
+                self._why_not = (
+                    "unix sockets; no shared memory because it cannot be handed over "
+                    f"({error.strerror})"
+                )
                 self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
 
         if hands_over and any(servers) and not why_not_here(os.uname().machine):
@@ -165,7 +168,10 @@ class Sharing:
         if not self._handings:
             shm.close()
         size = bytes_in_words(self._shm_bytes)
-        line = f"transport shared memory: shared memory ({shm.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off{between}"
+        line = (
+            f"transport shared memory: shared memory ({shm.how}), {size} virtual; "
+            f"SYNCVAR_TRANSPORT=zmq turns it off{between}"
+        )
         return f"shared memory ({shm.how}){between}", line
 
     @property
