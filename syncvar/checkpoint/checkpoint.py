@@ -6,75 +6,22 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from syncvar.checkpoint.async_save import PendingSave, write_now
-from syncvar.checkpoint.chief_restore import SavedElsewhere, restore_for_all
+from syncvar.checkpoint.checkpoint_core import CheckpointCore, is_name
 from syncvar.checkpoint.file_names import checked_path
 from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.optimizer_state import SlotLeaf
 from syncvar.checkpoint.restore import (
-    Found,
-    check_arguments,
-    is_local,
-    restore_leaves,
-    stage_leaves,
+    RestoreOptions,
 )
-from syncvar.checkpoint.save import Saving
-from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sorted_out
 from syncvar.checkpoint.trackables import (
-    SoloGroup,
-    VariableLeaf,
     checked_object,
     is_nested,
-    leaf_of,
-    outside,
 )
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers import Optimizer
-from syncvar.parameter_server.server_variables import ServerVariable
-from syncvar.strategies.contexts import get_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from syncvar.checkpoint.server_leaves import Collected, Walked
-    from syncvar.checkpoint.trackables import Leaf, Together
-    from syncvar.runtime.communicator import Communicator
-
-
-_NAME = re.compile(r"[^\W_][^/\0]{0,127}")
-_log = logging.getLogger("syncvar")
-
-
-class _Waiting:
-    """Entries of a restored checkpoint whose objects do not exist yet.
-
-    `keys` is one set, shared by nested checkpoints; `prefix` precedes the keys of this one.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        identity: str,
-        policy: str,
-        timeout: float | None,
-        keys: set[str],
-        prefix: str = "",
-        *,
-        partial: bool,
-    ) -> None:
-        self.path, self.identity, self.policy, self.timeout = path, identity, policy, timeout
-        self.keys, self.prefix, self.partial = keys, prefix, partial
-        self.is_news = not partial  # the first save without these entries says so
-
-    def under(self, key: str) -> _Waiting:
-        """Return what waits for the checkpoint nested under a key."""
-        prefix = f"{self.prefix}{key}/"
-        given = self.path, self.identity, self.policy, self.timeout, self.keys, prefix
-        return _Waiting(*given, partial=self.partial)
+    from syncvar.checkpoint.async_save import PendingSave
 
 
 class Checkpoint:
@@ -118,20 +65,19 @@ class Checkpoint:
         (array([1., 2.], dtype=float32), 3)
     """
 
-    _objects: dict[str, Any]
-    _waiting: _Waiting | None
-    _pending: PendingSave | None
+    _core: CheckpointCore
 
     def __init__(self, **objects: Any) -> None:
-        self.__dict__.update(_objects={}, _waiting=None, _pending=None)
+        self.__dict__["_core"] = CheckpointCore()
         for name, value in objects.items():
             setattr(self, name, value)
 
     def __repr__(self) -> str:
-        return f"<sv.Checkpoint of {', '.join(self._objects) or 'nothing'}>"
+        return f"<sv.Checkpoint of {', '.join(self._core.objects) or 'nothing'}>"
 
     def __getattr__(self, name: str) -> Any:
-        objects = self.__dict__.get("_objects", {})
+        core = self.__dict__.get("_core")
+        objects = {} if core is None else core.objects
         if name not in objects:
             raise AttributeError(
                 f"the checkpoint has no object {name!r}; it has {', '.join(objects) or 'none'}"
@@ -139,27 +85,18 @@ class Checkpoint:
         return objects[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not _NAME.fullmatch(name) or hasattr(type(self), name):
+        if not is_name(name) or hasattr(type(self), name):
             reason = "is not a name (1 to 128 characters, no / and no leading _)"
             if hasattr(type(self), name):
                 reason = "is a method of checkpoints"
             raise ConfigError(f"{name!r} {reason}; give the object another name")
         if not isinstance(value, Checkpoint) and not is_nested(value):
             checked_object(name, value)
-        before = self._objects.copy()
-        self._objects[name] = value
-        try:
-            if self._waiting is not None:
-                self._restore_late()
-                self._follow(name, value)
-        except BaseException:
-            self._objects.clear()
-            self._objects.update(before)
-            raise
+        self._core.add(name, value)
 
     def __delattr__(self, name: str) -> None:
         getattr(self, name)
-        del self._objects[name]
+        del self._core.objects[name]
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -202,73 +139,7 @@ class Checkpoint:
             values, and its own copies; memory is not copied.
         """
         where, refused = _path_or_error(path)
-        return self._save(where, Label(), timeout, async_op=async_op, refused=refused)
-
-    def _save(
-        self,
-        path: str,
-        label: Label,
-        timeout: float | None,
-        *,
-        async_op: bool,
-        guard: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        refused: Exception | None = None,
-    ) -> str | PendingSave:
-        leaves, communicator, missing, there, unsaved = self._collect()
-        leaves = [leaf for leaf in leaves if not isinstance(leaf, SlotLeaf) or leaf.is_present]
-        refused = refused or missing or unsaved
-        with outside():
-            self._finish_pending()
-            waiting = self._waiting
-            if waiting is not None and waiting.is_news and waiting.keys and communicator.rank == 0:
-                waiting.is_news = False
-                keys = ", ".join(sorted(waiting.keys)[:8])
-                _log.warning(
-                    "%d entries of the checkpoint restored from %s still wait for their objects. "
-                    "They are not part of %s: %s",
-                    len(waiting.keys),
-                    waiting.path,
-                    path,
-                    keys,
-                )
-            saving: Saving | SavedElsewhere
-            if refused is None and isinstance(communicator, SoloGroup) and communicator.rank:
-                saving = SavedElsewhere(path)
-            else:
-                pushes: dict[int, int] = {}
-                if there is not None and communicator.member_rank == 0 and refused is None:
-                    try:
-                        on_servers, pushes = there.taken(timeout)
-                        leaves = sorted([*leaves, *on_servers], key=lambda leaf: leaf.key)
-                    except Exception as error:  # `Saving` reports it to the other ranks
-                        refused = error
-                saving = Saving(leaves, refused, communicator, path, label, timeout, guard, pushes)
-            if async_op:
-                pending = PendingSave(saving, communicator.member_rank, after)
-                self.__dict__["_pending"] = pending
-                return pending
-            try:
-                written = write_now(saving)
-            except BaseException:  # the program ends: remove the written files and the lock
-                saving.discard()
-                raise
-            saving.commit(written)
-            if after is not None:
-                after()
-            return path
-
-    def _finish_pending(self) -> None:
-        """Commit a started save that nobody has waited for. Its `PendingSave` keeps the error."""
-        pending, self.__dict__["_pending"] = self._pending, None
-        if pending is not None:
-            error = pending.exception()
-            if error is not None:
-                _log.warning(
-                    "saving the checkpoint %s failed, and nobody called its wait(): %s",
-                    pending.path,
-                    error,
-                )
+        return self._core.save(where, Label(), timeout, async_op=async_op, refused=refused)
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -306,175 +177,8 @@ class Checkpoint:
         Cost: Every rank reads all shared values and its own copies. Two exchanges of some bytes.
         """
         where, refused = _path_or_error(path)
-        self._restore(where, None, restore_policy, timeout, partial=partial, refused=refused)
-
-    def _restore(
-        self,
-        path: str | None,
-        find: Callable[[], str | None] | None,
-        policy: Any,
-        timeout: float | None,
-        *,
-        partial: bool,
-        refused: Exception | None = None,
-    ) -> str | None:
-        """Restore from `path`, or from the path that `find` returns on rank 0; return that path."""
-        collected = self._collect()
-        with outside():
-            self._finish_pending()
-            found_at, found = self._restored(
-                collected._replace(refused=refused or collected.refused),
-                collected.group,
-                path,
-                find,
-                policy,
-                timeout,
-                partial=partial,
-            )
-        if found_at is None:
-            return None
-        waiting = _Waiting(
-            found_at, found.identity, policy, timeout, set(found.left), partial=partial
-        )
-        self.__dict__["_waiting"] = waiting
-        if waiting.keys and not partial and collected.group.rank == 0:
-            shown = sorted(waiting.keys)
-            keys = ", ".join(shown[:8]) + ", …" * (len(shown) > 8)
-            _log.warning(
-                "%d entries of the checkpoint %s have no object in this program and are not "
-                "restored: %s. Add the object with checkpoint.name = object, or confirm with "
-                "restore(…, partial=True)",
-                len(shown),
-                found_at,
-                keys,
-            )
-        for name, value in list(self._objects.items()):
-            self._follow(name, value)
-        return found_at
-
-    @staticmethod
-    def _restored(
-        collected: Collected,
-        group: Together | None,
-        path: str | None,
-        find: Callable[[], str | None] | None,
-        policy: Any,
-        timeout: float | None,
-        *,
-        partial: bool,
-        identity: str | None = None,
-        prefix: str = "",
-    ) -> tuple[str | None, Found]:
-        leaves, _, refused, there, _unsaved = collected
-        everything = leaves if there is None else [*leaves, *there.leaves()]
-        if isinstance(group, SoloGroup):
-            assert there is not None, "only server-side variables are restored by one worker"
-            check_arguments(policy, partial)
-            if refused is not None:
-                raise refused
-
-            def stage(where: str) -> tuple[list[tuple[Leaf, Any]], Found]:
-                return stage_leaves(
-                    everything, group, where, policy, identity, prefix, partial=partial
-                )
-
-            finder = find or (lambda: path)
-            return restore_for_all(
-                everything, there, group, path, finder, stage, timeout, partial=partial
-            )
-        assert path is not None, "ranks that restore together have agreed on the path"
-        last = None if there is None else there.restored_by_all(path, timeout)
-        found = restore_leaves(
-            everything,
-            group,
-            path,
-            policy,
-            timeout,
-            partial=partial,
-            identity=identity,
-            prefix=prefix,
-            refused=refused,
-            last=last,
-        )
-        return path, found
-
-    def _restore_late(self) -> None:
-        """Restore objects that were added after `restore`."""
-        waiting = self._waiting
-        if waiting is None or not waiting.keys:
-            return
-        found = [leaf for name, value in self._objects.items() for leaf in self._walk(name, value)]
-        collected = sorted_out(found, _default, prefix=waiting.prefix, only=waiting.keys)
-        if not collected.leaves and collected.there is None:
-            return
-        group = None if collected.there is None and is_local(collected.leaves) else collected.group
-        with outside():
-            self._restored(
-                collected,
-                group,
-                waiting.path,
-                None,
-                waiting.policy,
-                waiting.timeout,
-                partial=waiting.partial,
-                identity=waiting.identity,
-                prefix=waiting.prefix,
-            )
-        taken = [*collected.leaves, *([] if collected.there is None else collected.there.leaves())]
-        waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in taken)
-
-    def _follow(self, key: str, value: Any) -> None:
-        waiting = self._waiting
-        if waiting is None:
-            return
-        if isinstance(value, Checkpoint):
-            value.__dict__["_waiting"] = waiting.under(key)
-            for name, inner in list(value._objects.items()):  # noqa: SLF001  (one of its own kind)
-                value._follow(name, inner)  # noqa: SLF001
-        elif is_nested(value):
-            for inner, item in _items(value):
-                self._follow(f"{key}/{inner}", item)
-
-    # -- what it holds -----------------------------------------------------------------------------
-
-    def _collect(self) -> Collected:
-        leaves: list[Walked] = []
-        refused: Exception | None = None
-        for name, value in self._objects.items():
-            try:
-                leaves += list(self._walk(name, value))
-            except Exception as error:
-                refused = refused or error
-        return sorted_out(leaves, _default, refused)
-
-    def _walk(
-        self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None
-    ) -> Iterator[Walked]:
-        if id(value) in above:
-            raise ConfigError(f"{key!r} holds itself: a checkpoint must not be nested in itself")
-        above = (*above, id(value), id(self))
-        if isinstance(value, Checkpoint):
-            for name, inner in value._objects.items():  # noqa: SLF001  (one of its own kind)
-                yield from self._walk(f"{key}/{name}", inner, above, value._replacing(name))  # noqa: SLF001
-        elif is_nested(value):
-            for name, inner in _items(value):
-                yield from self._walk(f"{key}/{name}", inner, above, _refuse)
-        elif isinstance(value, Optimizer):
-            yield ServerOptimizerLeaf(key, value)
-        elif callable(getattr(value, "tracked", None)):
-            for name, variable in value.tracked().items():
-                yield VariableLeaf(f"{key}/{name}", variable)
-        elif isinstance(value, ServerVariable):
-            yield ServerVariableLeaf(key, value)
-        else:
-            put = self._replacing(key) if replace is None else replace
-            yield leaf_of(key, value, None if put is _refuse else put)
-
-    def _replacing(self, name: str) -> Callable[[Any], None]:
-        def replace(state: Any) -> None:
-            self._objects[name] = state
-
-        return replace
+        options = RestoreOptions(restore_policy, timeout, partial)
+        self._core.restore(where, None, options, refused)
 
 
 def _path_or_error(path: Any) -> tuple[str, Exception | None]:
@@ -485,23 +189,3 @@ def _path_or_error(path: Any) -> tuple[str, Exception | None]:
         ), None
     except ConfigError as error:
         return "", error
-
-
-def _refuse(_state: Any) -> None:
-    pass
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        return [(str(index), item) for index, item in enumerate(value)]
-    for key in value:
-        if not isinstance(key, str) or not _NAME.fullmatch(key):
-            raise ConfigError(
-                f"a dict of objects in a checkpoint must have names as keys, not {key!r:.80}"
-            )
-    return sorted(value.items())
-
-
-def _default() -> Communicator:
-    communicator: Communicator = get_strategy().communicator
-    return communicator

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.checkpoint.restore import Found, refused_state
+from syncvar.checkpoint.restore import Found, refused_state, stage_leaves
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.server_leaves import restore_record
 from syncvar.core.errors import CheckpointError, MismatchError, SyncvarError, TransportError
@@ -19,6 +19,7 @@ from syncvar.parameter_server.snapshot import give_back, recall
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncvar.checkpoint.restore import RestoreOptions
     from syncvar.checkpoint.server_leaves import OnServers
     from syncvar.checkpoint.trackables import Leaf, SoloGroup
 
@@ -53,11 +54,8 @@ def restore_for_all(
     there: OnServers,
     group: SoloGroup,
     path: str | None,
-    find: Callable[[], str | None],
-    stage: Callable[[str], tuple[list[tuple[Leaf, Any]], Found]],
-    timeout: float | None,
-    *,
-    partial: bool,
+    find: Callable[[], str | None] | None,
+    options: RestoreOptions,
 ) -> tuple[str | None, Found]:
     """Restore server-side variables once, and the data of each worker on every worker."""
     here = there.strategy.here
@@ -65,9 +63,10 @@ def restore_for_all(
     number, is_first = here.restorings, group.rank == 0
     record = None
     if not is_first or here.session.client.incarnation:
-        record = recall(there.strategy, number, waits=not is_first, timeout=timeout)
+        record = recall(there.strategy, number, waits=not is_first, timeout=options.timeout)
     if record is None:
-        where, found = _restore(leaves, there, number, path or find, stage, timeout)
+        where = path if find is None else find
+        where, found = _restore(leaves, there, group, number, where, options)
         here.went_back(where)
         return where, found
     if record["failure"] is not None:
@@ -78,7 +77,7 @@ def restore_for_all(
     here.went_back(record["path"])
     own = [leaf for leaf in leaves if hasattr(leaf, "accept")]
     missing = [leaf.key for leaf in own if leaf.key not in record["own"] and not leaf.is_optional]
-    if missing and not partial and record["path"] is not None:
+    if missing and not options.partial and record["path"] is not None:
         raise CheckpointError(
             f"rank 0 has restored {record['path']}, and nothing for "
             f"{', '.join(map(repr, missing[:8]))}: every worker must make the same sv.Checkpoint(…)"
@@ -94,32 +93,32 @@ def restore_for_all(
 def _restore(
     leaves: list[Leaf],
     there: OnServers,
+    group: SoloGroup,
     number: int,
-    where: str | Callable[[], str | None],
-    stage: Any,
-    timeout: float | None,
+    where: str | Callable[[], str | None] | None,
+    options: RestoreOptions,
 ) -> tuple[str | None, Found]:
     record = restore_record(None)
     done: list[tuple[Leaf, Any]] = []
     found = Found()
     try:
-        path = record["path"] = where if isinstance(where, str) else where()
+        path = record["path"] = where() if callable(where) else where
         if path is not None:
-            staged, found = stage(path)
+            staged, found = stage_leaves(leaves, group, path, options)
             own = {leaf.key: data for leaf in leaves if (data := getattr(leaf, "told", None))}
             record |= {"identity": found.identity, "left": sorted(found.left), "own": own}
             record["pushes"] = found.pushes
             for leaf, value in staged:
                 done.append((leaf, leaf.now()))
                 _put(leaf, value)
-        there.give_back(number, record, timeout)
+        there.give_back(number, record, options.timeout)
     except Exception as error:
         for leaf, before in reversed(done):
             leaf.put(before)
         if isinstance(error, SyncvarError) and not isinstance(error, TransportError):
             # The other workers wait for a record.
             record |= {"own": {}, "failure": failure_of(error)}
-            give_back(there.strategy, [], number, record, timeout)
+            give_back(there.strategy, [], number, record, options.timeout)
         raise
     return path, found
 

@@ -15,11 +15,13 @@ import numpy as np
 
 from syncvar.bootstrap.process import joined, shutdown
 from syncvar.checkpoint.checkpoint import Checkpoint
+from syncvar.checkpoint.checkpoint_core import core_of
 from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_name, step_of
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
+from syncvar.checkpoint.restore import RestoreOptions
 from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.save import checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
@@ -111,6 +113,9 @@ class CheckpointManager(MigrationHintsMixin):
         if not isinstance(on_preemption, bool):
             raise ConfigError(f"on_preemption must be True or False, not {on_preemption!r:.60}")
         self._checkpoint = checkpoint
+        core = core_of(checkpoint)
+        assert core is not None, "every Checkpoint has one"
+        self._core = core
         self._folders = StepFolders(os.path.abspath(checked_path(directory)))
         self._keep, self._best = keep, best
         self._check_every, self._asked = check_every, 0
@@ -129,7 +134,7 @@ class CheckpointManager(MigrationHintsMixin):
     def __exit__(self, *error: object) -> None:
         try:
             if error[0] is None:  # all ranks leave the block together, so the commit can be made
-                self._checkpoint._finish_pending()  # noqa: SLF001
+                self._core.finish_pending()
         finally:
             self.close()
 
@@ -222,7 +227,7 @@ class CheckpointManager(MigrationHintsMixin):
 
         Cost: As `Checkpoint.save`, and one more exchange.
         """
-        communicator = self._checkpoint._collect().group  # noqa: SLF001
+        communicator = self._core.collect().group
         if isinstance(communicator, SoloGroup) and communicator.rank and step is None:
             raise ConfigError(
                 "only rank 0 saves server-side variables, so this worker does not know the next "
@@ -257,7 +262,7 @@ class CheckpointManager(MigrationHintsMixin):
         rated = checked_metric(metric)
         is_first = communicator.member_rank == 0
         label = Label(agreed, rated, self._folders.next_number() if is_first else 0)
-        restored = self._checkpoint._waiting  # noqa: SLF001
+        restored = self._core.waiting
 
         def after() -> None:
             self._saved = agreed, rated, restored
@@ -267,13 +272,13 @@ class CheckpointManager(MigrationHintsMixin):
                 self._remove_superfluous()
 
         path = self._folders.path(agreed)
-        return self._checkpoint._save(  # noqa: SLF001
+        return self._core.save(
             path, label, timeout, async_op=async_op, guard=self._hold, after=after
         )
 
     def _finish_pending(self) -> None:
         with outside():
-            self._checkpoint._finish_pending()  # noqa: SLF001
+            self._core.finish_pending()
 
     def _warn_of_going_back(self, step: int) -> None:
         highest = max(self._folders.steps(), default=step)
@@ -348,11 +353,10 @@ class CheckpointManager(MigrationHintsMixin):
             CheckpointError: As for `Checkpoint.restore`; or no existing checkpoint is complete.
                 `checkpoints` lists the others.
         """
-        communicator = self._checkpoint._collect().group  # noqa: SLF001
+        communicator = self._core.collect().group
         if isinstance(communicator, SoloGroup):
-            return self._checkpoint._restore(  # noqa: SLF001
-                None, self._latest_whole, restore_policy, timeout, partial=partial
-            )
+            options = RestoreOptions(restore_policy, timeout, partial)
+            return self._core.restore(None, self._latest_whole, options)
         self._finish_pending()
         mine: CheckpointError | None = None
 
@@ -387,9 +391,9 @@ class CheckpointManager(MigrationHintsMixin):
 
     def _communicator(self) -> Together:
         """Return the group of the checkpoint, cached until a shutdown or a new object."""
-        state = joined(), len(self._checkpoint._objects)  # noqa: SLF001
+        state = joined(), len(self._core.objects)
         if self._group is None or self._group[0] != state:
-            self._group = state, self._checkpoint._collect().group  # noqa: SLF001
+            self._group = state, self._core.collect().group
         return self._group[1]
 
     # -- stopping ----------------------------------------------------------------------------------
@@ -417,7 +421,7 @@ class CheckpointManager(MigrationHintsMixin):
         communicator = self._communicator()
         self._asked += 1
         if not self._must_stop and self._asked % self._check_every == 0:
-            pending = self._checkpoint._pending  # noqa: SLF001
+            pending = self._core.pending
             is_writing = pending is not None and not pending.done()
             must_stop, somebody_writes = int(self._notice.is_given), int(is_writing)
             if not isinstance(communicator, SoloGroup):
@@ -426,7 +430,7 @@ class CheckpointManager(MigrationHintsMixin):
                 )
             self._must_stop = bool(must_stop)
             if pending is not None and not somebody_writes:
-                self._checkpoint._finish_pending()  # noqa: SLF001
+                self._core.finish_pending()
         return self._must_stop
 
     def stop(
@@ -462,7 +466,7 @@ class CheckpointManager(MigrationHintsMixin):
             return False
         *saved, restored = self._saved
         is_same = saved == [step, checked_metric(metric)]
-        return is_same and restored is self._checkpoint._waiting  # noqa: SLF001
+        return is_same and restored is self._core.waiting
 
 
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:

@@ -51,8 +51,27 @@ class Found(NamedTuple):
     pushes: dict[int, int] = {}  # noqa: RUF012  (never changed)
 
 
-def check_arguments(policy: Any, partial: Any) -> None:
+class RestoreOptions(NamedTuple):
+    """Options of a restore.
+
+    Args:
+        policy: What replicas without a saved copy take.
+        timeout: Seconds that a call of the group waits.
+        partial: Whether objects without an entry keep their values; otherwise they are an error.
+        identity: Required identity of the checkpoint; None for any.
+        prefix: Prefix of the saved keys of the leaves.
+    """
+
+    policy: Any
+    timeout: float | None
+    partial: bool
+    identity: str | None = None
+    prefix: str = ""
+
+
+def check_options(options: RestoreOptions) -> None:
     """Raise ConfigError for wrong arguments of a restore."""
+    policy, partial = options.policy, options.partial
     if policy not in POLICIES:
         raise ConfigError(
             f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}"
@@ -65,16 +84,15 @@ def restore_leaves(
     leaves: list[Leaf],
     communicator: Communicator | None,
     path: str,
-    policy: Any,
-    timeout: float | None,
-    *,
-    partial: bool,
-    identity: str | None = None,
-    prefix: str = "",
+    options: RestoreOptions,
     refused: Exception | None = None,
     last: Callable[[], None] | None = None,
 ) -> Found:
-    """Restore leaves from a checkpoint. Collective, unless there is no group."""
+    """Restore leaves from a checkpoint. Collective, unless there is no group.
+
+    `refused` is the error of an object that cannot be restored, reported to the other ranks. The
+    first rank calls `last` after all have succeeded; it restores server-side variables.
+    """
     staged: list[tuple[Leaf, Any]] = []
     mine: CheckpointError | None = None
     found = Found()
@@ -83,11 +101,9 @@ def restore_leaves(
         nonlocal staged, mine, found
         if refused is not None:
             raise refused
-        check_arguments(policy, partial)
+        check_options(options)
         try:
-            staged, found = stage_leaves(
-                leaves, communicator, path, policy, identity, prefix, partial=partial
-            )
+            staged, found = stage_leaves(leaves, communicator, path, options)
         except CheckpointError as error:
             mine = error
             return [failure_of(error), ""]
@@ -104,13 +120,13 @@ def restore_leaves(
     members = communicator.members
     before: list[str] = []
     for _ in range(_ROUNDS):
-        everyone = gathered(communicator, "checkpoint restore", stage, timeout)
+        everyone = gathered(communicator, "checkpoint restore", stage, options.timeout)
         results = zip(members, everyone, strict=True)
         failures = {rank: one[0] for rank, one in results if one[0] is not None}
         raise_failures(failures, mine, _NOTHING)
         seen = [one[1] for one in everyone]
         if len(set(seen)) == 1:
-            _put(staged, communicator, timeout, last)
+            _put(staged, communicator, options.timeout, last)
             return found
         if seen == before:  # nobody replaces it: the ranks read different folders
             raise CheckpointError(
@@ -125,70 +141,66 @@ def restore_leaves(
 
 
 def stage_leaves(
-    leaves: list[Leaf],
-    communicator: Together | None,
-    path: str,
-    policy: str,
-    identity: str | None,
-    prefix: str,
-    *,
-    partial: bool,
+    leaves: list[Leaf], communicator: Together | None, path: str, options: RestoreOptions
 ) -> tuple[list[tuple[Leaf, Any]], Found]:
     """Read the new value of every leaf; read again if the checkpoint is replaced meanwhile."""
     for left in reversed(range(_TRIES)):
         with Source(path) as source:
-            manifest = source.manifest
-            if identity is not None and manifest.identity != identity:
+            if options.identity not in (None, source.manifest.identity):
                 raise NotFound(
                     f"the restored checkpoint at {path} has been replaced, so objects that were "
                     f"added later cannot be restored from it: add them (or run one step) before "
                     f"the next save"
                 )
             try:
-                skipped = (
-                    _skipped_prefixes(leaves, communicator, source, policy, prefix)
-                    if partial
-                    else ()
-                )
-                found, missing = [], []
-                for leaf in leaves:
-                    if skipped and leaf.key.startswith(skipped):
-                        continue
-                    has_rule = prefix + getattr(leaf, "rule_key", "") in manifest.entries
-                    if isinstance(leaf, SlotLeaf) and not has_rule:
-                        # Earlier versions saved state by names of variables.
-                        missing.append(leaf.rule_key)
-                        continue
-                    entry = manifest.entries.get(prefix + leaf.key)
-                    if entry is not None:
-                        read = functools.partial(source.array, prefix + leaf.key)
-                        value = leaf.stage(entry, read, policy, communicator or _group_of(leaf))
-                    elif isinstance(leaf, SlotLeaf):
-                        value = leaf.stage_absent(manifest.entries, prefix)
-                    else:
-                        value = KEEP
-                        missing += [] if leaf.is_optional else [leaf.key]
-                    if value is not KEEP:
-                        found.append((leaf, value))
-                if missing and not partial:
-                    absent = ", ".join(map(repr, [*dict.fromkeys(missing)][:8]))
-                    present = ", ".join(map(repr, sorted(manifest.entries)[:16])) or "nothing"
-                    raise CheckpointError(
-                        f"the checkpoint at {path} has nothing for {absent}; it has {present}. "
-                        f"restore(…, partial=True) leaves such objects unchanged"
-                    )
-                if not partial:
-                    refuse_ownerless(path, ownerless_keys(leaves, manifest.entries, prefix))
+                return _stage(leaves, communicator, source, path, options)
             except CheckpointError:
-                if left and source.was_replaced():
-                    continue
-                raise
-            below = tuple(prefix + one for one in skipped)
-            used = {prefix + leaf.key for leaf in leaves}
-            used |= {key for key in manifest.entries if key.startswith(below)}
-            left_keys = frozenset(manifest.entries.keys() - used)
-            return found, Found(manifest.identity, left_keys, manifest.pushes)
+                if not left or not source.was_replaced():
+                    raise
     raise CheckpointError(f"the checkpoint at {path} was replaced {_TRIES} times during the read")
+
+
+def _stage(
+    leaves: list[Leaf],
+    communicator: Together | None,
+    source: Source,
+    path: str,
+    options: RestoreOptions,
+) -> tuple[list[tuple[Leaf, Any]], Found]:
+    entries, prefix = source.manifest.entries, options.prefix
+    skipped = _skipped_prefixes(leaves, communicator, source, options)
+    found, missing = [], []
+    for leaf in leaves:
+        if leaf.key.startswith(skipped):
+            continue
+        if isinstance(leaf, SlotLeaf) and prefix + leaf.rule_key not in entries:
+            missing.append(leaf.rule_key)  # earlier versions saved state by names of variables
+            continue
+        entry = entries.get(prefix + leaf.key)
+        if entry is not None:
+            read = functools.partial(source.array, prefix + leaf.key)
+            value = leaf.stage(entry, read, options.policy, communicator or _group_of(leaf))
+        elif isinstance(leaf, SlotLeaf):
+            value = leaf.stage_absent(entries, prefix)
+        else:
+            value = KEEP
+            missing += [] if leaf.is_optional else [leaf.key]
+        if value is not KEEP:
+            found.append((leaf, value))
+    if missing and not options.partial:
+        absent = ", ".join(map(repr, [*dict.fromkeys(missing)][:8]))
+        present = ", ".join(map(repr, sorted(entries)[:16])) or "nothing"
+        raise CheckpointError(
+            f"the checkpoint at {path} has nothing for {absent}; it has {present}. "
+            f"restore(…, partial=True) leaves such objects unchanged"
+        )
+    if not options.partial:
+        refuse_ownerless(path, ownerless_keys(leaves, entries, prefix))
+    below = tuple(prefix + one for one in skipped)
+    used = {prefix + leaf.key for leaf in leaves}
+    used |= {key for key in entries if key.startswith(below)}
+    left = frozenset(entries.keys() - used)
+    return found, Found(source.manifest.identity, left, source.manifest.pushes)
 
 
 def refused_state(key: str, error: Exception) -> str:
@@ -197,10 +209,12 @@ def refused_state(key: str, error: Exception) -> str:
 
 
 def _skipped_prefixes(
-    leaves: list[Leaf], communicator: Together | None, source: Source, policy: str, prefix: str
+    leaves: list[Leaf], communicator: Together | None, source: Source, options: RestoreOptions
 ) -> tuple[str, ...]:
-    """Return the key prefixes of optimizers that cannot use the saved state."""
-    skipped = []
+    """Return the key prefixes of optimizers that cannot use the saved state, if partial."""
+    if not options.partial:
+        return ()
+    skipped, prefix = [], options.prefix
     for leaf in leaves:
         if not isinstance(leaf, RuleLeaf):
             continue
@@ -211,7 +225,7 @@ def _skipped_prefixes(
         assert communicator is not None, "optimizers are restored by a group"
         read = functools.partial(source.array, prefix + leaf.key)
         try:
-            leaf.stage(entry, read, policy, communicator)
+            leaf.stage(entry, read, options.policy, communicator)
         except Corrupt:
             raise
         except CheckpointError as error:

@@ -52,86 +52,32 @@ class BenchPlan:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "collective", help="all_reduce, broadcast, …; `syncvar collectives` lists them"
-    )
+    listed = "all_reduce, broadcast, …; `syncvar collectives` lists them"
+    parser.add_argument("collective", help=listed)
+    size: dict[str, Any] = {"metavar": "SIZE"}
+    number: dict[str, Any] = {"metavar": "N", "type": int}
     add = parser.add_argument_group("sizes").add_argument
-    add(
-        "-b",
-        "--minbytes",
-        metavar="SIZE",
-        default=_FIRST,
-        help=f"first size: 8, 4K, 64M ({_FIRST})",
-    )
-    add("-e", "--maxbytes", metavar="SIZE", default=_LAST, help=f"last size ({_LAST})")
-    add(
-        "-f",
-        "--stepfactor",
-        metavar="F",
-        type=float,
-        help="each size is F times the one before (2)",
-    )
-    add("-i", "--stepbytes", metavar="SIZE", help="each size is that much more than the one before")
+    add("-b", "--minbytes", default=_FIRST, **size, help=f"first size: 8, 4K, 64M ({_FIRST})")
+    add("-e", "--maxbytes", default=_LAST, **size, help=f"last size ({_LAST})")
+    add("-f", "--stepfactor", metavar="F", type=float, help="factor of one size to the next (2)")
+    add("-i", "--stepbytes", **size, help="difference of one size to the next")
     add = parser.add_argument_group("calls").add_argument
-    add(
-        "-d",
-        "--dtype",
-        "--datatype",
-        metavar="TYPE",
-        default="float32",
-        help="dtypes, by commas, or all (float32)",
-    )
+    dtype = "dtypes, by commas, or all (float32)"
+    add("-d", "--dtype", "--datatype", metavar="TYPE", default="float32", help=dtype)
     add("-o", "--op", metavar="OP", default="sum", help="ops, by commas, or all (sum)")
     add("-r", "--root", metavar="RANK", default="0", help="a rank, or all (0)")
-    add(
-        "--algorithm",
-        metavar="NAME",
-        help="force an algorithm of `syncvar plan`, where the collective lets you",
-    )
+    add("--algorithm", metavar="NAME", help="an algorithm of `syncvar plan`, if there is a choice")
     add("--reproducible", action="store_true", help="all_reduce by the fixed tree")
     add("--async", dest="asynchronous", action="store_true", help="async_op=True, then wait")
     add("--resident", action="store_true", help="arrays of sv.empty, in the host's shared memory")
     add = parser.add_argument_group("measurement").add_argument
-    add(
-        "-n",
-        "--iters",
-        metavar="N",
-        type=int,
-        help="timed calls of each size (20 or more, about 0.05 s)",
-    )
-    add(
-        "-w",
-        "--warmup-iters",
-        metavar="N",
-        type=int,
-        default=5,
-        help="calls before that, not timed (5)",
-    )
-    add(
-        "-m",
-        "--agg-iters",
-        metavar="N",
-        type=int,
-        default=1,
-        help="calls in each timed one; --async: at a time (1)",
-    )
-    add(
-        "-c",
-        "--check",
-        metavar="N",
-        type=int,
-        default=1,
-        help="calls whose every element is checked; 0: none (1)",
-    )
-    add(
-        "-a",
-        "--average",
-        metavar="0-3",
-        type=int,
-        default=1,
-        choices=range(4),
-        help="time of: 0 rank 0, 1 average of ranks, 2 fastest, 3 slowest (1)",
-    )
+    add("-n", "--iters", **number, help="timed calls of each size (20 or more, about 0.05 s)")
+    add("-w", "--warmup-iters", **number, default=5, help="calls before that, not timed (5)")
+    together = "calls in each timed one; --async: at a time (1)"
+    add("-m", "--agg-iters", **number, default=1, help=together)
+    add("-c", "--check", **number, default=1, help="calls with checked elements; 0: none (1)")
+    shown = "time of: 0 rank 0, 1 average of ranks, 2 fastest, 3 slowest (1)"
+    add("-a", "--average", metavar="0-3", type=int, default=1, choices=range(4), help=shown)
     add("-G", "--cudagraph", metavar="N", help=argparse.SUPPRESS)
     add = parser.add_argument_group("output").add_argument
     add("-J", "--json", metavar="FILE", help="write the results as JSON")
@@ -139,11 +85,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--no-model", action="store_true", help="no column of predicted times")
     add = parser.add_argument_group("workers, when no launcher started this").add_argument
     add("--workers", metavar="N", default="auto", help="how many (auto: one per usable core)")
-    add(
-        "--transport",
-        choices=("auto", "zmq"),
-        help="auto: shared memory where there is some; zmq: sockets",
-    )
+    transports = "auto: shared memory if possible; zmq: sockets"
+    add("--transport", choices=("auto", "zmq"), help=transports)
     add("-T", "--timeout", metavar="S", type=float, help="limit of the whole run, in seconds")
     parser.add_argument("--report-to", type=int, help=argparse.SUPPRESS)
 

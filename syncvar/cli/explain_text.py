@@ -168,7 +168,7 @@ def _number(records: Sequence[FlightRecord], one: Divergence) -> int:
 
 
 def _awaited(event: Event) -> str:
-    return "a message of " if event.what.startswith("recv") else ""
+    return "a message of " if event.collective.startswith("recv") else ""
 
 
 def _did(event: Event) -> str:

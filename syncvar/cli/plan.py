@@ -29,45 +29,25 @@ _OF_BLOCKS = ("all_gather", "header_exchange", "gather", "scatter", "reduce_scat
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
-    parser.add_argument("collective", choices=sorted(ALGORITHMS))
-    parser.add_argument("--ranks", type=int, default=4, help="ranks of the group (4)")
+    add = parser.add_argument
+    add("collective", choices=sorted(ALGORITHMS))
+    add("--ranks", type=int, default=4, help="ranks of the group (4)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--bytes",
-        help="bytes of the vector, or of all blocks; of all_to_all, of what a rank sends; 64K, 1M",
-    )
-    size.add_argument(
-        "--count", type=int, default=8, help="elements of the vector, or of each block (8)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPE_NAMES,
-        default="float32",
-        metavar="DTYPE",
-        help="of the elements (float32)",
-    )
-    parser.add_argument(
-        "--root", type=int, default=0, help="root of a broadcast, reduce, gather or scatter (0)"
-    )
-    parser.add_argument(
-        "--path",
-        choices=("links", "shm"),
-        help="sockets, or shared memory as in a job on one host (shared memory)",
-    )
-    parser.add_argument(
-        "--algorithm",
-        help="show this one instead of SYNCVAR_ALGORITHM's, or the one that would be chosen",
-    )
-    parser.add_argument("--reproducible", action="store_true", help="reduce by the fixed tree")
-    parser.add_argument(
-        "--program",
-        type=int,
-        metavar="RANK",
-        help="also show what this rank does in shared memory, instruction by instruction",
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="show all ranks and rounds of a long plan"
-    )
+    nbytes = "bytes of the vector, or of all blocks; of all_to_all, of what a rank sends; 64K, 1M"
+    size.add_argument("--bytes", help=nbytes)
+    elements = "elements of the vector, or of each block (8)"
+    size.add_argument("--count", type=int, default=8, help=elements)
+    dtype = "of the elements (float32)"
+    add("--dtype", choices=DTYPE_NAMES, default="float32", metavar="DTYPE", help=dtype)
+    add("--root", type=int, default=0, help="root of a broadcast, reduce, gather or scatter (0)")
+    paths = "sockets, or shared memory as in a job on one host (shared memory)"
+    add("--path", choices=("links", "shm"), help=paths)
+    other = "show this one instead of SYNCVAR_ALGORITHM's, or the one that would be chosen"
+    add("--algorithm", help=other)
+    add("--reproducible", action="store_true", help="reduce by the fixed tree")
+    program = "also show what this rank does in shared memory, instruction by instruction"
+    add("--program", type=int, metavar="RANK", help=program)
+    add("--full", action="store_true", help="show all ranks and rounds of a long plan")
 
 
 def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:

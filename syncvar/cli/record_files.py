@@ -73,10 +73,11 @@ def as_record(data: Mapping[str, Any]) -> FlightRecord:
     if data["format"] != FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
     offset = int(data["clock_offset_ns"])
-    columns = [data["columns"].index(name) for name in Event._fields]
+    columns = {name: index for index, name in enumerate(data["columns"])}
+    names = [one for one in Event._fields if one in columns or one not in Event._field_defaults]
     events = []
     for row in data["events"]:
-        event = Event(*(row[column] for column in columns))
+        event = Event(**{name: row[columns[name]] for name in names})
         ended = event.ended_ns + offset if event.ended_ns else 0
         events.append(event._replace(began_ns=event.began_ns + offset, ended_ns=ended))
     return FlightRecord(
@@ -185,7 +186,7 @@ def names_of(records: Iterable[FlightRecord]) -> dict[int, str]:
     messages = set()
     for event in (event for record in records for event in record.events):
         firsts[event.group] = min(event.began_ns, firsts.get(event.group, event.began_ns))
-        if event.what.startswith(("send(", "recv(")):
+        if event.collective in ("send", "recv"):
             messages.add(event.group)
     names = {0: "the world"}
     alike: dict[tuple[int, ...], list[int]] = {}

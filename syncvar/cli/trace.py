@@ -110,7 +110,7 @@ def _us(ns: int, zero: int) -> float:
 def _drawn(
     record: FlightRecord, event: Event, pid: int, row: int, zero: int
 ) -> list[dict[str, Any]]:
-    name = event.what.split("(", 1)[0]
+    name = event.collective or event.what
     at: dict[str, Any] = {"name": name, "pid": pid, "tid": row, "ts": _us(event.began_ns, zero)}
     if event.state == "noted":
         return [at | {"ph": "i", "s": "p", "cat": "event", "args": {"detail": event.detail}}]

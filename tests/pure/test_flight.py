@@ -43,6 +43,7 @@ def call(number, what, began, ended, state="done", *, group=0, detail="", thread
         state,
         thread,
         detail,
+        collective=words.partition("(")[0],
     )
 
 
