@@ -500,7 +500,7 @@ def test_a_position_in_datasets_of_each_replica_and_in_lists():
         whole = strategy.experimental_distribute_dataset([np.arange(2)])
         with pytest.raises(
             ConfigError,
-            match="input 'batches from a function' and this iterator has 'global batches'",
+            match="input 'batches from a function', this iterator has 'global batches'",
         ):
             iter(whole).load_state_dict(state)
         return state["position"], lists(again), lists(iterator)
