@@ -131,7 +131,7 @@ def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tu
         >>> _joined([(0, 2), (4, 6), (9, 10)], 2, 4)
         [(0, 6), (9, 10)]
     """
-    apart = [(low, high) for low, high in ranges if high < start or stop < low]
-    near = [one for one in ranges if one not in apart]
+    separate = [(low, high) for low, high in ranges if high < start or stop < low]
+    near = [one for one in ranges if one not in separate]
     merged = min([start, *(low for low, _ in near)]), max([stop, *(high for _, high in near)])
-    return sorted([*apart, merged])
+    return sorted([*separate, merged])
