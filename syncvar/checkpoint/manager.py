@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("syncvar")
 _BEST = ("min", "max")
-_KEPT = 5
+_DEFAULT_KEEP = 5
 
 
 class CheckpointManager(MigrationHintsMixin):
@@ -82,7 +82,7 @@ class CheckpointManager(MigrationHintsMixin):
         self,
         checkpoint: Checkpoint,
         directory: Any,
-        keep: int | None = _KEPT,
+        keep: int | None = _DEFAULT_KEEP,
         best: str | None = None,
         *,
         on_preemption: bool = False,
@@ -90,7 +90,7 @@ class CheckpointManager(MigrationHintsMixin):
         **_foreign: int | None,
     ) -> None:
         if "max_to_keep" in _foreign:
-            if keep != _KEPT:
+            if keep != _DEFAULT_KEEP:
                 raise ConfigError(
                     f"keep={keep!r:.60} and max_to_keep={_foreign['max_to_keep']!r:.60} are "
                     f"aliases: pass only keep"

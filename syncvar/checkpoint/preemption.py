@@ -33,7 +33,7 @@ class Notice:
 
     def __init__(self, *, listens: bool) -> None:
         self.is_given = False
-        self._told_at: float | None = None
+        self._signalled_at: float | None = None
         self._before: Any = None
         self._listens = listens
         if listens:
@@ -48,16 +48,16 @@ class Notice:
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         engine = current().engine if is_initialized() else None
         now = time.monotonic()
-        is_echo = self._told_at is not None and now - self._told_at < _ECHO_S
+        is_echo = self._signalled_at is not None and now - self._signalled_at < _ECHO_S
         is_broken = engine is not None and engine.failure is not None
-        if (self._told_at is not None and not is_echo) or is_broken:
+        if (self._signalled_at is not None and not is_echo) or is_broken:
             before = self._before
             self.close()
             if callable(before):
                 before(number, frame)
             elif before != signal.SIG_IGN:
                 raise SystemExit(128 + number)
-        self._told_at = now if self._told_at is None else self._told_at
+        self._signalled_at = now if self._signalled_at is None else self._signalled_at
         self.is_given = True
 
     def close(self) -> None:

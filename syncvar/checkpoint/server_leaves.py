@@ -258,8 +258,8 @@ class OnServers:
         number = here.restorings
         return lambda: self.give_back(number, restore_record(path), timeout)
 
-    def give_back(self, number: int, says: Any, timeout: float | None) -> None:
-        """Write the values in the leaves to the servers, in one transaction, and keep `says` there.
+    def give_back(self, number: int, record: Any, timeout: float | None) -> None:
+        """Write the values of the leaves to the servers, in one transaction, and keep `record`.
 
         If the checkpoint has an optimizer but no state for a variable, its state there is reset.
         """
@@ -281,8 +281,8 @@ class OnServers:
                 elif self._iterations[stepper.key].told:
                     slots[stepper.rule] = ShardSlots(0, {})
             saved.append(SavedVariable(variable, leaf.array, slots))
-        pushes = None if says["path"] is None else says["pushes"]
-        give_back(self.strategy, saved, number, says, timeout, pushes)
+        pushes = None if record["path"] is None else record["pushes"]
+        give_back(self.strategy, saved, number, record, timeout, pushes)
 
 
 def restore_record(path: str | None) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def save(path: Any, value: Any) -> str:
             f"sv.save({os.path.join(where, 'model.safetensors')!r}, …)"
         )
     arrays: Arrays = {}
-    skeleton = _parted(value, (), arrays, (), _on_servers(value))
+    skeleton = _without_arrays(value, (), arrays, (), _on_servers(value))
     names = _names_of(arrays)
     places = [
         [list(place), name, array.dtype.name, list(array.shape)]
@@ -199,7 +199,7 @@ def load(path: Any) -> Any:
         raise CheckpointError(
             f"{where} is not of the right form: {type(error).__name__}: {str(error)[:200]}"
         ) from None
-    return _filled(skeleton, (), found)
+    return _with_arrays(skeleton, (), found)
 
 
 def _on_servers(value: Any) -> dict[int, Any]:
@@ -224,7 +224,7 @@ def _on_servers(value: Any) -> dict[int, Any]:
     return {**values, **slots}
 
 
-def _parted(
+def _without_arrays(  # noqa: C901, PLR0911, PLR0912  (one branch for each type)
     value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]
 ) -> Any:
     """Return a value without its arrays, which go into `arrays` by their path."""
@@ -239,7 +239,7 @@ def _parted(
         raise ConfigError(f"{shown} is nested more than {_NESTED_MAX} deep, and cannot be saved")
     above = (*above, id(value))
     if id(value) in there:
-        return _parted(there[id(value)], place, arrays, above, {})
+        return _without_arrays(there[id(value)], place, arrays, above, {})
     if isinstance(value, Checkpoint):
         raise ConfigError(
             f"{shown} is a Checkpoint, which all its ranks save together: call "
@@ -251,22 +251,23 @@ def _parted(
         return None
     if isinstance(value, dict):
         return {
-            _checked_key(key, shown): _parted(item, (*place, key), arrays, above, there)
+            _checked_key(key, shown): _without_arrays(item, (*place, key), arrays, above, there)
             for key, item in value.items()
         }
     if type(value) in (list, tuple):
         return type(value)(
-            _parted(item, (*place, index), arrays, above, there) for index, item in enumerate(value)
+            _without_arrays(item, (*place, index), arrays, above, there)
+            for index, item in enumerate(value)
         )
     if isinstance(value, Optimizer):
         restored = value.slots.waiting_by_name()
-        return _parted({**value.tracked(), **restored}, place, arrays, above, there)
+        return _without_arrays({**value.tracked(), **restored}, place, arrays, above, there)
     if callable(getattr(value, "tracked", None)):
-        return _parted(value.tracked(), place, arrays, above, there)
+        return _without_arrays(value.tracked(), place, arrays, above, there)
     if isinstance(value, np.random.Generator):
-        return _parted(value.bit_generator.state, place, arrays, above, there)
+        return _without_arrays(value.bit_generator.state, place, arrays, above, there)
     if callable(getattr(value, "state_dict", None)):
-        return _parted(value.state_dict(), place, arrays, above, there)
+        return _without_arrays(value.state_dict(), place, arrays, above, there)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         array = as_array(value, shown)
         # A copy, since another thread may write to the array meanwhile.
@@ -349,14 +350,14 @@ def _array(
     return array.reshape(shape)
 
 
-def _filled(value: Any, place: Path, arrays: Arrays) -> Any:
+def _with_arrays(value: Any, place: Path, arrays: Arrays) -> Any:
     """Return a value with its arrays."""
     if place in arrays:
         return arrays[place]
     if type(value) is dict:
-        return {key: _filled(item, (*place, key), arrays) for key, item in value.items()}
+        return {key: _with_arrays(item, (*place, key), arrays) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(
-            _filled(item, (*place, index), arrays) for index, item in enumerate(value)
+            _with_arrays(item, (*place, index), arrays) for index, item in enumerate(value)
         )
     return value
