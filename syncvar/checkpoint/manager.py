@@ -22,10 +22,9 @@ from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
 from syncvar.checkpoint.restore import RestoreOptions
-from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.save import checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
-from syncvar.checkpoint.step_folders import StepFolders
+from syncvar.checkpoint.step_folders import StepFolders, best_of, superfluous
 from syncvar.checkpoint.trackables import SoloGroup, gathered, outside
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError

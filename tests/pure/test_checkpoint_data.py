@@ -25,7 +25,6 @@ from syncvar.checkpoint.manifest import (
     Stored,
     digest_of,
 )
-from syncvar.checkpoint.retention import RetainedCheckpoint, best_of, superfluous
 from syncvar.checkpoint.safetensors_header import (
     CODES,
     header_bytes,
@@ -41,6 +40,7 @@ from syncvar.checkpoint.save_plan import (
     raise_failures,
     shares,
 )
+from syncvar.checkpoint.step_folders import RetainedCheckpoint, best_of, superfluous
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 
