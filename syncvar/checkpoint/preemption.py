@@ -20,7 +20,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: "run me again"
 _ECHO_S = 1.0
 
 
-class Notice:
+class StopNotice:
     """Whether this rank has received a stop request.
 
     The first SIGTERM is the request. A later one, or one in a job with a failed rank, runs the
@@ -32,7 +32,7 @@ class Notice:
     """
 
     def __init__(self, *, listens: bool) -> None:
-        self.is_given = False
+        self.is_requested = False
         self._signalled_at: float | None = None
         self._before: Any = None
         self._listens = listens
@@ -58,7 +58,7 @@ class Notice:
             elif before != signal.SIG_IGN:
                 raise SystemExit(128 + number)
         self._signalled_at = now if self._signalled_at is None else self._signalled_at
-        self.is_given = True
+        self.is_requested = True
 
     def close(self) -> None:
         """Restore the previous SIGTERM handler, in the main thread. Idempotent."""
@@ -67,7 +67,7 @@ class Notice:
             if signal.getsignal(signal.SIGTERM) == self._signalled:
                 release_signal(signal.SIGTERM, self._signalled)
                 outer = getattr(self._before, "__self__", None)
-                tell("takes_notice", on=int(isinstance(outer, Notice)))
+                tell("takes_notice", on=int(isinstance(outer, StopNotice)))
 
     def end(self) -> None:
         """Ignore SIGTERM from now on: the process is about to exit with the agreed code."""

@@ -37,7 +37,7 @@ class RetainedCheckpoint(NamedTuple):
     is_whole: bool = True
 
     @property
-    def place(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int]:
         """Sort key of the order of saving; checkpoints without a number are ordered by step."""
         return self.number, self.step
 
@@ -52,17 +52,17 @@ def best_of(kept: Sequence[RetainedCheckpoint], best: str | None) -> RetainedChe
         for one in kept
         if one.metric is not None and not math.isnan(one.metric)
     ]
-    return max(rated, key=lambda pair: (pair[0], pair[1].place))[1] if rated else None
+    return max(rated, key=lambda pair: (pair[0], pair[1].order))[1] if rated else None
 
 
-def superfluous(
+def removable(
     kept: Sequence[RetainedCheckpoint], keep: int | None, best: str | None
 ) -> list[RetainedCheckpoint]:
     """Return the checkpoints to remove, oldest first: all but the `keep` latest and the best.
 
     A damaged checkpoint does not count; it goes when it is older than all that stay.
     """
-    ordered = sorted(kept, key=lambda one: one.place)
+    ordered = sorted(kept, key=lambda one: one.order)
     whole = [index for index, one in enumerate(ordered) if one.is_whole]
     if keep is None or len(whole) <= keep:
         return []
@@ -118,7 +118,7 @@ class StepFolders:
                 number = found[-1].number if found else 0
                 kept = RetainedCheckpoint(step, None, number, is_whole=False)
             found.append(kept)
-        return sorted(found, key=lambda one: one.place)
+        return sorted(found, key=lambda one: one.order)
 
     def _look_at(self, step: int) -> RetainedCheckpoint | None:
         try:
