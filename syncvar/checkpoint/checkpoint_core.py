@@ -123,9 +123,8 @@ class CheckpointCore:
                         leaves = sorted([*leaves, *snapshot], key=lambda leaf: leaf.key)
                     except Exception as error:  # `Saving` reports it to the other ranks
                         refused = error
-                saving = SaveOperation(
-                    leaves, refused, communicator, path, label, timeout, guard, pushes
-                )
+                saving = SaveOperation(leaves, refused, communicator, path, label, timeout, guard)
+                saving.pushes = pushes
             if async_op:
                 pending = PendingSave(saving, communicator.member_rank, after)
                 self.pending = pending

@@ -66,8 +66,9 @@ class SaveOperation:
         path: Checkpoint folder.
         label: Step, metric and number. Ranks agree on step and metric; rank 0 has the number.
         timeout: Seconds that a call of the group waits.
-        pushes: Rank -> number of its pushes to servers that the values include; on rank 0.
         guard: Called on rank 0 before any file changes; may raise CheckpointError.
+
+    `pushes` is rank -> number of its pushes to servers that the values include; set on rank 0.
     """
 
     def __init__(
@@ -79,14 +80,13 @@ class SaveOperation:
         label: Label,
         timeout: float | None,
         guard: Callable[[], None] | None = None,
-        pushes: dict[int, int] | None = None,
     ) -> None:
         communicator.require_all(
             "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
         )
         self.path = path
         self._label = label
-        self._pushes = pushes or {}
+        self.pushes: dict[int, int] = {}
         # A worker that saves alone need not be initialized.
         self._context = None if isinstance(communicator, SoloGroup) else current()
         self._communicator = communicator
@@ -316,7 +316,7 @@ class SaveOperation:
         }
         entries = entries_of(self._layout, [one[1] for one in written])
         size = self._communicator.size
-        manifest = Manifest(self._identity, size, self._label, shards, entries, self._pushes)
+        manifest = Manifest(self._identity, size, self._label, shards, entries, self.pushes)
         with CheckpointFolder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
             with contextlib.suppress(CheckpointError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.render import plan_text
@@ -113,17 +113,11 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     lines += _table(collective, plans, itemsize, model, choice.algorithm)
     if chosen.program is not None:
         most = None if chosen.full else _INSTRUCTIONS
-        lines += _program_lines(
-            collective,
-            choice.algorithm,
-            chosen.program,
-            n,
-            count,
-            itemsize,
-            chosen.root,
-            is_demanded=bool(chosen.algorithm or demanded),
-            most=most,
-        )
+        call = _ProgramArgs(collective, chosen.program, n, count, itemsize, chosen.root)
+        is_demanded = bool(chosen.algorithm or demanded)
+        about, program = _program(call, choice.algorithm, is_demanded=is_demanded)
+        lines += ["", f"The program of rank {call.rank} in shared memory{about}:"]
+        lines += [f"  {line}" for line in program_text(program, most).splitlines()]
     lines.append("")
     lines.append(
         f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for "
@@ -189,51 +183,34 @@ def _itemsize(name: str) -> int:
     return int(digits) // 8 if digits else 1
 
 
-def _program_lines(
-    collective: str,
-    algorithm: str,
-    rank: int,
-    size: int,
-    count: int,
-    itemsize: int,
-    root: int,
-    *,
-    is_demanded: bool,
-    most: int | None,
-) -> list[str]:
-    """Return the program of a rank in shared memory."""
-    about, program = _program(collective, algorithm, rank, size, count, itemsize, root, is_demanded)
-    head = f"The program of rank {rank} in shared memory{about}:"
-    return ["", head, *(f"  {line}" for line in program_text(program, most).splitlines())]
+class _ProgramArgs(NamedTuple):
+    """A call whose program is shown; `elements` are those of the vector, or of each block."""
+
+    collective: str
+    rank: int
+    size: int
+    elements: int
+    itemsize: int
+    root: int
 
 
-def _program(
-    collective: str,
-    algorithm: str,
-    rank: int,
-    size: int,
-    count: int,
-    itemsize: int,
-    root: int,
-    is_demanded: bool,
-) -> tuple[str, Program]:
+def _program(call: _ProgramArgs, algorithm: str, *, is_demanded: bool) -> tuple[str, Program]:
+    collective, rank, size, count, itemsize, root = call
     if collective in _REDUCED and algorithm in ("direct", "owners"):
         ends = ResultPlacement(collective, root)
         if is_direct(count * itemsize, size) or not count:
             return "", lower_small(rank, size, count, ends=ends)
         cells, block = cells_of(size, itemsize, are_native=True)
-        return ", of ordinary arrays, with the C extension", lower_reduce(
-            rank, size, count, cells, BufferPlacement(), block, ends
-        )
+        program = lower_reduce(rank, size, count, cells, BufferPlacement(), block, ends)
+        return ", of ordinary arrays, with the C extension", program
     if collective in _MOVED and not is_demanded:
-        return _move(collective, rank, size, count, itemsize, root)
+        return _move(call)
     rounds = publications(build_all(collective, algorithm, size, count=count, root=root), rank)
     return "", lower_rounds(rounds, rank, SEGMENT_BYTES // itemsize, SMALL_BYTES // itemsize)
 
 
-def _move(
-    collective: str, rank: int, size: int, count: int, itemsize: int, root: int
-) -> tuple[str, Program]:
+def _move(call: _ProgramArgs) -> tuple[str, Program]:
+    collective, rank, size, count, itemsize, root = call
     has_block_each = collective in ("reduce_scatter", "all_to_all")  # one block for each peer
     is_root = collective == "broadcast" and rank == root
     peers = [peer for peer in range(size) if peer != rank]
