@@ -168,8 +168,10 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     seen = None if is_meant_alone(os.environ) else started_with_others(os.environ)
     if seen is not None:
         sys.stderr.write(
-            f"syncvar-launch: {seen[0]}, and each starts a job of its own beside the others; where one job is meant, start "
-            f"syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are meant)\n"
+            f"syncvar-launch: {seen[0]}, and each starts a job of its own beside the others; "
+            "where one job is meant, start "
+            "syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are "
+            "meant)\n"
         )
     if chosen.program.dry_run:
         sys.stdout.write(

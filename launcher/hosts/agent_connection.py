@@ -1,4 +1,4 @@
-"""One other host, seen from the launcher: what leads to its agent, and what goes through its pipes."""
+"""The launcher's connection to the agent of another host: a process such as ssh, and its pipes."""
 
 from __future__ import annotations
 
@@ -29,39 +29,34 @@ _TAKEN_AT_ONCE = (
 
 
 class AgentProcess(Protocol):
-    """What leads to an agent: a process of ours with three pipes, or what looks like one."""
+    """The process that leads to an agent, or an object with the same three pipes."""
 
     @property
     def stdin(self) -> IO[bytes] | None:
-        """Takes what the launcher says."""
+        """Takes messages of the launcher."""
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """Gives what the agent says."""
+        """Yields messages of the agent."""
 
     @property
     def stderr(self) -> IO[bytes] | None:
-        """Gives what is written there beside."""
+        """Yields other text."""
 
     def poll(self) -> int | None:
-        """Return how it ended; None where it has not."""
+        """Return the exit status, or None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended, once it has."""
+        """Return the exit status after its end."""
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
 
 
 def started(
     argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start what leads to an agent, or an agent.
-
-    Args:
-        argv: Its command line: ssh, or the agent itself on this machine.
-        environ: Its environment; None for our own.
-    """
+    """Start ssh, or an agent on this machine; `environ` None passes our own environment."""
     return subprocess.Popen(
         list(argv),
         stdin=subprocess.PIPE,
@@ -75,20 +70,20 @@ def started(
 
 
 class RemoteHost:
-    """The way to the agent of a host. It never blocks: its owner polls the descriptors.
+    """The connection to the agent of a host. It never blocks: its owner polls the descriptors.
 
     Args:
-        host: Which one.
-        process: What leads there.
-        known: What is known of it better than its agent can: the addresses of one that has joined.
+        host: The host.
+        process: The process that leads to the agent.
+        known: Facts that override those of the agent: the addresses of a host that has joined.
 
     Attributes:
-        began: When it was begun to log in, in seconds of the monotonic clock.
-        facts: What its agent said of it; empty until then.
-        heard: When something came last, in seconds of the monotonic clock.
-        why_gone: Why nothing more will come, in words; empty while it may.
-        staged: The folder there to which the script's was copied; empty where it was not.
-        is_ended: It was the launcher that ended the way, so that the exit status of what led there says nothing.
+        began: When the login began, in seconds of the monotonic clock.
+        facts: The facts that the agent has sent; empty before.
+        heard: When a message last came, in seconds of the monotonic clock.
+        why_gone: Why no more messages will come; empty while they may.
+        staged: The folder with the copy of the script's folder; empty without one.
+        is_ended: Whether the launcher ended the connection, so that the exit status tells nothing.
     """
 
     def __init__(
@@ -125,21 +120,24 @@ class RemoteHost:
 
     @property
     def unsent_nbytes(self) -> int:
-        """How much is still to be sent."""
+        """The number of bytes that wait to be sent."""
         return self._outbox.nbytes
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Say something to the agent; nothing where it is gone."""
+        """Send a message to the agent, unless it is gone."""
         if not self.why_gone:
             self._outbox.add(pack(kind, **fields))
             self.flush()
 
     def flush(self) -> None:
-        """Send what has not been sent, as far as it goes; who reads no more says why by the end of its output."""
+        """Send waiting bytes, as far as the pipe takes them.
+
+        The output of a process that reads no more shows the reason at its end.
+        """
         self._outbox.flush()
 
     def readable(self, descriptor: int) -> list[Message]:
-        """Handle a descriptor that poll reported; others are not looked at."""
+        """Handle a descriptor that poll reported; ignore others."""
         if descriptor not in self._open:
             return []
         messages: list[Message] = []
@@ -168,11 +166,11 @@ class RemoteHost:
         return messages
 
     def learn(self, facts: Message) -> None:
-        """Keep what the agent says of its host."""
+        """Keep the facts that the agent sends."""
         self.facts = {**checked_facts(facts), **self.known}
 
     def words(self) -> str:
-        """Return the last of what ssh, the remote shell and the agent wrote on their standard error."""
+        """Return the last text of ssh, the remote shell and the agent on standard error."""
         for _ in range(_TAKEN_AT_ONCE):
             if self._err in self._open:
                 self.readable(self._err)
@@ -180,33 +178,29 @@ class RemoteHost:
         return (before + bytes(self._words)).decode("utf-8", "replace").strip()
 
     def end(self, why: str) -> None:
-        """End the way to the agent, and so the agent: nothing more is to be heard of it.
-
-        Args:
-            why: In words, of the host.
-        """
+        """End the connection and so the agent; `why` is the reason in words."""
         self._lose(why)
         self.is_ended = True
         self.kill()
 
     def drain(self) -> None:
-        """Read what has come while nobody looked: the end of the agent perhaps."""
+        """Read messages that have arrived unread, perhaps the agent's end."""
         for descriptor in list(self._open):
             self.readable(descriptor)
 
     def end_input(self) -> None:
-        """Let the agent end, by the end of its input."""
+        """Let the agent end by closing its input."""
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """End the process that leads to the agent; the end of its input is the agent's end."""
+        """Kill the process that leads to the agent; the end of its input ends the agent."""
         if self.process.poll() is None:
             self.process.kill()
 
     def close(self) -> None:
-        """Let go: the agent ends when its input does."""
+        """Release the connection; the agent ends with its input."""
         for one in (self.process.stdin, self.process.stdout, self.process.stderr):
             with contextlib.suppress(OSError):
                 if one is not None:
@@ -220,7 +214,7 @@ class RemoteHost:
             self.process.wait()
 
     def status(self, timeout_s: float = 1.0) -> int | None:
-        """Return how the process that leads to the agent ended, waiting a moment for it; None where it has not."""
+        """Return the exit status of the process that leads to the agent; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(timeout_s)
         return None
@@ -233,12 +227,12 @@ class RemoteHost:
 def polled(
     remotes: Sequence[RemoteHost], timeout_s: float, others: Sequence[int] = ()
 ) -> tuple[list[list[Message]], list[int]]:
-    """Wait until a host says something or takes what is to be sent to it; return what each has said, in their order.
+    """Wait for messages, or for room to send; return the messages of each host.
 
     Args:
         remotes: The hosts.
         timeout_s: The longest wait, in seconds.
-        others: More descriptors to wait for, for reading; those that are ready are returned too.
+        others: More descriptors to poll for reading; it returns those that are ready.
     """
     poller = select.poll()
     for one in remotes:

@@ -1,9 +1,10 @@
-"""The agent of one host of several: started by ssh, it starts the workers there, and speaks for them over its two pipes.
+"""The agent of one host: it starts the workers there, and talks to the launcher over its two pipes.
 
-Nothing of the job is on its command line: all it is told comes on standard input, and the end of that input is the end of
-its workers. If the launcher is silent for longer than `lost_after_s` while they run, this host or that one is cut off: they
-are ended as the launcher ends the others, and may raise PeerLost before. Whoever kills the agent leaves its guardian, which
-kills the workers' sessions and removes the private folder.
+ssh starts the agent, and nothing of the job is on its command line: all orders arrive on standard
+input. The end of that input ends its workers. If the launcher is silent for longer than
+`lost_after_s`, the network is cut. Then the agent ends its workers, as the launcher ends the
+others; they may raise PeerLost before. If the agent is killed, its cleanup process kills the
+workers' sessions and removes the private folder.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 18
 _UNSENT_MAX = 8 << 20
 _PAUSE_S = 0.005
-_IDLE_S = 300.0  # without workers: the launcher logs in elsewhere, or pauses before a restart
+_IDLE_S = 300.0  # without workers: the launcher logs in to other hosts, or pauses
 
 
 def main() -> int:
-    """Serve one launcher, on standard input and output, until it has gone."""
+    """Serve one launcher on standard input and output until it has gone."""
     out = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is no message
+    os.dup2(2, 1)  # output of a library must not mix with messages
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, lambda *_: None)  # not ignored: workers would inherit that
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -59,11 +60,11 @@ def main() -> int:
 
 
 class HostAgent:
-    """What one launcher has asked for on this host.
+    """The orders of one launcher on this host.
 
     Args:
-        source: Descriptor on which messages come.
-        sink: Descriptor to which they go.
+        source: The descriptor from which messages come.
+        sink: The descriptor to which they go.
     """
 
     def __init__(self, source: int, sink: int) -> None:
@@ -81,7 +82,7 @@ class HostAgent:
             2.0,
             10.0,
         )
-        self._cut_at: float | None = None  # when the launcher was given up
+        self._cut_at: float | None = None  # when the agent gave up the launcher
         self._has_told = False
         self._looked = 0.0
         self._listeners: Listeners | None = None
@@ -90,7 +91,7 @@ class HostAgent:
         self._copy = HostCopy()
         self._call = bytearray()
         self._is_stopped = False
-        self._notices, self._is_heeded = 0, False  # that somebody wants this host back
+        self._notices, self._is_heeded = 0, False  # requests to release this host
         self._answers: dict[str, Callable[[Message], None]] = {
             "ask": self._asked,
             "listen": self._listen,
@@ -117,11 +118,14 @@ class HostAgent:
         }
 
     def heed(self) -> None:
-        """Note that somebody wants this host back: the workers are told, and may save; the second time, or without any, end."""
+        """Note a request to release this host.
+
+        Workers get SIGTERM and may save; a second request, or one without workers, ends the agent.
+        """
         self._notices += 1
 
     def serve(self) -> int:
-        """Do what is asked until the input ends; return the exit code."""
+        """Follow orders until the input ends; return the exit code."""
         while not self._is_over:
             poller = select.poll()
             poller.register(self._source, select.POLLIN)
@@ -147,7 +151,7 @@ class HostAgent:
                     try:
                         for event in start.readable(descriptor):
                             self._tell(event)
-                    except ConfigError as error:  # the workers cannot be forked
+                    except ConfigError as error:  # forking is not possible
                         self._refuse(error)
             self._look(time.monotonic())
             self._flush()
@@ -156,7 +160,7 @@ class HostAgent:
         return 0
 
     def close(self) -> None:
-        """Kill what runs, and let go of everything. Idempotent."""
+        """Kill what runs, and release everything. Idempotent."""
         start, self._start = self._start, None
         if start is not None:
             start.close()
@@ -313,7 +317,8 @@ class HostAgent:
         limit_s = self._silence_s if self._start is not None else max(self._silence_s, _IDLE_S)
         if self._cut_at is None and not self._is_stopped and now - self._heard > limit_s:
             sys.stderr.write(
-                f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n"
+                f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers "
+                "here are ended\n"
             )
             self._cut_at = now
             if self._start is not None:
@@ -334,7 +339,7 @@ class HostAgent:
             self._send("states", states={} if self._start is None else self._start.look())
 
     def _give_back(self) -> None:
-        """Pass the notice on to the workers; when they have ended and that has been said, or at the next notice, end."""
+        """Forward the notice to the workers; end after them, or at the next notice."""
         workers = self._start.agent.workers if self._start is not None else {}
         if self._notices == 1 and workers:
             if not self._is_heeded:
@@ -344,7 +349,7 @@ class HostAgent:
             self._is_over = True
 
     def _end_by_steps(self, since_s: float) -> None:
-        """Let the workers end by themselves, tell them to, and kill them, each in its time; then end."""
+        """Let the workers end by themselves, then terminate, then kill them; then end."""
         running = [] if self._start is None else self._start.running()
         if (
             self._start is None
@@ -373,5 +378,5 @@ class HostAgent:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._outbox.flush():  # the launcher, or the way to it, is gone
+        if not self._outbox.flush():  # the launcher, or the connection to it, is gone
             self._is_over = True

@@ -1,10 +1,11 @@
-"""What the launcher and the agent of another host tell each other: a length, then MessagePack. Bytes in, messages out.
+"""The messages between the launcher and an agent: a length, then MessagePack.
 
-The agent greets with one line, so that what a login shell prints before it does no harm; after that nothing but
-messages may come. Each kind has its fields with their types; what does not fit is refused and ends the connection.
+Bytes in, messages out.
 
-Both ends trust each other as members of the job, not as parsers: lengths are checked before memory is taken, and
-nothing that comes is ever the name of code.
+The agent sends one line as greeting, so output of a login shell before it does no harm. After the
+greeting only messages may come. Each kind has fields with types; a malformed message ends the
+connection. Both ends trust each other as members of the job, not as parsers. They check lengths
+before they allocate memory, and no value ever names code.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LENGTH_NBYTES = 4
 Message = dict[str, Any]
 
 _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    # the launcher says
+    # from the launcher
     "ask": {
         "kind_of_target": str,
         "target": str,
@@ -61,7 +62,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "stage_end": {},
     "end": {},
     "beat": {},
-    # the agent says
+    # from the agent
     "facts": {"facts": dict},
     "listening": {"ports": list},
     "reached": {"answers": list},
@@ -101,11 +102,11 @@ class RankSpec(NamedTuple):
     """What one rank or server gets.
 
     Args:
-        rank: Which one, by the number of its process.
-        environ: Its own variables, beside those of all.
-        cores: The cores it may use, or None for all.
-        has_input: The launcher's standard input is its own.
-        terminal: Rows and columns of the terminal that it gets for its standard streams; None for pipes.
+        rank: The number of the process.
+        environ: Its own variables, beside those of all ranks.
+        cores: The cores that it may use, or None for all.
+        has_input: Whether it reads the launcher's standard input.
+        terminal: Rows and columns of its terminal; None for pipes.
     """
 
     rank: int
@@ -116,7 +117,7 @@ class RankSpec(NamedTuple):
 
     @classmethod
     def read(cls, fields: Any) -> RankSpec:
-        """Return what a message holds of one."""
+        """Return the specification in a message."""
         if not isinstance(fields, dict) or fields.keys() != set(cls._fields):
             raise WireError("a rank of an order to start has other fields than it should")
         one = cls(**fields)
@@ -129,25 +130,25 @@ class RankSpec(NamedTuple):
 
 
 class StartRequest(NamedTuple):
-    """What the agent of a host is to start.
+    """What the agent of a host starts.
 
     Args:
-        job: The job's identity.
-        generation: The first of the membership that its ranks may join.
-        secret: The job's.
+        job: The identity of the job.
+        generation: The first generation of the membership that its ranks may join.
+        secret: The secret of the job.
         kind_of_target: "script", "module" or "command".
-        target: What is run.
+        target: The script, module or command.
         args: Its arguments.
-        cwd: Where it starts.
+        cwd: The folder in which it starts.
         environ: Variables of all ranks, beside those of the login.
         start_method: "auto", "spawn" or "fork".
-        ranks: Those of this host.
-        shm_bytes: The virtual size of the memory that they share.
-        core_count: How many cores they may use together.
-        shm_unavailable_reason: Why they share none; empty where they do.
-        hands_over: They will ask for it.
-        is_clear: They inherit only an allow-list of the login's variables.
-        has_totals: They leave the totals of their calls, for the launcher.
+        ranks: The ranks and servers of this host.
+        shm_bytes: The virtual size of their shared memory.
+        core_count: The number of cores that they may use together.
+        shm_unavailable_reason: Why they share no memory; empty if they do.
+        hands_over: Whether they will ask for it.
+        is_clear: Whether they inherit only an allow-list of the login's variables.
+        has_totals: Whether they leave the totals of their calls for the launcher.
         servers: How many of them are servers.
     """
 
@@ -171,7 +172,7 @@ class StartRequest(NamedTuple):
 
     @classmethod
     def read(cls, fields: Message) -> StartRequest:
-        """Return the order that a message holds."""
+        """Return the order in a message."""
         ranks = fields.get("ranks")
         if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
             raise WireError("an order to start has other fields than it should")
@@ -200,13 +201,13 @@ def _are_variables(environ: Any) -> bool:
 
 
 class Reader:
-    """Takes bytes as they come, and gives whole messages.
+    """Turns received bytes into whole messages.
 
     Args:
-        awaits_greeting: Something else may come before the greeting; it is kept in `before`.
+        awaits_greeting: Whether other text may come before the greeting; `before` keeps it.
 
     Attributes:
-        before: What came before the greeting.
+        before: The text before the greeting.
     """
 
     def __init__(self, *, awaits_greeting: bool = False) -> None:
@@ -215,7 +216,7 @@ class Reader:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete now."""
+        """Return the messages that are complete."""
         self._data += data
         if not self.has_greeted:
             found = self._data.find(GREETING)
@@ -267,7 +268,7 @@ _CORES_MAX = 1 << 14
 
 
 def checked_facts(facts: Message) -> Message:
-    """Return what an agent says of its host, if it is of the right form."""
+    """Return an agent's facts about its host, if they are well formed."""
     if facts.keys() != _FACTS.keys() or any(
         type(facts[name]) is not kind for name, kind in _FACTS.items()
     ):

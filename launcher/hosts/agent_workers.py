@@ -1,4 +1,4 @@
-"""The ranks of one host in one start, as its agent has them: their processes, memory, stacks, input and records."""
+"""The agent's side of one attempt: processes, memory, stacks, input and records of its ranks."""
 
 from __future__ import annotations
 
@@ -41,11 +41,7 @@ _STACKS_S = 0.25
 
 
 class CannotFork(ConfigError):
-    """Ranks cannot be forked.
-
-    Args:
-        refusal: Why.
-    """
+    """Forking the ranks is not possible; `refusal` has the reason."""
 
     def __init__(self, refusal: ForkUnsupported) -> None:
         self.exit_code = exit_code_of(refusal.status or INTERNAL)
@@ -53,12 +49,12 @@ class CannotFork(ConfigError):
 
 
 class HostRanks:
-    """The ranks of this host in one start: begun, asked, fed, ended.
+    """The ranks of this host in one attempt.
 
     Args:
-        order: What the launcher wants.
-        tallies: What the start before has left of its workers' counts of pushes.
-        call: The call of `sv.run` that they make, with its path; empty where there is none.
+        order: The launcher's order.
+        tallies: The counts of pushes that the workers of the attempt before have left.
+        call: The call of `sv.run`, with its path; empty without one.
     """
 
     def __init__(self, order: StartRequest, tallies: dict[str, bytes], call: bytes) -> None:
@@ -89,7 +85,7 @@ class HostRanks:
             self._folder = directory.path
             put_tallies(tallies, directory.path)
             self._results: Path | None = None
-            self._call: list[int] = []  # the descriptor that all ranks inherit, where there is one
+            self._call: list[int] = []  # the descriptor of the call, which all ranks inherit
             if call:
                 self._keep_call(call)
             self._server: ForkServer | None = None
@@ -134,7 +130,7 @@ class HostRanks:
         )
 
     def writable(self) -> list[int]:
-        """Return the descriptors to poll for writing: rank 0's standard input, while there is something for it."""
+        """Return the descriptors to poll for writing: rank 0's input, if data wait for it."""
         return [self._input_end] if self._unfed and self._input_end >= 0 else []
 
     def descriptors(self, *, is_full: bool) -> list[int]:
@@ -157,7 +153,7 @@ class HostRanks:
         return events
 
     def look(self) -> dict[int, list[Any]]:
-        """Return the state and the seconds of work of each worker that runs."""
+        """Return the state and the processor time of each worker that runs."""
         self.agent.look()
         return {
             rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)]
@@ -169,19 +165,19 @@ class HostRanks:
         return [rank for rank, worker in self.agent.workers.items() if worker.status is None]
 
     def take_begun(self) -> dict[int, int]:
-        """Return, once, the process of each rank that has been started."""
+        """Return, once, the process of each rank that has started."""
         begun, self._begun = self._begun, {}
         return begun
 
     def ask(self, number: int, rank: int, *, all_threads: bool) -> None:
-        """Ask a rank where it stands."""
+        """Request the stack of a rank."""
         self.asked[number] = (
             self._stacks.ask(rank, all_threads=all_threads),
             time.monotonic() + ANSWER_S,
         )
 
     def stood(self, now: float) -> Iterator[tuple[int, str, list[Any]]]:
-        """Yield the answers that are there, each with its number; who does not answer in time is asked no more."""
+        """Yield the stacks that have arrived, each with the number of its request."""
         for number, (asked, until) in list(self.asked.items()):
             threads = self._stacks.answer(asked, is_last=now >= until)
             if threads is not None:
@@ -194,17 +190,17 @@ class HostRanks:
                 del self.asked[number]
 
     def feed(self, data: bytes) -> None:
-        """Pass on what came on the launcher's standard input; empty bytes are its end."""
+        """Forward data of the launcher's standard input; empty bytes are its end."""
         self._unfed += data
         self._has_all = not data
 
     def resize(self, size: list[int]) -> None:
-        """Give the terminal of the rank that has one so many rows and columns."""
+        """Set rows and columns of the terminal of the debugged rank."""
         if self._input_end >= 0:
             resize(self._input_end, size)
 
     def feed_on(self) -> int:
-        """Write what the pipe of rank 0 takes of its standard input; return how much of it is done with."""
+        """Write waiting input to the pipe of rank 0; return how many bytes are done."""
         count = 0
         while self._unfed and self._input_end >= 0:
             try:
@@ -221,7 +217,7 @@ class HostRanks:
         return count
 
     def note(self, ranks: list[int]) -> dict[int, str]:
-        """Return where ranks stand, those that tell it within a moment."""
+        """Return where ranks stand, for those that answer within a moment."""
         self._stacks.note(ranks)
         self._stacks.await_noted(_STACKS_S)
         self._stacks.read_noted()
@@ -232,14 +228,14 @@ class HostRanks:
         self._stopped |= self.agent.stop()
 
     def resume(self) -> None:
-        """Let those go on that `stop` has stopped."""
+        """Continue what `stop` has stopped."""
         for pid in self._stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._stopped.clear()
 
     def finish(self) -> list[Event]:
-        """Kill what is left, and return what was written; nothing the second time."""
+        """Kill what still runs, and return what it wrote; nothing the second time."""
         if self._is_finished:
             return []
         self._is_finished = True
@@ -251,7 +247,7 @@ class HostRanks:
         return events
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the flight records and the totals of calls that the ranks have left, each with its name."""
+        """Yield flight records and totals of calls that the ranks have left, with their names."""
         for path in (
             *sorted((self._folder / _FLIGHT).glob(RECORDS)),
             *sorted(self._folder.glob(TOTALS)),
@@ -262,11 +258,11 @@ class HostRanks:
                     yield path.name, data
 
     def results(self) -> Iterator[tuple[str, bytes, bool]]:
-        """Yield what ranks have returned to the caller of `sv.run`; see `result_parts`."""
+        """Yield results for the caller of `sv.run`; see `result_parts`."""
         return iter(()) if self._results is None else result_parts(self._results)
 
     def _keep_call(self, call: bytes) -> None:
-        """Put a call where ranks read it, and make the folder for what they return."""
+        """Store a call where ranks read it, and make the folder for their results."""
         descriptor = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
         self._stack.callback(os.close, descriptor)
         with open(descriptor, "wb", closefd=False) as file:  # noqa: PTH123
@@ -276,15 +272,15 @@ class HostRanks:
         self._results.mkdir(mode=0o700)
 
     def tallies(self) -> dict[str, bytes]:
-        """Return the workers' counts of pushes, for those that are started in their place."""
+        """Return the workers' counts of pushes, for the workers that replace them."""
         return take_tallies(self._folder)
 
     def close(self) -> None:
-        """Let go of the private folder."""
+        """Remove the private folder."""
         self._stack.close()
 
     def _base(self) -> dict[str, str]:
-        """Return the variables of all ranks: this login's without settings of another job, and what was asked for."""
+        """Return the variables of all ranks: the order's, and the login's of no other job."""
         own = inherited(os.environ, is_clear=self._order.is_clear)
         return {
             **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
@@ -388,7 +384,7 @@ class HostRanks:
 
 @contextlib.contextmanager
 def _private() -> Iterator[None]:
-    """Make what is made meanwhile this user's alone; workers keep the mask of the login."""
+    """Create files for this user only; workers keep the umask of the login."""
     before = os.umask(0o077)
     try:
         yield

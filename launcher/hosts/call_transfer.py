@@ -1,4 +1,4 @@
-"""A call of `sv.run` and its results, on their way to and from other hosts."""
+"""Carries a call of `sv.run` and its results to and from other hosts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,16 @@ _RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
 
 
 def without_call(environ: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the environment of the program that reaches another host, without that of a call.
+    """Return the environment of the program that reaches a host, without the call of `sv.run`.
 
-    The call itself goes to that host in messages.
-
-    Args:
-        environ: Variables to choose from; None for those of this process.
+    Messages carry the call to that host.
     """
     chosen = os.environ if environ is None else environ
     return {name: value for name, value in chosen.items() if name not in _OF_THE_CALL}
 
 
 def call_parts(environ: Mapping[str, str]) -> Iterator[bytes]:
-    """Yield the call that `sv.run` passed to the launcher, in parts; nothing if there is none.
-
-    Args:
-        environ: The launcher's environment.
-    """
+    """Yield the call that `sv.run` passed to the launcher, in parts; nothing without a call."""
     descriptor = int(environ.get("SYNCVAR_CALL_FD", "-1"))
     if descriptor < 0:
         return
@@ -46,11 +39,7 @@ def call_parts(environ: Mapping[str, str]) -> Iterator[bytes]:
 
 
 def forget_results(environ: Mapping[str, str]) -> None:
-    """Remove what an earlier start has left for the caller: halves of results, and exceptions.
-
-    Args:
-        environ: The launcher's environment.
-    """
+    """Remove what an earlier attempt has left for the caller: partial results, and exceptions."""
     folder = environ.get("SYNCVAR_RESULT_DIR")
     for path in Path(folder).glob("*") if folder is not None else ():
         if path.suffix == ".part" or path.name.startswith("error."):
@@ -76,14 +65,7 @@ def result_parts(folder: Path) -> Iterator[tuple[str, bytes, bool]]:
 
 
 def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: bool) -> None:
-    """Add a part to a result, in the folder where the caller of `sv.run` looks for it.
-
-    Args:
-        environ: The launcher's environment.
-        name: The name that the agent of another host sends.
-        data: The part.
-        is_last: The result is complete.
-    """
+    """Append a part to a result, in the folder where the caller of `sv.run` looks for it."""
     folder = environ.get("SYNCVAR_RESULT_DIR")
     if folder is None or not _RESULT.fullmatch(name):
         raise WireError(f"a result {name[:40]!r} was not asked for")

@@ -1,4 +1,7 @@
-"""Whether a job could run on a host, by what is known of it; if not, why, and what to do. Data in, sentence out."""
+"""Decides whether a job can run on a host; returns the reason and the remedy if not.
+
+Data in, text out.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,10 @@ if TYPE_CHECKING:
 
 
 def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
-    """Return why ranks there and here would not understand each other; nothing where they do.
+    """Return why the ranks of two hosts cannot understand each other; empty if they can.
 
-    Args:
-        version: That of syncvar there.
-        protocol: That of its wire.
-        byte_order: "little" or "big".
-        python: The version there.
-        remedy: How to get another Python there.
+    `version`, `protocol`, `byte_order` and `python` are those of the other host. `remedy` says how
+    to get another Python there.
 
     Example:
         >>> why_unlike(syncvar.__version__, PROTOCOL_VERSION, sys.byteorder, "2.7.18", "use another")[:26]
@@ -32,7 +31,8 @@ def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy
     """
     if protocol != PROTOCOL_VERSION or version != syncvar.__version__:
         return (
-            f"it has syncvar {version} (protocol {protocol}), and here is {syncvar.__version__} (protocol {PROTOCOL_VERSION}); "
+            f"it has syncvar {version} (protocol {protocol}), and here is {syncvar.__version__} "
+            f"(protocol {PROTOCOL_VERSION}); "
             f"install the same on all"
         )
     if byte_order != sys.byteorder:
@@ -44,13 +44,7 @@ def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy
 
 
 def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> str:
-    """Return why a job cannot run on a host, and what to do; nothing where it can.
-
-    Args:
-        facts: What its agent said of it.
-        host: Which one.
-        options: What is to run there.
-    """
+    """Return why a job cannot run on a host, and what to do; empty if it can."""
     joins = options.join.listen is not None
     other_python = "join by the same Python" if joins else "give python=PATH or --remote-python"
     why = why_unlike(
@@ -64,11 +58,18 @@ def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> s
         return f"NumPy is not installed there; {python} -m pip install numpy"
     if 0 <= facts["tasks_left"] < needed_tasks(1):
         return (
-            f"its control group allows {facts['tasks_left']} more processes and threads (pids.max), and one rank needs {needed_tasks(1)}; "
+            f"its control group allows {facts['tasks_left']} more processes and threads "
+            f"(pids.max), and one rank needs {needed_tasks(1)}; "
             f"ask for a higher limit there, or leave the host out"
         )
     if not facts["has_folder"] and (host.cwd or not options.hosts.stage):
-        return f"there is no folder {cwd} there; give --cwd{' to its --join' if joins else ', or cwd= in the host file'}"
+        return (
+            f"there is no folder {cwd} there; give "
+            f"--cwd{' to its --join' if joins else ', or cwd= in the host file'}"
+        )
     if not facts["has_target"] and not options.hosts.stage:
-        return f"there is no script {options.program.target} in {cwd} there; --stage copies it, or use a shared folder"
+        return (
+            f"there is no script {options.program.target} in {cwd} there; --stage copies it, or "
+            "use a shared folder"
+        )
     return ""

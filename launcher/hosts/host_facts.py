@@ -1,4 +1,4 @@
-"""What the agent of a host tells of it before anything is started there."""
+"""The facts about its host that an agent sends before anything starts there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from syncvar_launcher.options.usable_cores import core_count, usable_cores
 
 
 def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
-    """Return what the launcher has to know of this host before anything is started.
-
-    Args:
-        kind: "script", "module" or "command".
-        target: What is to be run.
-        cwd: The folder in which it starts.
-    """
+    """Return the facts that the launcher needs about this host, for a target and its folder."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "host": socket.gethostname(),
@@ -49,7 +43,7 @@ def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return what tells this machine from others, whatever it is called: its identity, its boot, and its network."""
+    """Return what identifies this machine under any name."""
     parts = [os.uname().nodename]
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
         with contextlib.suppress(OSError):

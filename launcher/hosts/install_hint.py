@@ -1,4 +1,4 @@
-"""How to install on another host the syncvar of this host: all hosts need the same one."""
+"""Texts on how to install this host's syncvar on another host: all hosts need the same one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,14 @@ import syncvar
 
 
 def describe_installation(python: str, host: str) -> str:
-    """Return in words how to install the syncvar of this host on another one.
-
-    Args:
-        python: The interpreter there.
-        host: Its name, for ssh.
-    """
+    """Return how to install the syncvar of this host for an interpreter of another one."""
     return remedy(python, host, _origin())
 
 
 def remedy(python: str, host: str, origin: dict[str, Any]) -> str:
-    """Return the words for a package that was installed from a place.
+    """Return the advice for a package from a given origin.
 
-    Args:
-        python: The interpreter on the other host.
-        host: Its name, for ssh.
-        origin: What pip has noted of the place in direct_url.json; empty if it has noted nothing.
+    `origin` is pip's direct_url.json, or empty.
 
     Example:
         >>> words = remedy("python3", "n1", {"url": "file:///opt/syncvar", "dir_info": {}})

@@ -31,12 +31,7 @@ _FILES, _FILES_OF_A_HOST = 32, 4
 
 
 def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
-    """Start a job on the hosts that were named; return the exit code.
-
-    Args:
-        chosen: The options, with at least one host.
-        arguments: The command line as it was given.
-    """
+    """Start a job on the named hosts; return the exit code."""
     for sentence in chosen.hosts.notices:
         _say(sentence)
     _check_files(chosen)
@@ -57,7 +52,7 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
 
 
 def _import_the_rest() -> None:
-    """Import what a job needs when its hosts are there: a login takes longer."""
+    """Import what a job needs later; a login takes longer than that."""
     from syncvar_launcher.job import restart_loop  # noqa: F401
 
 
@@ -71,7 +66,8 @@ def _check_files(chosen: LaunchOptions) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise LimitTooLow(
-            f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: ulimit -n {needed}"
+            f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: "
+            f"ulimit -n {needed}"
         )
 
 
@@ -81,7 +77,7 @@ def _say(sentence: str) -> None:
 
 
 def dry_run(chosen: LaunchOptions) -> str:
-    """Return what a launch on these hosts would do, as text; nobody is asked and nothing is started."""
+    """Return what a launch on these hosts would do; it contacts no host."""
     if chosen.join.listen is not None:
         return _dry_run_joined(chosen)
     rows = [("host", "slots", "named in", "reached by")]
@@ -110,11 +106,15 @@ def dry_run(chosen: LaunchOptions) -> str:
     else:
         lines += [
             "",
-            f"workers: {chosen.ranks.workers or 'one for each core'}, placed by {chosen.hosts.map_by} when the hosts have told their cores",
+            (
+                f"workers: {chosen.ranks.workers or 'one for each core'}, placed by "
+                f"{chosen.hosts.map_by} when the hosts have told their cores"
+            ),
         ]
     if chosen.ranks.servers:
         copies = (
-            f", {chosen.ranks.server_replicas} cop{'ies' if chosen.ranks.server_replicas > 1 else 'y'} of each on others"
+            f", {chosen.ranks.server_replicas} "
+            f"cop{'ies' if chosen.ranks.server_replicas > 1 else 'y'} of each on others"
             if chosen.ranks.server_replicas
             else ""
         )
@@ -125,13 +125,19 @@ def dry_run(chosen: LaunchOptions) -> str:
     if job is not None:
         others = f"all hosts but {job.here}" if job.here else "all hosts"
         lines += [
-            f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it otherwise, --allocation off takes no host from the job"
+            (
+                f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it "
+                "otherwise, --allocation off takes no host from the job"
+            )
         ]
     network = (
         "by which all reach each other" if job is not None else "of the network by which ssh goes"
     )
     lines += [
-        f"addresses: asked for when the job starts, {'by --iface ' + chosen.hosts.iface if chosen.hosts.iface else network}"
+        (
+            "addresses: asked for when the job starts, "
+            f"{'by --iface ' + chosen.hosts.iface if chosen.hosts.iface else network}"
+        )
     ]
     lines += [f"workers are {ON_HOSTS[chosen.ranks.start_method]}"]
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
@@ -149,7 +155,7 @@ def dry_run(chosen: LaunchOptions) -> str:
 
 
 def _dry_run_joined(chosen: LaunchOptions) -> str:
-    """Return what a launch on hosts that join would do; nothing listens."""
+    """Return what a launch with `--listen` would do; it does not listen."""
     from syncvar_launcher.join.join_rendezvous import (
         join_command,
         listen_address,
@@ -163,7 +169,10 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
     )
     is_there = chosen.join.key_file.exists()
     lines = [
-        f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to {chosen.runtime.rendezvous_timeout_s:g} s; each runs:",
+        (
+            f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to "
+            f"{chosen.runtime.rendezvous_timeout_s:g} s; each runs:"
+        ),
         f"  {join_command(address, port or 'PORT', chosen)}",
         f"key: {'read from' if is_there else 'to be made in'} {chosen.join.key_file}",
         *(
@@ -171,7 +180,10 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
             if chosen.hosts.stage
             else []
         ),
-        f"workers: {chosen.ranks.workers or 'one for each slot that is offered'}, placed by {chosen.hosts.map_by} when all have joined",
+        (
+            f"workers: {chosen.ranks.workers or 'one for each slot that is offered'}, placed by "
+            f"{chosen.hosts.map_by} when all have joined"
+        ),
         f"workers are {ON_HOSTS[chosen.ranks.start_method]}",
     ]
     return "".join(

@@ -1,4 +1,4 @@
-"""The addresses of a host, which of them a job may use, and the proof that others reach it there."""
+"""The addresses of a host that a job may use, and the proof that others reach it there."""
 
 from __future__ import annotations
 
@@ -25,19 +25,14 @@ _BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
 
 
 class Interface(NamedTuple):
-    """One address of this host.
-
-    Args:
-        name: The interface's.
-        address: The address, as text.
-    """
+    """One address of this host, with the name of its interface."""
 
     name: str
     address: str
 
 
 def interfaces() -> list[Interface]:
-    """Return the addresses of this host by which others could reach it, and those of loopback last."""
+    """Return the addresses of this host that others could reach, and then those of loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -64,10 +59,11 @@ def allowed(found: Sequence[Interface], spec: str | None, reached_at: str | None
     """Return the addresses that a job may use, the best first.
 
     Args:
-        found: All of a host.
-        spec: `--iface`: names, `^name` and networks ("10.0.0.0/8"), with commas. A host with one that is named uses
-            only such; those with ^ are never used. None for all but the bridges of containers.
-        reached_at: The address at which ssh reached the host, which comes first.
+        found: All addresses of a host.
+        spec: `--iface`: names, `^name` and networks ("10.0.0.0/8"), with commas. If one of them is
+            named, the job uses only such addresses. It never uses those with ^. None for all except
+            bridges of containers.
+        reached_at: The address at which ssh reached the host; it comes first.
 
     Example:
         >>> two = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7"), Interface("lo", "127.0.0.1")]
@@ -130,16 +126,17 @@ def _proof(token: bytes, address: str, port: int) -> bytes:
 
 
 class Listeners:
-    """Listens on some addresses, and proves to who connects that it is who it is.
+    """Listens on addresses, and proves to clients that this is the right host.
 
-    The same private address may be another machine's somewhere else; only who has the job's token can answer.
+    The same private address may belong to another machine elsewhere. Only a process with the token
+    of the job can answer.
 
     Args:
-        addresses: Where to listen; those that are not this host's are left out.
-        token: The job's, of this proof.
+        addresses: The addresses; those of other hosts are left out.
+        token: The token of this proof.
 
     Attributes:
-        ports: For each address the port, or 0 where it cannot be listened on.
+        ports: The port of each address, or 0 if it cannot listen there.
     """
 
     def __init__(self, addresses: Sequence[str], token: bytes) -> None:
@@ -166,7 +163,7 @@ class Listeners:
         return list(self._sockets)
 
     def readable(self, descriptor: int) -> None:
-        """Answer who has connected; other descriptors are not looked at."""
+        """Answer a client; ignore other descriptors."""
         found = self._sockets.get(descriptor)
         if found is None:
             return
@@ -190,13 +187,13 @@ def reachable(
     timeout_s: float,
     listeners: Listeners | None = None,
 ) -> list[bool]:
-    """Return for each address and port whether who has the token answers there.
+    """Return for each address and port whether a process with the token answers there.
 
     Args:
-        targets: Addresses and ports; a port of 0 is not reached.
-        token: The job's, of this proof.
-        timeout_s: How long to wait for all of them together, in seconds.
-        listeners: Our own, which answer meanwhile: the others ask at the same time.
+        targets: The addresses and ports; port 0 is not reachable.
+        token: The token of this proof.
+        timeout_s: The limit for all of them together, in seconds.
+        listeners: Our own, which answer meanwhile: the other hosts ask at the same time.
     """
     answers = [False] * len(targets)
     waiting: dict[int, tuple[int, socket.socket]] = {}

@@ -1,4 +1,4 @@
-"""What is still to be written to a pipe that takes only so much at once."""
+"""The queue of bytes for a pipe that takes only so many at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import deque
 
 
 class PipeOutbox:
-    """The unwritten end of what goes through a pipe. It never blocks: its owner polls the descriptor.
+    """The bytes that wait for a pipe. It never blocks: its owner polls the descriptor.
 
     Args:
-        descriptor: The pipe's end; it does not block.
+        descriptor: The end of the pipe, non-blocking.
 
     Attributes:
-        nbytes: How much is still to be written.
+        nbytes: The number of bytes that wait.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -26,12 +26,12 @@ class PipeOutbox:
         return [self._descriptor] if self._unwritten else []
 
     def add(self, data: bytes) -> None:
-        """Take what is to be written behind all that was taken before."""
+        """Append bytes."""
         self._unwritten.append(memoryview(data))
         self.nbytes += len(data)
 
     def flush(self) -> bool:
-        """Write as much as the pipe takes; return whether somebody still reads from it."""
+        """Write as much as the pipe takes; return whether it still has a reader."""
         while self._unwritten:
             first = self._unwritten[0]
             try:
@@ -49,6 +49,6 @@ class PipeOutbox:
         return True
 
     def clear(self) -> None:
-        """Forget what is not written."""
+        """Forget the bytes that wait."""
         self._unwritten.clear()
         self.nbytes = 0

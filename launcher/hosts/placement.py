@@ -1,4 +1,4 @@
-"""How many workers each host gets."""
+"""The number of workers of each host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class HostCapacity(NamedTuple):
-    """What a host has place for.
+    """The slots of a host.
 
     Args:
-        name: For messages.
-        slots: Workers for which it has place, at least 1.
-        max_slots: The most when all slots of all hosts are taken; None for `slots`.
+        name: The name for messages.
+        slots: The slots, at least 1.
+        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
     """
 
     name: str
@@ -27,14 +27,14 @@ class HostCapacity(NamedTuple):
 def placed(
     rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
 ) -> tuple[int, ...]:
-    """Return the number of workers of each host; 0 for one that is not needed.
+    """Return the number of workers of each host; 0 for a host without any.
 
-    Ranks are numbered host by host in either way, so that those of one host are neighbours.
+    Ranks are numbered host by host, so those of one host are neighbours.
 
     Args:
         rooms: The hosts in their order.
-        workers: How many in all; None for all slots.
-        map_by: "slot": fill a host before the next one gets any. "host": give one to each in turns.
+        workers: The number of workers; None for all slots.
+        map_by: "slot" fills a host before the next one. "host" gives each one worker in turn.
 
     Example:
         >>> two = [HostCapacity("a", 4), HostCapacity("b", 4)]

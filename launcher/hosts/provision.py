@@ -1,6 +1,6 @@
-"""The hosts of a job: logged in to at once, asked what they are, checked, given workers, proven to reach each other.
+"""The hosts of a job: logs in to all at once, checks them, places the workers, and tests the links.
 
-Nothing is started anywhere before every host has answered: whatever is wrong with any of them is told in one message.
+Nothing starts before every host has answered: one message then names all problems of all hosts.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class HostSlot(NamedTuple):
     """A host that has workers.
 
     Args:
-        remote: The way to its agent.
-        name: For messages.
-        workers: How many it gets, at least 1.
-        address: Where its ranks listen for other hosts.
-        facts: What its agent said of it.
+        remote: The connection to its agent.
+        name: The name for messages.
+        workers: The number of its workers, at least 1.
+        address: The address at which its ranks listen for other hosts.
+        facts: The facts that its agent has sent.
     """
 
     remote: RemoteHost
@@ -68,7 +68,7 @@ class HostSlot(NamedTuple):
 
 
 def is_here(host: Host, own: Sequence[Interface]) -> bool:
-    """Return whether a host is this machine, by its name or address: then no ssh is needed."""
+    """Return whether a host is this machine, by name or address, so that it needs no ssh."""
     if host.user or host.port:
         return False
     names = {"localhost", "ip6-localhost", socket.gethostname()}
@@ -84,15 +84,15 @@ class JobHosts:
     """The hosts of one job.
 
     Args:
-        options: What was asked for, with at least one host.
+        options: The options, with at least one host.
         say: Shows a sentence.
 
     Attributes:
-        began: When the job began, in seconds of the monotonic clock; its time limit counts from then.
+        began: When the job began, in seconds of the monotonic clock; the time limit counts from it.
         sites: The hosts that have workers, in the order of their ranks.
-        address: Where the launcher listens.
-        secret: The job's.
-        exit_code: Of the job, for the hosts that have joined.
+        address: The address at which the launcher listens.
+        secret: The secret of the job.
+        exit_code: The exit code of the job, for hosts that have joined.
     """
 
     def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
@@ -111,10 +111,10 @@ class JobHosts:
         self.exit_code = exit_codes.RENDEZVOUS
 
     def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Log in everywhere, or wait until hosts have joined; check, place the workers, and find addresses by which all reach each other.
+        """Log in to all hosts, or wait until hosts have joined; check them and place the workers.
 
-        Args:
-            meanwhile: Called once, while the first logins are under way.
+        It also finds addresses by which all hosts reach each other. It calls `meanwhile` once,
+        during the first logins.
         """
         if self._options.hosts.stage:
             self._collection = collected(self._options)
@@ -127,7 +127,7 @@ class JobHosts:
             self._party = JoinGroup(self._options, self._say, self._ask)
             meanwhile()
             self._remotes = self._party.gather()
-            self.began = time.monotonic()  # who waits for others to join has not begun
+            self.began = time.monotonic()  # the job begins when all hosts have joined
             self._until = self.began + self._options.limits.timeout_s
         elif (
             self._options.hosts.scheduled is not None
@@ -181,7 +181,7 @@ class JobHosts:
         )
 
     def free_port(self) -> int:
-        """Return a port that nobody uses now at the first host's address, by which all others reach it."""
+        """Return a free port at the first host's address, by which all others reach it."""
         first, found = self.sites[0], list[int]()
         first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
         self._await(
@@ -210,7 +210,7 @@ class JobHosts:
         return self._party.take_said() if self._party is not None else []
 
     def command(self, host: Host) -> list[str]:
-        """Return what leads to the agent of a host."""
+        """Return the command line that leads to the agent of a host."""
         joins = (
             self._options.hosts.scheduled is not None
             and self._options.hosts.scheduled.starter.joins
@@ -237,14 +237,13 @@ class JobHosts:
         )
 
     def renew(self, left_s: float) -> None:
-        """Log in again where the agent of an earlier start is gone.
+        """Log in again to hosts whose agent has ended.
 
-        Args:
-            left_s: Of the time limit of the job, in seconds; infinite where there is none.
+        `left_s` is the rest of the time limit, in seconds.
         """
         self._until = time.monotonic() + left_s
         for one in self.sites:
-            one.remote.drain()  # nobody has looked since the last start ended
+            one.remote.drain()  # messages since the last attempt are unread
         gone = [place for place, one in enumerate(self.sites) if one.remote.why_gone]
         if not gone:
             return
@@ -267,7 +266,10 @@ class JobHosts:
             one = self.sites[place]
             listed = [address for _, address in one.remote.facts["interfaces"]]
             if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
-                why = f"it is another machine now, without the address {one.address}; start the job again"
+                why = (
+                    f"it is another machine now, without the address {one.address}; start the job "
+                    "again"
+                )
                 self._refuse({one.remote.host: why})
             self.sites[place] = one._replace(facts=one.remote.facts)
 
@@ -307,7 +309,7 @@ class JobHosts:
         )
 
     def _is_near(self, one: RemoteHost) -> bool:
-        """Return whether an agent, and so what it listens at, is on this machine."""
+        """Return whether an agent, and so its listening address, is on this machine."""
         if (
             self._options.hosts.scheduled is not None and self._party is None
         ):  # it does not say from where it was started
@@ -315,7 +317,7 @@ class JobHosts:
         return one.facts["launcher_at"] in ("", "127.0.0.1", "::1")
 
     def _environment_for(self, host: Host) -> dict[str, str] | None:
-        """Return the environment of what leads to a host; None for our own."""
+        """Return the environment of the program that leads to a host; None for our own."""
         if self._is_without_ssh(host):
             return inherited(os.environ, is_clear=True)
         if self._options.hosts.scheduled is None:
@@ -413,7 +415,7 @@ class JobHosts:
         raise HostUnreachable(lines)
 
     def _check(self, remotes: Iterable[RemoteHost]) -> None:
-        """Refuse hosts on which the job could not run."""
+        """Raise HostUnreachable for hosts on which the job cannot run."""
         wrong = {
             one.host: why
             for one in remotes
@@ -423,7 +425,7 @@ class JobHosts:
             self._refuse(wrong)
 
     def _put_together(self) -> None:
-        """Let those count as one that are one machine."""
+        """Merge host entries that are one machine."""
         first: dict[str, RemoteHost] = {}
         for one in list(self._remotes):
             known = first.setdefault(one.facts["machine"], one)
@@ -435,7 +437,8 @@ class JobHosts:
             )
             known.host = known.host._replace(slots=total)
             self._say(
-                f"{one.host.name} and {known.host.name} are one machine: it counts once, with {total} slots"
+                f"{one.host.name} and {known.host.name} are one machine: it counts once, with "
+                f"{total} slots"
             )
             one.close()
             self._remotes.remove(one)
@@ -518,7 +521,8 @@ class JobHosts:
                 )
         if unreachable:
             raise HostUnreachable(
-                "hosts do not reach each other; nothing was started. Open the ports above 1023 between them, or "
+                "hosts do not reach each other; nothing was started. Open the ports above 1023 "
+                "between them, or "
                 "name the network by --iface or addr=:\n" + "\n".join(unreachable)
             )
         self.address = found[0]
@@ -561,7 +565,7 @@ class JobHosts:
         is_one_enough: bool = False,
         listeners: Listeners | None = None,
     ) -> None:
-        """Wait until each agent has said something, or is gone, or the time has passed."""
+        """Wait until each agent has sent something, or is gone, or the time has passed."""
         until = min(time.monotonic() + limit_s, self._until)
         missing = [one for one in remotes if not one.why_gone]  # `polled` waits in vain for these
         while missing and (left_s := until - time.monotonic()) > 0:
@@ -584,7 +588,7 @@ class JobHosts:
 
 
 def _for_links(address: str) -> str:
-    """Return an address by which ssh went if links can go there: one that means something on one interface only is none."""
+    """Return an address of ssh that links can use, too; not one with an interface scope."""
     return (
         ""
         if "%" in address or (address and ipaddress.ip_address(address).is_link_local)

@@ -1,7 +1,7 @@
-"""The workers of all hosts of a job, through the agents there: one face to the loop of a start, as of one agent here.
+"""The workers of all hosts of a job, through the agents there; implements `job.workers.Workers`.
 
-What an `LocalWorkers` does for the ranks of one host, with the memory that they share and the stacks that they tell, this does
-by messages. Output is taken on credit: a host sends no more than was used here, so that who writes much stops itself.
+Messages do what `LocalWorkers`, the shared memory and the stacks do on one host. An agent sends no
+more output than the launcher has granted credit for, so a rank that writes much blocks.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
     from syncvar_launcher.local.local_workers import LocalWorkers
 
 _CLOSE_S = 10.0
-_GRANT = 1 << 18  # bytes that have been used before more are asked for
+_GRANT = 1 << 18  # bytes that the launcher uses before it grants as many again
 _MOMENT_S = 0.3
 _CODE_MAX = 255
 _BEATS_MISSED = 3
-_BEYOND = 1 << 18  # one read more than there was credit for
+_BEYOND = 1 << 18  # an agent may exceed its credit by one read
 _WORDS_SHOWN = 10
 _WORDS_OF_A_FAILURE = {"error", "message", "traceback", "exit_code"}
 
 
 class _RemoteProcess(NamedTuple):
-    """What was heard last of a rank's process.
+    """The last report on a rank's process.
 
     Args:
         letter: Its state.
-        busy_s: For how long it has used a core, in seconds.
-        pid: Its number on its host; -1 where it is not known.
+        busy_s: Its processor time in seconds.
+        pid: Its number on its host; -1 if unknown.
     """
 
     letter: str = ""
@@ -71,21 +71,22 @@ _UNHEARD = _RemoteProcess()
 
 
 class RemoteWorkers:
-    """The agents of one start.
+    """The workers of one attempt, each started by the agent of its host.
 
     Args:
         fleet: The hosts.
-        job: What is started.
-        here: The agent of this machine, which has no workers: its guardian removes `folder` if this process is killed.
-        folder: Private, for the totals of calls that ranks leave.
-        rendezvous: Where the ranks meet.
-        generation: The first that they may join.
-        restarts: How often they have been started again before.
+        job: The job.
+        here: The processes of this machine, of which there are none; its cleanup process removes
+            `folder` if the launcher is killed.
+        folder: The private folder for the totals of calls that ranks leave.
+        rendezvous: The address at which the ranks meet.
+        generation: The first generation that they may join.
+        restarts: How often the launcher has started all ranks again.
 
     Attributes:
-        workers: The ranks that have been started.
-        places: Where each rank that has told it stood when it was noted, in one line.
-        is_complete: All ranks share one memory.
+        workers: The ranks that were started, with their hosts.
+        places: Where each rank that answered stood when `note` asked it, in one line.
+        is_complete: Whether all ranks share one memory.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class RemoteWorkers:
         self._processes: dict[int, _RemoteProcess] = {}
         self._noted: set[int] = set()
         self._asked = 0
-        self._late: list[Event] = []  # came while something else was waited for
+        self._late: list[Event] = []  # arrived during the wait for a stack
         self._stood: dict[int, list[Thread]] = {}
         self._said: list[str] = []
         self._lost_results: set[str] = set()
@@ -137,7 +138,7 @@ class RemoteWorkers:
     def _start(self) -> None:
         chosen, config = self._job.options, self._job.config
         forget_results(self._job.environ)
-        # For all hosts before the first one is told: what does not fit is refused before anything is started.
+        # For all hosts first: a wrong binding must fail before anything starts.
         bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
         torch = {}
         if chosen.ranks.torch_env:
@@ -221,7 +222,7 @@ class RemoteWorkers:
         }
 
     def describe(self) -> tuple[str, str]:
-        """Return what serves, in few words and as a whole line."""
+        """Return the transport in few words, and as a whole line."""
         within = "shared memory" if "" in self._shm_unavailable_reason else "unix sockets"
         hosts, way = len(self._fleet.sites), self._job.config.between_hosts
         between = f" on each host; {way} between {hosts} hosts" if hosts > 1 else ""
@@ -232,7 +233,7 @@ class RemoteWorkers:
     # -- the loop ----------------------------------------------------------------------------------
 
     def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
-        """Return the descriptors to poll for reading, and let ranks whose output can be used write on."""
+        """Return the descriptors to poll for reading; grant credit for output that fits."""
         for (rank, stream), count in list(self._owed.items()):
             if count >= _GRANT and takes(rank, stream):  # type: ignore[arg-type]
                 self._owed[rank, stream] = 0
@@ -266,7 +267,7 @@ class RemoteWorkers:
                 yield from self._lose(site)
 
     def look(self) -> None:
-        """Give a sign of life to all hosts, and look for theirs."""
+        """Send a heartbeat to all hosts, and check theirs."""
         now = time.monotonic()
         for site in self._fleet.sites:
             site.remote.send("beat")
@@ -282,22 +283,22 @@ class RemoteWorkers:
             self.workers[self._reader].remote.send("window", rank=self._reader, size=list(size))
 
     def state(self, rank: int) -> str:
-        """Return the last known state letter of a worker's process, or an empty text when it has ended."""
+        """Return the last known state letter of a worker's process; empty after its end."""
         return self._processes.get(rank, _UNHEARD).letter if rank in self._running else ""
 
     def busy_s(self, rank: int) -> float:
-        """Return for how long a worker's process has used a core, in seconds, as far as it is known."""
+        """Return the last known processor time of a worker's process, in seconds."""
         return self._processes.get(rank, _UNHEARD).busy_s
 
     def send(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to workers, and wake those that are stopped if it ends them."""
+        """Send a signal to workers; SIGTERM also wakes those that are stopped."""
         for site, own in self._by_site(ranks):
             site.remote.send("signal", ranks=own, number=number)
 
     def send_groups(self, number: int) -> list[int]:
         """Send a signal to the process groups of all ranks.
 
-        Ranks that do not expect it come later, as an event `Spared`.
+        An event `Spared` names ranks that do not expect it, later.
         """
         for site in self._fleet.sites:
             site.remote.send("signal_groups", number=number)
@@ -315,13 +316,13 @@ class RemoteWorkers:
             site.remote.send("stop")
 
     def resume(self) -> None:
-        """Let those go on that `stop` has stopped."""
+        """Continue what `stop` has stopped."""
         for site in self._fleet.sites:
             site.remote.heard = time.monotonic()
             site.remote.send("resume")
 
     def abort(self, generation: int | None = None) -> None:
-        """Let every rank that waits in shared memory look up."""
+        """Wake all ranks that wait in shared memory."""
         for site in self._fleet.sites:
             site.remote.send("abort", generation=generation)
 
@@ -333,17 +334,17 @@ class RemoteWorkers:
     # -- where ranks stand -------------------------------------------------------------------------
 
     def note(self, ranks: Iterable[int]) -> None:
-        """Ask ranks where they stand; who has been asked before stood there when it mattered."""
+        """Request the stacks for the report; a rank keeps its first answer."""
         new = [rank for rank in ranks if rank not in self._noted and rank in self._running]
         self._noted |= set(new)
         for site, own in self._by_site(new):
             site.remote.send("note", ranks=own)
 
     def await_noted(self, limit_s: float) -> None:
-        """Do nothing: an agent answers before it hands on the next signal."""
+        """Do nothing: an agent answers before it forwards the next signal."""
 
     def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
-        """Ask a rank where it stands; its answer comes a little later."""
+        """Request the stack of a rank."""
         if rank not in self._running:
             return StackRequest(rank, -1, ENDED if rank in self.workers else NOT_STARTED)
         self._asked += 1
@@ -353,7 +354,7 @@ class RemoteWorkers:
         return asked
 
     def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
-        """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
+        """Return the answer to a request; None before it arrives, empty without a request."""
         if asked.start < 0:
             return []
         if is_last:
@@ -362,12 +363,10 @@ class RemoteWorkers:
         return self._stood.get(asked.start)
 
     def place_now(self, rank: int) -> str:
-        """Ask a rank where it stands, and wait a moment for the answer; empty where there is none, or its host is silent."""
+        """Return where a rank stands, after a moment; empty without an answer."""
         silent_s = time.monotonic() - self.workers[rank].remote.heard
-        if (
-            silent_s > _BEATS_MISSED * self._job.config.heartbeat_interval_s
-        ):  # to wait for each of its ranks would delay its loss
-            return ""
+        if silent_s > _BEATS_MISSED * self._job.config.heartbeat_interval_s:
+            return ""  # waiting for each of its ranks would delay the news of its loss
         asked = self.ask(rank)
         if asked.start < 0:
             return ""
@@ -382,13 +381,13 @@ class RemoteWorkers:
         return where(threads[0].frames, str(self._job.options.program.cwd)) if threads else ""
 
     def pid(self, rank: int) -> int:
-        """Return the number of a rank's process on its host; -1 where it is not known."""
+        """Return the number of a rank's process on its host; -1 if unknown."""
         return self._processes.get(rank, _UNHEARD).pid
 
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> Iterator[Event]:
-        """Kill what is left, and hear what was written."""
+        """Kill what still runs, and yield what it wrote."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -402,9 +401,8 @@ class RemoteWorkers:
                         site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
                         self._allowed[rank, stream] = 1 << 60
             site.remote.send("end")
-        idle_s = dict.fromkeys(
-            (site.name for site in waiting), 0.0
-        )  # of waiting for it, and not for our reader
+        # Only the waits for an agent count, not those for our reader.
+        idle_s = dict.fromkeys((site.name for site in waiting), 0.0)
         while waiting:
             began = time.monotonic()
             said, _ = polled([site.remote for site in waiting], 1.0)
@@ -418,7 +416,8 @@ class RemoteWorkers:
                     yield from self._understood(message, site)
                 if idle_s[site.name] > _CLOSE_S:
                     self._said.append(
-                        f"{site.name}: its agent does not end; what its ranks wrote last may be missing"
+                        f"{site.name}: its agent does not end; what its ranks wrote last may be "
+                        "missing"
                     )
                     site.remote.end("it does not answer in time")
             waiting = [
@@ -439,7 +438,7 @@ class RemoteWorkers:
         return list(found.values())
 
     def _understood(self, message: Message, site: HostSlot) -> list[Event]:
-        """Return what a message means; what means nothing ends the way to its agent."""
+        """Return the events of a message; a malformed one ends the connection."""
         try:
             return list(self._events(message, site))
         except (WireError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -519,11 +518,8 @@ class RemoteWorkers:
                 )
 
     def _keep(self, name: str, data: bytes, site: HostSlot) -> None:
-        """Write a flight record, or the totals of calls, that a rank or server has left on its host."""
-        from syncvar.core.state_folder import (  # only a job that went wrong needs it
-            is_record,
-            write_record,
-        )
+        """Write a flight record, or totals of calls, that a rank or server has left on its host."""
+        from syncvar.core.state_folder import is_record, write_record  # only after failures
 
         found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
         if (
@@ -559,13 +555,13 @@ class RemoteWorkers:
             self._job.lost_files.add([lost], site.name)
 
     def _running_on(self, site: HostSlot) -> list[int]:
-        """Return the ranks and servers that run on a host, ranks first: servers whose ranks are gone serve nobody."""
+        """Return the ranks and servers that run on a host, ranks first."""
         return sorted(
             one for one, own in self.workers.items() if own is site and one in self._running
         )
 
     def _lose(self, site: HostSlot) -> Iterator[Event]:
-        """Give up the ranks of a host that is gone."""
+        """Report the ranks of a lost host as unreachable."""
         ranks = self._running_on(site)
         if not ranks:
             return

@@ -1,7 +1,7 @@
-"""How the launcher gets onto another host: the command line of ssh, and what its failure means.
+"""The command line of ssh to another host, and the meaning of its failures.
 
-The remote command is fixed; what a job is made of travels on its standard input. The user's own policy for ssh stands:
-nothing here weakens the check of host keys, and nothing is forwarded.
+The remote command is fixed; all data of the job travel on its standard input. The user's own
+settings of ssh stay in force: nothing weakens the check of host keys, and nothing is forwarded.
 """
 
 from __future__ import annotations
@@ -53,12 +53,18 @@ _MEANINGS = (
     (
         r"host key verification failed|no matching host key|host key is known",
         "its host key is not known, or has changed",
-        "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+        (
+            "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> "
+            "~/.ssh/known_hosts"
+        ),
     ),
     (
         r"permission denied|too many authentication failures|no more authentication methods",
         "the login is refused",
-        "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key in ssh-agent",
+        (
+            "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key "
+            "in ssh-agent"
+        ),
     ),
     (
         r"timed out|no route to host|network is unreachable|host is down",
@@ -75,10 +81,7 @@ _MEANINGS = (
 
 
 def remote_command(python: str) -> str:
-    """Return what the remote shell runs; it holds nothing of the job.
-
-    Args:
-        python: The interpreter there.
+    """Return the command for the remote shell, which contains nothing of the job.
 
     Example:
         >>> remote_command("/opt/my env/bin/python")
@@ -88,12 +91,12 @@ def remote_command(python: str) -> str:
 
 
 def agent_words(python: str) -> list[str]:
-    """Return the command line of an agent by an interpreter of its own."""
+    """Return the command line of an agent under an interpreter."""
     return words_for(python, AGENT)
 
 
 def words_for(python: str, module: str) -> list[str]:
-    """Return the command line of a module of ours by an interpreter of its own."""
+    """Return the command line of one of our modules under an interpreter."""
     return [python, "-P", "-c", _BEGIN, module]
 
 
@@ -102,9 +105,9 @@ def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -
 
     Args:
         ssh: The program and its own options, such as ("ssh",).
-        host: Where to.
-        port: Its port where the host names none; None for ssh's own choice.
-        python: The interpreter there where the host names none.
+        host: The host.
+        port: The port where the host names none; None for ssh's own choice.
+        python: The interpreter where the host names none.
 
     Example:
         >>> from syncvar_launcher.options.hostfile import Host
@@ -119,14 +122,14 @@ def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -
 def why_failed(
     host: Host, status: int | None, words: str, python: str, program: str = "ssh"
 ) -> str:
-    """Return in a sentence why no agent answers on a host, and what to do.
+    """Return why no agent answers on a host, and what to do.
 
     Args:
-        host: Which one.
-        status: How what leads there ended; None where it has not.
-        words: What it, or the remote shell, wrote on its standard error.
-        python: The interpreter that was to run there.
-        program: What leads there.
+        host: The host.
+        status: The exit status of the process that leads there; None while it runs.
+        words: Its standard error, with that of the remote shell.
+        python: The interpreter on the host.
+        program: The program that leads there.
 
     Example:
         >>> from syncvar_launcher.options.hostfile import Host
@@ -150,7 +153,10 @@ def why_failed(
             advice = describe_installation(there, host.login()) if is_missing else remedy
             return f"{what}; {advice}".replace("{host}", host.login()).replace("{python}", there)
     if status in _NOT_FOUND:
-        return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
+        return (
+            f"there is no {host.python or python} there; give python=PATH in the host file, or "
+            "--remote-python"
+        )
     last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
     who = program if status == _SSH_FAILED or not is_ssh else "the agent"
     return f"{who} ended with {status}" + (

@@ -1,6 +1,6 @@
-"""The copy of a script's folder on a host that `--stage` asks for: in a private folder that is removed with the agent.
+"""The agent's side of `--stage`: the copy of a script's folder, which ends with the agent.
 
-Where the agent is killed its guardian removes it.
+If the agent is killed, its cleanup process removes the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HostCopy:
-    """What the launcher has sent."""
+    """The copy that the launcher sends."""
 
     def __init__(self) -> None:
         self._directory: JobDirectory | None = None
@@ -30,7 +30,7 @@ class HostCopy:
         self._why_not = ""
 
     def take(self, message: Message) -> Message | None:
-        """Do what a message says; return the answer where it is the last one."""
+        """Handle a message; return the answer after the last one."""
         try:
             if not self._why_not:
                 self._make()

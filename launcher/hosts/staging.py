@@ -1,7 +1,8 @@
-"""`--stage`: a copy of the script's folder for hosts that do not have it, through the connection that their agents have anyway.
+"""`--stage`: copies the script's folder to hosts, through the connections to their agents.
 
-What is copied is found and counted before anything is sent. Links are never followed: those that stay in the folder are links
-there too, and those that lead out of it are left out, and that is said. What an agent makes of it is in `hostcopy`.
+It finds and counts all files before it sends any. It never follows links. A link within the folder
+stays a link. It leaves out links that lead out of the folder, and names them. `staged_copy`
+receives the copy.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ _PROGRESS_S = 60.0
 
 
 class Collection(NamedTuple):
-    """What is to be copied.
+    """The files to copy.
 
     Args:
-        folder: From where.
-        entries: Path within the folder, kind ("folder", "file" or "link"), mode, and where a link leads; folders first, links last.
-        nbytes: Of all files together.
-        left_out: What is not copied, each with the reason.
+        folder: The source.
+        entries: Path within the folder, kind ("folder", "file" or "link"), mode, and the target of
+            a link. Folders come first, links last.
+        nbytes: The size of all files together.
+        left_out: What is not copied, with the reasons.
     """
 
     folder: Path
@@ -59,7 +61,7 @@ class Collection(NamedTuple):
     left_out: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return in words how much is copied, and what is not."""
+        """Return how much is copied, and what is not, as text."""
         files = sum(kind == "file" for _, kind, _, _ in self.entries)
         size = (
             f"{self.nbytes / 1024:.1f} KiB"
@@ -73,7 +75,7 @@ class Collection(NamedTuple):
         return words
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what an agent is told, to make the copy."""
+        """Yield the messages from which an agent makes the copy."""
         for path, kind, mode, leads_to in self.entries:
             yield {"kind": "stage", "path": path, "what": kind, "mode": mode, "leads_to": leads_to}
             if kind == "file":
@@ -100,17 +102,14 @@ def _source_of(options: LaunchOptions) -> Path:
         options.program.kind == "command" and "/" not in options.program.target
     ):
         raise ConfigError(
-            f"--stage copies the folder of a script, and there is no file {options.program.target} in {options.program.cwd}"
+            "--stage copies the folder of a script, and there is no file "
+            f"{options.program.target} in {options.program.cwd}"
         )
     return path.parent
 
 
 def collected(options: LaunchOptions) -> Collection:
-    """Find what `--stage` copies.
-
-    Args:
-        options: What is to run; its key file is never copied.
-    """
+    """Return what `--stage` copies; the key file never is."""
     folder = _source_of(options)
     root = Path(os.path.realpath(folder))
     key = os.path.realpath(options.join.key_file)
@@ -153,18 +152,18 @@ def collected(options: LaunchOptions) -> Collection:
                 nbytes += status.st_size
             if nbytes > NBYTES_MAX or len(files) + len(folders) + len(links) > FILES_MAX:
                 raise ConfigError(
-                    f"--stage copies at most {FILES_MAX} files and {NBYTES_MAX >> 20} MiB, and {folder} has more: give the script a folder of "
+                    f"--stage copies at most {FILES_MAX} files and {NBYTES_MAX >> 20} MiB, and "
+                    f"{folder} has more: give the script a folder of "
                     f"its own, without its data, or use a shared folder and leave --stage out"
                 )
     return Collection(folder, (*folders, *files, *links), nbytes, tuple(left_out))
 
 
 def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, str]:
-    """Send the copy to hosts, to each no more at once than its connection takes; return for each that has none the reason, by name.
+    """Send the copy to hosts; return the reason for each host, by name, that has none.
 
-    Args:
-        remotes: The hosts; each that has the copy knows then where it is.
-        collection: What is copied.
+    Each gets no more at once than its connection takes. A `RemoteHost` with the copy knows its
+    folder.
     """
     why: dict[str, str] = {}
     sources = {one.host.name: collection.messages() for one in remotes}
@@ -201,7 +200,7 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
 
 
 def place_there(remote: RemoteHost, options: LaunchOptions) -> tuple[str, str]:
-    """Return the folder in which workers start on a host, and what they run there."""
+    """Return the folder in which workers start on a host, and their target there."""
     if not remote.staged:
         return remote.host.cwd or str(options.program.cwd), options.program.target
     if options.program.kind == "module":

@@ -39,7 +39,8 @@ _COLORS = ("36", "33", "32", "35", "34", "96", "93", "92", "95", "94")
 
 _PLAIN = re.compile(rb"[\x20-\x7e\t]*")
 _END = re.compile(rb"\r\n|\n|\r")
-# Colours and "erase to the end of the line" are the only sequences a forwarded line can use sensibly; moving the
+# Colours and "erase to the end of the line" are the only sequences a forwarded line can use
+# sensibly; moving the
 # cursor, setting the title or writing to the clipboard would reach beyond the line.
 _SEQUENCE = r"\x1b\[[0-9;:]*[mK]"
 _UNSAFE = r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -350,7 +351,8 @@ class OutputForwarder:
     def _consume(self, source: _Source, data: bytes) -> None:
         segments: list[tuple[bytes, bytes]] = []
         if source.returned is not None:
-            # The carriage return at the end of the last piece may have been the first half of a line end.
+            # The carriage return at the end of the last piece may have been the first
+            # half of a line end.
             if data.startswith(b"\n"):
                 self._finish_progress(source)
                 data = data[1:]
@@ -493,7 +495,8 @@ class OutputForwarder:
         if live is None or (live is source and not live.shown):
             return b""
         if live.shown:
-            # The whole line will be written again: when it ends, or when it has been idle once more.
+            # The whole line will be written again: when it ends, or when it has been
+            # idle once more.
             live.shown = b""
             live.changed = self._now
         if live.stream == stream:
@@ -527,7 +530,8 @@ class OutputForwarder:
                         LostFile("the standard output", "the launcher", why_unwritten(error))
                     )
                     self._warn(
-                        f"cannot write to the standard output: {why_unwritten(error)}; the job goes on without it"
+                        f"cannot write to the standard output: {why_unwritten(error)}; the job "
+                        "goes on without it"
                     )
 
     def _warn(self, text: str) -> None:
@@ -623,7 +627,8 @@ class _Logs:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"cannot write {self._path(rank, stream)}: {why_unwritten(error)}; the job goes on without this log"
+                f"cannot write {self._path(rank, stream)}: {why_unwritten(error)}; the job goes "
+                "on without this log"
             )
 
 

@@ -44,7 +44,8 @@ class SignalWatch:
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # A hangup that was ignored at the start, as under nohup, stays ignored, and so does all but the plain request to end.
+        # A hangup that was ignored at the start, as under nohup, stays ignored, and so
+        # does all but the plain request to end.
         wanted = (*_SIGNALS, *self._forwarded)
         chosen = [
             one
@@ -58,7 +59,8 @@ class SignalWatch:
     def __exit__(self, *error: object) -> None:
         signal.set_wakeup_fd(self._previous)
         for number, handler in self._before.items():
-            # Who got here without an error knows how the job ended, and nothing is left to be interrupted.
+            # Who got here without an error knows how the job ended, and nothing is
+            # left to be interrupted.
             signal.signal(number, signal.SIG_IGN if error[0] is None else handler)
         os.close(self._read)
         os.close(self._write)

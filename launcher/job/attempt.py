@@ -91,7 +91,7 @@ class Attempt:
         watch: The signals that the launcher has received.
         number: The first generation of the membership that ranks may join.
         restarts: The number of restarts so far.
-        began: When the job began, in seconds of the clock of `watch`; the time limit counts from it.
+        began: When the job began, in seconds of the clock of `watch`.
         server: The process from which workers are forked; None for fresh processes.
         had_met: Whether all ranks have met in an earlier attempt.
     """

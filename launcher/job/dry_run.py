@@ -1,4 +1,4 @@
-"""What `--dry-run` shows: who would run where, with which cores, command, environment and settings. Text only."""
+"""The text of `--dry-run`: which rank would run where, with which cores, command and settings."""
 
 from __future__ import annotations
 
@@ -40,23 +40,20 @@ def dry_run_text(
     beginning: str = "",
     servers: Sequence[tuple[str, Sequence[int], Sequence[str]]] = (),
 ) -> str:
-    """Write what a launch would do.
+    """Write what a launch would do, as lines.
 
     Args:
-        options: What was asked for.
-        cores: For each rank its cores, or None where it is not bound.
-        environments: For each rank the variables that the launcher sets, with `--env-clear` all that the rank has; those of
-            rank 0 are shown, secrets masked.
+        options: The options.
+        cores: For each rank its cores, or None without binding.
+        environments: For each rank its variables. The text shows those of rank 0 and masks secrets.
         argv: The command line of a worker.
-        host: Name of the host.
-        binding: Why the cores are what they are, in one sentence.
-        transport: Which transport, and why, in one line.
-        kernel: What runs persistent calls, and why, likewise.
-        beginning: How workers begin, and why, likewise.
-        servers: For each server its host, those that hold copies of its variables, and its command line.
-
-    Returns:
-        Lines, each ended.
+        host: The name of the host.
+        binding: The reason for the cores, in one sentence.
+        transport: The transport with the reason, in one line.
+        kernel: What runs persistent calls, in one line.
+        beginning: How workers start, in one line.
+        servers: For each server its host, the servers with copies of its variables, and its command
+            line.
     """
     table = [("rank", "host", "cores", "BLAS threads")]
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
@@ -84,10 +81,11 @@ def dry_run_text(
     ]
     if servers:
         lines += ["", "command of server 0:", f"  {escape(shlex.join(servers[0][2]))}"]
+    extent = "of rank 0, and nothing else" if options.program.env_clear else "set for rank 0"
     if environments:
         lines += [
             "",
-            f"environment {'of rank 0, and nothing else' if options.program.env_clear else 'set for rank 0'}:",
+            f"environment {extent}:",
         ]
         masked = mask_environment(environments[0])
         lines += [
@@ -99,7 +97,7 @@ def dry_run_text(
 
 
 def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
-    """Return every setting as name, value with its unit, and origin; launch options first, then knobs."""
+    """Return all settings as rows of name, value with unit, and origin."""
     rows = []
     shown = [one for one in OPTIONS if not one.setting and one.key not in _NOT_SHOWN]
     shown.sort(key=lambda one: one.key == "config")  # last
@@ -154,7 +152,7 @@ def _threads(environ: Mapping[str, str]) -> str:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines whose cells stand below each other."""
+    """Return rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

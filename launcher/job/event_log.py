@@ -1,25 +1,27 @@
-"""What happens to a job, as JSON lines in a file: `--events FILE`.
+"""The events of a job as JSON lines in a file: `--events FILE`.
 
-Each line is one object. All have `event`, `time` (seconds since 1970), `monotonic` (seconds of this host's monotonic clock,
-by which to measure) and `job` (its identity). What else an event has:
+Each line is one object. All have `event`, `time` (seconds since 1970), `monotonic` (seconds of this
+host's monotonic clock, for durations) and `job` (the identity). The other fields of an event:
 
-* `job_start`: version, host, hosts, workers, servers, kind, target, start_method, max_restarts, options (a digest of all settings), pid.
-* `rank_start`: rank, host, pid, restarts (how often the ranks have been started again before).
-* `met`: generation, after_s (since these ranks were started). All ranks have joined.
-* `stall`: text. A rank waits for others for long; `notice`: text. Whatever else the launcher was told to show.
-* `signal`: signal, name. The launcher got one that ends the job.
-* `signal_forwarded`: signal, name. The launcher got one and passed it on to the ranks.
-* `rank_failed`: rank, error, message. What a rank said of its failure before it ended.
-* `rank_end`: rank, pid, exit_code (null where a signal ended it), signal (null where none did).
-* `server_start`, `server_failed`, `server_end`: the same of a server, with `server` in place of `rank`.
-* `server_lost`: server, why. The job goes on with the copies of its variables. `server_copy`: server, of. It has a copy again of what
-  that one had. `rank_restart`: rank, why, number. It is started again alone.
+* `job_start`: version, host, hosts, workers, servers, kind, target, start_method, max_restarts,
+  options (a digest of all settings), pid.
+* `rank_start`: rank, host, pid, restarts (how often the launcher has started all ranks again).
+* `met`: generation, after_s (since the start of these ranks). All ranks have joined.
+* `stall`: text. A rank waits for others for long. `notice`: text. Any other notice.
+* `signal`: signal, name. The launcher received a signal that ends the job.
+* `signal_forwarded`: signal, name. The launcher forwarded a signal to the ranks.
+* `rank_failed`: rank, error, message. The failure that a rank reported before it ended.
+* `rank_end`: rank, pid, exit_code (null after a signal), signal (null without one).
+* `server_start`, `server_failed`, `server_end`: the same with `server` in place of `rank`.
+* `server_lost`: server, why. The job continues with copies of its variables.
+* `server_copy`: server, of. `server` has a new copy of the variables of `of`.
+* `rank_restart`: rank, why, number. The rank starts again alone.
 * `restart`: number, reason, pause_s, generation, rank (the culprit, or null), why.
-* `preempted`: signal (or null). All ranks have saved, stopped as asked and want to be run again.
-* `job_end`: exit_code, rank (the culprit, or null), why, elapsed_s; server, where the culprit is one.
+* `preempted`: signal (or null). All ranks have saved, stopped as asked and want another run.
+* `job_end`: exit_code, rank (the culprit, or null), why, elapsed_s; server for a culprit server.
 
-A job that cannot be started has no `job_end`. Fields may be added. A line is appended by one write. Whoever should read a pipe and does not stops nobody: what it does
-not take waits, up to a limit, and is dropped then.
+A job that cannot start has no `job_end`. Later versions may add fields. One write appends one line.
+A pipe that nothing reads delays nothing: lines wait up to a limit, and then the log drops them.
 """
 
 from __future__ import annotations
@@ -47,12 +49,9 @@ class EventLog:
     """The file of `--events`, or nothing.
 
     Args:
-        path: The file, to which is appended; None for no file.
-        job_id: Identity of the job.
-        warn: Shows a sentence, with which the file is given up.
-
-    Raises:
-        ConfigError: The file cannot be opened.
+        path: The file, which events are appended to; None for no file.
+        job_id: The identity of the job.
+        warn: Shows a sentence when the log gives up the file.
     """
 
     def __init__(self, path: Path | None, job_id: str, warn: Callable[[str], None]) -> None:
@@ -67,7 +66,8 @@ class EventLog:
             flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
             flags |= 0 if str(path).startswith(_ALIASES) else os.O_NOFOLLOW
             try:
-                # A pipe that nobody reads yet can be opened for both only; and then its reader may come and go.
+                # Opening a pipe without reader for writing fails. Opened for both, its reader may
+                # come and go.
                 is_pipe = path.exists() and stat.S_ISFIFO(path.stat().st_mode)
                 self._file = os.open(
                     path, flags | (os.O_RDWR if is_pipe else os.O_WRONLY), REQUESTED
@@ -85,7 +85,7 @@ class EventLog:
         if self._outlet.is_full:
             self._dropped += 1
             return
-        import json  # only who asks for events needs it
+        import json  # only `--events` needs it
 
         texts = {
             name: value[:_TEXT_MAX] if isinstance(value, str) else value
@@ -101,19 +101,18 @@ class EventLog:
         self._attempt(json.dumps(told).encode() + b"\n")
 
     def lost_files(self) -> list[LostFile]:
-        """Return the file, if events are missing in it because it could not be written."""
+        """Return the file, if it could not be written and lacks events."""
         return list(self._lost)
 
     def flush(self) -> None:
-        """Write what a reader has not taken yet, as far as it takes it now."""
+        """Write waiting events, as far as the reader takes them now."""
         if self._outlet is not None and self._outlet.descriptor >= 0:
             self._attempt(b"")
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Close the file. Idempotent.
+        """Close the file, after at most `patience_s` seconds for the reader of a pipe.
 
-        Args:
-            patience_s: How long a reader of a pipe may take for what waits.
+        Idempotent.
         """
         until = time.monotonic() + patience_s
         while self._outlet is not None and self._outlet.descriptor >= 0:
@@ -134,8 +133,9 @@ class EventLog:
             self._outlet.write(data)
         except OSError as error:
             self._lost.append(LostFile(str(self._path), "--events", why_unwritten(error)))
+            reason = error.strerror
             self._warn(
-                f"cannot write {self._path} of --events: {error.strerror}; the job goes on without it"
+                f"cannot write {self._path} of --events: {reason}; the job goes on without it"
             )
             self._give_up()
 

@@ -1,7 +1,9 @@
-"""The words of a failure: what happened, the evidence, the others, what to try. Text in, text out.
+"""The text of a failure: what happened, the evidence, the other ranks, what to try.
 
-One block tells one failure, whatever the number of ranks. Everything that came out of a rank is escaped, and values
-of variables that look like secrets are masked.
+Text in, text out.
+
+One block shows one failure, for any number of ranks. All text of a rank is escaped, and values of
+variables that look like secrets are masked.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _FURTHER = 2  # errors that are not the first one's, each with a traceback
 _FURTHER_LINES = 12
 _MESSAGES = 3
 _COMMANDS = 2
-_OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # what torch.distributed misses without --torch-env
+_OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # torch.distributed needs them: --torch-env
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -36,15 +38,16 @@ class FailureReport(NamedTuple):
     """The first failure of a job.
 
     Args:
-        rank: The rank that failed, or -1 where the job failed as a whole.
-        status: Its exit code, or minus the number of the signal that ended it, or None where it has not ended.
-        host: Its host; empty is not shown.
-        reason: What is known beyond the status, for instance "out of memory (kernel)"; may be empty.
-        call: What it was doing, for instance "all_reduce #12 at train.py:40"; may be empty.
-        elapsed_s: Time since the start of the job, or None.
-        traceback: The traceback of its exception; empty where there was none.
-        last_lines: The last lines that it wrote, shown where there is no traceback.
-        stands_above: These lines have just been shown.
+        rank: The rank that failed, or -1 for the job as a whole.
+        status: The exit code, or minus the signal, or None before the process ends.
+        host: The host; empty is not shown.
+        reason: What is known beyond the status, for instance "out of memory (kernel)"; may be
+            empty.
+        call: The call in progress, for instance "all_reduce #12 at train.py:40"; may be empty.
+        elapsed_s: The time since the start of the job, or None.
+        traceback: The traceback of the exception, or an empty text.
+        last_lines: The last lines that the rank wrote, shown without a traceback.
+        stands_above: Whether the launcher has just shown these lines.
     """
 
     rank: int
@@ -62,9 +65,9 @@ class WorkerTraceback(NamedTuple):
     """An exception that ended a rank, the first one of the job or another.
 
     Args:
-        rank: Its rank.
-        traceback: Its traceback, or the text that it left with.
-        is_own: It is no consequence of what happened to another rank, which the first one's traceback explains.
+        rank: The rank.
+        traceback: The traceback, or the rank's last text.
+        is_own: Whether it does not follow from the failure of another rank.
     """
 
     rank: int
@@ -76,8 +79,8 @@ class SecondaryFailure(NamedTuple):
     """What another rank did when the first one failed.
 
     Args:
-        rank: Its rank.
-        what: What it did, for instance "waiting in all_reduce #12 at train.py:40".
+        rank: The rank.
+        what: A text such as "waiting in all_reduce #12 at train.py:40".
     """
 
     rank: int
@@ -101,20 +104,18 @@ def failure_block(
     Args:
         failure: The first failure.
         others: What the other ranks did; equal texts share one line.
-        arguments: The arguments of syncvar-launch, from which commands to try are built; empty gives none.
+        arguments: The arguments of syncvar-launch, for commands to try; empty for no advice.
         log_dir: The folder with the whole output of the ranks, or an empty text.
-        records: Where the flight records of the ranks are and how they are read, or an empty text where there are none.
-        hints: Lines of advice that go before our own.
-        raised: The exceptions of all ranks. Those of one traceback are shown together, and these ranks are no others.
-        remedies: Options with which the job would go on after such a failure.
-        is_whole: No lines of a traceback are left out.
-
-    Returns:
-        Lines, each ended.
+        records: The text that names the flight records, or an empty text.
+        hints: Lines of advice before the commands.
+        raised: The exceptions of all ranks; ranks with one traceback share a block.
+        remedies: Options with which the job would survive such a failure.
+        is_whole: Whether tracebacks keep all lines.
 
     Example:
-        >>> print(failure_block(FailureReport(rank=2, status=-9, host="b"), [SecondaryFailure(0, "computing"), SecondaryFailure(1, "computing")],
-        ...                     arguments=["-n", "3", "a.py"]), end="")
+        >>> others = [SecondaryFailure(0, "computing"), SecondaryFailure(1, "computing")]
+        >>> failure = FailureReport(rank=2, status=-9, host="b")
+        >>> print(failure_block(failure, others, arguments=["-n", "3", "a.py"]), end="")
         syncvar: rank 2 on b was killed by signal 9 (SIGKILL)
         evidence: rank 2 wrote nothing
         others:
@@ -145,7 +146,7 @@ def failure_block(
 
 
 def failure_sentence(failure: FailureReport) -> str:
-    """Say in one sentence what failed, as the first line of the block does.
+    """Return the first line of the block: what failed.
 
     Example:
         >>> failure_sentence(FailureReport(rank=2, status=-9, elapsed_s=1.25))
@@ -161,16 +162,13 @@ def interrupted_block(
     *,
     is_whole: bool = False,
 ) -> str:
-    """Say that somebody has ended the job, and where its ranks were then.
+    """Write the block after a signal: who ended the job, and what its ranks were doing.
 
-    Args:
-        name: Of the signal.
-        places: What each rank did; equal texts share one line.
-        raised: Exceptions that nobody has been told of.
-        is_whole: No lines of a traceback are left out.
+    `raised` has the exceptions that no other text shows.
 
     Example:
-        >>> print(interrupted_block("SIGINT", [SecondaryFailure(0, "in user code, a.py:3")]), end="")
+        >>> places = [SecondaryFailure(0, "in user code, a.py:3")]
+        >>> print(interrupted_block("SIGINT", places), end="")
         syncvar: interrupted by SIGINT; all ranks have ended
         where they were:
           rank 0: in user code, a.py:3
@@ -184,11 +182,7 @@ def interrupted_block(
 
 
 def ending_sentence(number: int, grace_s: float) -> str:
-    """Say that the launcher ends the ranks, how long that may take, and how to shorten it.
-
-    Args:
-        number: The signal that asks for the end.
-        grace_s: After how many seconds the launcher kills the ranks that still run.
+    """Return that the launcher ends the ranks, how long it waits, and how to shorten it.
 
     Example:
         >>> ending_sentence(2, 10.0)
@@ -203,16 +197,12 @@ def ending_sentence(number: int, grace_s: float) -> str:
 
 
 def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int) -> str:
-    """Say that the launcher has not passed a signal on to some ranks, and what they do.
-
-    Args:
-        number: The signal.
-        places: What each of these ranks does; equal texts share one line.
-        launcher: The process of the launcher.
+    """Write which ranks did not get a signal because it would have ended them, and what they do.
 
     Example:
-        >>> print(spared_block(10, [SecondaryFailure(0, "computing"), SecondaryFailure(1, "computing")], 4711), end="")
-        syncvar: SIGUSR1 would end ranks 0, 1, which have no handler for it: they do not get it. What they do:
+        >>> places = [SecondaryFailure(0, "computing"), SecondaryFailure(1, "computing")]
+        >>> print(spared_block(10, places, 4711), end="")  # doctest: +ELLIPSIS
+        syncvar: SIGUSR1 would end ranks 0, 1, which have no handler for it: ...
           ranks 0, 1: computing
         syncvar: `syncvar stacks 4711` shows where they are in the script
     """
@@ -231,7 +221,7 @@ def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int)
 
 
 def mask_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy to print: values of variables whose names look like secrets are replaced.
+    """Return a copy to print, without the values of variables whose names look like secrets.
 
     Example:
         >>> mask_environment({"HOME": "/root", "AWS_SECRET_KEY": "abc"})
@@ -241,7 +231,7 @@ def mask_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a copy to print of a command line: the values that `--env` gives to secrets are replaced.
+    """Return a command line to print, without the values that `--env` gives to secrets.
 
     Example:
         >>> mask_arguments(["--env", "TOKEN=abc", "--env=HOME=/root", "-xKEY=1", "a.py"])
@@ -298,7 +288,7 @@ def _evidence(
 def _groups(
     raised: Sequence[WorkerTraceback], failure: FailureReport
 ) -> tuple[list[WorkerTraceback], list[list[WorkerTraceback]]]:
-    """Return the exceptions of the first one's traceback, the first one itself leading, and the others of their own."""
+    """Return the exceptions with the traceback of the first failure, and the others."""
     first = [WorkerTraceback(failure.rank, failure.traceback)] if failure.traceback.strip() else []
     groups = _grouped([*first, *(one for one in raised if one.rank != failure.rank)])
     alike = groups.pop(0) if first else []
@@ -306,7 +296,7 @@ def _groups(
 
 
 def _grouped(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
-    """Return the exceptions by the calls that led to them, which are the same text."""
+    """Return the exceptions in groups with the same calls."""
     groups: dict[str, list[WorkerTraceback]] = {}
     for one in raised:
         if one.traceback.strip():
@@ -315,13 +305,13 @@ def _grouped(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
 
 
 def _impersonal(one: WorkerTraceback) -> str:
-    """Return a traceback as any rank would have it that says the same of itself."""
+    """Return a traceback without the rank's own name, so that ranks can be compared."""
     return re.sub(rf"\b{process_name(one.rank)}\b", "this rank", one.traceback)
 
 
 def _split(traceback: str) -> tuple[str, str]:
-    """Return a traceback's calls, and what follows them: the exception and its message."""
-    # Only a line feed separates lines here: str.splitlines would let a form feed or U+2028 of a message make new ones.
+    """Return the calls of a traceback, and the exception with its message."""
+    # Not str.splitlines: a form feed or U+2028 in a message makes no new line.
     lines = traceback.rstrip("\n").split("\n")
     at = max((index + 1 for index, line in enumerate(lines) if line == _TRACEBACK), default=0)
     while at < len(lines) and lines[at].startswith(" "):
@@ -330,7 +320,7 @@ def _split(traceback: str) -> tuple[str, str]:
 
 
 def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
-    """Show one traceback, that of the first of a group, and in what those of others differ."""
+    """Show the traceback of the first of a group, and how the messages of the others differ."""
     calls, message = _split(group[0].traceback)
     by_message: dict[str, list[WorkerTraceback]] = {}
     for one in group:

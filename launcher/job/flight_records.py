@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class FlightRecords:
-    """Where the workers of a job leave their records, and what is there. The folder need not exist.
+    """The folder in which the workers of a job leave flight records; it need not exist.
 
     Args:
-        log_dir: The folder for the output of the ranks, which the records go to as well; None for one of the job's own.
-        environ: Says where folders of jobs are.
-        job_id: Identity of the job.
+        log_dir: The folder for the output of the ranks, or None for a folder of the job's own.
+        environ: The environment, which names the folder of all jobs.
+        job_id: The identity of the job.
     """
 
     def __init__(self, log_dir: Path | None, environ: Mapping[str, str], job_id: str) -> None:
@@ -32,20 +32,20 @@ class FlightRecords:
             self.folder = top / job_name(job_id) if top is not None else None
 
     def paths(self) -> list[Path]:
-        """Return the records that are there."""
+        """Return the records."""
         with contextlib.suppress(OSError):
             return sorted(self.folder.glob(RECORDS)) if self.folder is not None else []
         return []
 
     def remove(self) -> None:
-        """Remove the records, with what a killed worker may have left of one, and a folder of the job's own."""
+        """Remove the records, partial ones of killed workers, and a folder of the job's own."""
         if self.folder is not None:
             remove_job(self.folder)
 
     def told(self) -> str:
-        """Return in words where the records are and how they are read, or an empty text where there are none.
+        """Return the sentence that names the records, or an empty text without records.
 
-        Where they have a folder of their own, those of older jobs are removed now.
+        In the folder of all jobs this also removes records of older jobs.
         """
         if self.folder is None:
             return f"no flight records: {self.refusal}"

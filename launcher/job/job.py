@@ -1,6 +1,7 @@
-"""One launch: what each worker gets, and what is started first.
+"""One launch: what each worker gets, and the fork server.
 
-What is needed up to the start of the fork server is imported here, all else by `running`.
+This module imports only what is needed before the fork server starts; `restart_loop` imports the
+rest.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Job:
-    """One launch on one host.
+    """One launch.
 
     Args:
         chosen: The options.
-        arguments: The command line as it was given, for advice in messages.
-        environ: The launcher's environment.
-        fleet: The hosts on which the workers run; None for this machine alone.
+        arguments: The command line, for advice in messages.
+        environ: The environment of the launcher.
+        fleet: The hosts whose agents start the workers; None for this machine alone.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Job:
     # -- what a worker gets ------------------------------------------------------------------------
 
     def command(self) -> list[str]:
-        """Return the command line of a worker, or of the process that workers are forked from."""
+        """Return the command line of a worker, or of the fork server."""
         chosen = self.options
         return self.beginning.command(
             chosen.program.kind, chosen.program.target, chosen.program.args
@@ -115,11 +116,11 @@ class Job:
         return range(SERVER_0, SERVER_0 + self.options.ranks.servers)
 
     def heirs(self, server: int) -> tuple[int, ...]:
-        """Return the servers that take a server's place, in order."""
+        """Return the servers that replace a server, in order."""
         return heirs_of(server, self.server_hosts, self.options.ranks.server_replicas)
 
     def mirrors(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each server those that hold copies of its variables."""
+        """Return for each server the servers that hold copies of its variables."""
         return tuple(
             mirrors_of(server, self.server_hosts, self.options.ranks.server_replicas)
             for server in range(self.options.ranks.servers)
@@ -134,7 +135,7 @@ class Job:
         )
 
     def binding_of(self, host: int) -> Binding:
-        """Return the cores of the workers of a host of the fleet."""
+        """Return the cores of the workers of a host with an agent."""
         assert self.fleet is not None
         site, chosen = self.fleet.sites[host], self.options
         cores, cpu_count = site.facts["cores"], site.facts["cpu_count"]
@@ -143,7 +144,7 @@ class Job:
         )
 
     def summary(self) -> str:
-        """Return how many ranks there are, and where, in words."""
+        """Return the number of ranks and their hosts, for messages."""
         workers = self.options.ranks.workers
         ranks = f"{workers} rank{'s' * (workers > 1)}"
         if servers := self.options.ranks.servers:
@@ -153,13 +154,13 @@ class Job:
         return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.fleet.sites)}"
 
     def host_name(self, rank: int) -> str:
-        """Return the name of a rank's host, for messages; a fake one has its number beside it."""
+        """Return the name of a rank's host for messages; a fake host also has its number."""
         if self.fleet is not None:
             return self.fleet.sites[self.host_of(rank)].name
         return f"{self.host}#{self.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
 
     def processor_of(self, host: int) -> str:
-        """Return the kind of processor of a host, as `os.uname` names it."""
+        """Return the processor type of a host, as `os.uname` names it."""
         return (
             os.uname().machine
             if self.fleet is None
@@ -179,13 +180,13 @@ class Job:
         """Return the variables that the launcher sets for a rank or server.
 
         Args:
-            rank: Which one, by the number of its process.
-            rendezvous: Where the ranks meet.
-            directory: The private folder of its host; empty where the agent there knows it.
-            torch: Where `--torch-env` lets torch.distributed meet; empty without.
+            rank: The rank, or the number of the server's process.
+            rendezvous: The address at which the ranks meet.
+            directory: The private folder of its host; empty if an agent sets it.
+            torch: The variables of `--torch-env`; empty without.
             generation: The first generation of the membership that it may join.
-            restarts: How often the ranks have been started again.
-            incarnation: How often this one has been started again alone.
+            restarts: How often the launcher has started all ranks again.
+            incarnation: How often it has started this one again alone.
         """
         chosen = self.options
         host, serves = self.host_of(rank), is_server(rank)
@@ -231,15 +232,15 @@ class Job:
         return _LOOPBACK if self.fleet is None else self.fleet.sites[host].address
 
     def base_environment(self) -> dict[str, str]:
-        """Return what workers inherit of the launcher's environment."""
+        """Return the variables that workers inherit from the launcher."""
         return inherited(self.environ, is_clear=self.options.program.env_clear)
 
     def pass_fds(self) -> list[int]:
-        """Return the descriptors that workers inherit from whoever started the launcher."""
+        """Return the descriptors that workers inherit from the launcher's parent."""
         return [int(text) for text in self.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
 
     def _settings(self, host: int = 0) -> dict[str, str]:
-        """Return the variables that tell all ranks of a host the same."""
+        """Return the variables that are equal for all ranks of a host."""
         chosen = self.options
         workers, cores = chosen.ranks.workers, self.core_count
         if self.fleet is not None:
@@ -254,7 +255,7 @@ class Job:
         }
 
     def dry_run(self) -> str:
-        """Return what a launch would do, as text."""
+        """Return the text of `--dry-run`."""
         from syncvar import _native
         from syncvar.bootstrap.job_directory import runtime_directory
         from syncvar_launcher.job.dry_run import dry_run_text
@@ -268,9 +269,8 @@ class Job:
         hidden = {"SYNCVAR_JOB_ID": "<random>"}
         if self.options.output.log_dir is None:
             hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
-        kept = (
-            self.base_environment() if self.options.program.env_clear else {}
-        )  # where all is inherited, only what is added tells something
+        # Without --env-clear ranks inherit all variables, and only the added ones are shown.
+        kept = self.base_environment() if self.options.program.env_clear else {}
         environments = [
             kept
             | self.own_environment(
@@ -301,7 +301,7 @@ class Job:
         )
 
     def _checked_beginning(self) -> StartMethod:
-        """Return how workers would begin, with what only a process with NumPy can tell."""
+        """Return how workers would start, after the checks that need NumPy."""
         from syncvar.bootstrap.prefork.preloaded_imports import why_not_carried
 
         doubt = why_not_carried() if self.beginning.may_change else ""
@@ -310,10 +310,9 @@ class Job:
     # -- running -----------------------------------------------------------------------------------
 
     def run(self, ahead: ForkServer | None = None) -> int:
-        """Start the workers, again where that is asked for and may help; return the exit code.
+        """Run the job, with restarts, and return the exit code.
 
-        Args:
-            ahead: A fork server that was started before the options had been read, and may serve.
+        `ahead` is a fork server that was started before the options were read, and may fit.
         """
         with contextlib.ExitStack() as stack:
             clock.enter("starts the process that workers are forked from")
@@ -326,21 +325,16 @@ class Job:
             return restart_loop.run(self, server)
 
     def fork_server(self, ahead: ForkServer | None = None) -> ForkServer | None:
-        """Start what workers of this machine are forked from; None where each is a fresh process, or hosts have agents.
+        """Start the fork server; None for fresh processes and for hosts with agents.
 
-        Args:
-            ahead: As for `run`; ended where it does not suit.
+        `ahead` is as in `run`; a server that does not fit ends.
         """
         chosen = self.options
         is_needed = self.fleet is None and self.beginning.is_forked
-        environ = (
-            {**self.base_environment(), **self._settings(), **chosen.program.env}
-            if is_needed
-            else {}
-        )
-        if ahead is not None and not (
-            is_needed and ahead.suits(environ, chosen.program.cwd)
-        ):  # it has no descriptors to pass on, as there are none
+        environ: dict[str, str] = {}
+        if is_needed:
+            environ = {**self.base_environment(), **self._settings(), **chosen.program.env}
+        if ahead is not None and not (is_needed and ahead.suits(environ, chosen.program.cwd)):
             ahead.close()
             ahead = None
         if not is_needed:

@@ -1,4 +1,4 @@
-"""The totals of all ranks, for `--stats`: read, put together, and shown as a table. Text only, but for the reading."""
+"""The totals of all ranks for `--stats`: reading, merging and the table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+_TITLE = (
+    "syncvar: totals of all calls; time in seconds over the ranks, bandwidth in GB/s by the mean"
+)
+_HEAD = (
+    "call", "size", "ranks", "calls", "bytes", "mean", "min", "max", "waiting", "algbw", "busbw",
+)  # fmt: skip
 _ROWS_MAX = 14
 _FILE_NBYTES_MAX = 16 << 20
 _TEXTS, _NUMBERS = ("call", "ranks"), ("group", "size", "class", "calls", "nbytes", "ns", "failed")
 
 
 def read_totals(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return by rank, or number of a server, the totals that were left in a folder; what is no such file is left out."""
+    """Return the totals in a folder by rank or server number; skip other files."""
     found: dict[int, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob(TOTALS)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -39,21 +45,18 @@ def read_totals(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def merged(told: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one row for each kind of call, those that took most time first.
+    """Return one row for each kind of call, sorted by mean time, the longest first.
 
-    Args:
-        told: By rank, what `read_totals` returns.
-
-    Returns:
-        Rows with "call", "ranks", "size" (of the group), "class" (upper end of the size class in bytes), "calls" and "nbytes"
-        (of the rank with most), "min_s", "mean_s", "max_s" (time in these calls, over the ranks), "waiting" (share of the mean
-        time beyond that of the rank that took least: a lower bound of what was spent waiting), "algbw" and "busbw" in GB/s
-        by the mean time (null where not known), "failed" (calls).
+    A row has "call", "ranks", "size" (of the group), "class" (upper end of the size class in
+    bytes), "calls" and "nbytes" (of the rank with most), "min_s", "mean_s" and "max_s" (time in
+    these calls, over the ranks), "waiting" (share of the mean time beyond the fastest rank's, a
+    lower bound of the waiting time), "algbw" and "busbw" in GB/s by the mean time (null if
+    unknown), and "failed" (calls).
     """
     cells: dict[tuple[str, str, int, int, int], list[dict[str, Any]]] = {}
     for rows in told.values():
         here: dict[tuple[str, str, int, int, int], dict[str, Any]] = {}
-        for row in rows:  # a rank that has met anew tells the same group again
+        for row in rows:  # a rank that has met again reports the same group twice
             key = (row["call"], row["ranks"], row["size"], row["group"], row["class"])
             if key in here:
                 for name in ("calls", "nbytes", "ns", "failed"):
@@ -93,33 +96,16 @@ def merged(told: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]], missing: Sequence[int] = ()) -> str:
     """Write the rows of `merged` as a table of at most 20 lines.
 
-    Args:
-        rows: The rows.
-        missing: Ranks and servers that have told nothing, as those that were killed.
+    It names the ranks and servers without totals.
     """
     if not rows and missing:
         return f"syncvar: no totals: {process_list(missing)} ended before writing them\n"
     if not rows:
         return "syncvar: no calls to add up\n"
-    head = (
-        "call",
-        "size",
-        "ranks",
-        "calls",
-        "bytes",
-        "mean",
-        "min",
-        "max",
-        "waiting",
-        "algbw",
-        "busbw",
-    )
-    cells = [head] + [_cells(row) for row in rows[:_ROWS_MAX]]
+    cells = [_HEAD] + [_cells(row) for row in rows[:_ROWS_MAX]]
     rest = rows[_ROWS_MAX:]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "syncvar: totals of all calls; time in seconds over the ranks, bandwidth in GB/s by the mean"
-    ]
+    lines = [_TITLE]
     lines += [
         "  "
         + "  ".join(
@@ -129,8 +115,9 @@ def table(rows: Sequence[dict[str, Any]], missing: Sequence[int] = ()) -> str:
         for line in cells
     ]
     if rest:
+        calls, time_s = (sum(row[name] for row in rest) for name in ("calls", "mean_s"))
         lines.append(
-            f"  {len(rest)} more kinds: {sum(row['calls'] for row in rest)} calls, {sum(row['mean_s'] for row in rest):.3f} s (--stats=FILE has all)"
+            f"  {len(rest)} more kinds: {calls} calls, {time_s:.3f} s (--stats=FILE has all)"
         )
     lines.append(
         "  waiting: share of the mean time beyond that of the rank that took least, a lower bound"

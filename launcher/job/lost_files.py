@@ -1,4 +1,4 @@
-"""The files of a job that could not be written, from the launcher and from all ranks and servers."""
+"""Collects the files that the launcher, ranks and servers could not write."""
 
 from __future__ import annotations
 
@@ -24,22 +24,12 @@ class LostFiles:
         self._lost: dict[tuple[str, str, str], LostFile] = {}
 
     def add(self, files: Iterable[LostFile], where: str = "") -> None:
-        """Add files.
-
-        Args:
-            files: What could not be written.
-            where: The rank or server that wrote them; empty for the launcher.
-        """
+        """Add files; `where` is the rank or server that wrote them, empty for the launcher."""
         for lost in files:
             self._lost.setdefault((lost.path, lost.origin, where), lost)
 
     def add_record(self, number: int, record: Mapping[str, Any]) -> None:
-        """Add the file that a rank or server reports; a record that is not well formed is ignored.
-
-        Args:
-            number: The rank, or the number of the server's process.
-            record: The fields of `LostFile`.
-        """
+        """Add the file that a rank or server reports; ignore a malformed record."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
             path, origin, reason = (
                 str(record[name])[:4096] for name in ("path", "origin", "reason")
@@ -50,11 +40,7 @@ class LostFiles:
             )
 
     def lines(self, *, has_failed: bool) -> list[str]:
-        """Return a sentence for each file.
-
-        Args:
-            has_failed: The job failed. Only then are flight records of use, and their loss is shown.
-        """
+        """Return a sentence for each file, for flight records only after a failure."""
         shown = [
             f"{f'{where}: ' if where else ''}{lost}"
             + (
@@ -73,17 +59,12 @@ class LostFiles:
 
     @property
     def has_result(self) -> bool:
-        """Whether a file is among them that the user has asked for."""
+        """Whether one of them is a file that the user asked for."""
         return any(lost.origin != EVIDENCE for lost in self._lost.values())
 
 
 def check_requested_files(chosen: LaunchOptions, *, is_local: bool) -> None:
-    """Check before the start that every file can be written that the options ask for.
-
-    Args:
-        chosen: The options.
-        is_local: All ranks run on this host, so that this host writes their files too.
-    """
+    """Check before the start that every requested file can be written."""
     if chosen.output.log_dir is not None:
         check_folder(str(chosen.output.log_dir), "--log-dir")
     if chosen.output.events is not None:

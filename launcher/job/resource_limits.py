@@ -1,4 +1,4 @@
-"""What limits a job before anything is started: open files and processes that the user may have, and the job's own time."""
+"""Checks limits before anything starts: open files and processes that the user may have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
 _COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.disconnect_reasons`
 _TASKS_OF_A_RANK = 4  # the script, two threads of ZeroMQ, and the one that makes progress
-_TASKS = 5  # the launcher with its threads, the guardian, and what ranks are forked from
+_TASKS = 5  # the launcher with its threads, the cleanup process, and the fork server
 OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
@@ -26,17 +26,17 @@ class LimitTooLow(ConfigError):
 
 
 class TimePassed(HostUnreachable):
-    """The time limit of the job passed while its hosts were logged in to; the exit code is 124."""
+    """The time limit of the job passed during the logins to its hosts; the exit code is 124."""
 
 
 def needed_files(workers: int, hosts: int, *, has_logs: bool, are_linked: bool) -> tuple[int, str]:
-    """Return how many files the launcher and each rank must be allowed to have open, and for whom the most are needed.
+    """Return the open files that a process of the job needs at most, and which process that is.
 
     Args:
-        workers: Ranks of the job.
-        hosts: As how many hosts this machine poses.
-        has_logs: The launcher writes two files for each rank.
-        are_linked: Ranks are connected to each other, since they share no memory.
+        workers: The ranks of the job.
+        hosts: The number of hosts as which this machine poses.
+        has_logs: Whether the launcher writes two files for each rank.
+        are_linked: Whether ranks have connections, because they share no memory.
 
     Example:
         >>> needed_files(16, 1, has_logs=False, are_linked=False)
@@ -54,12 +54,7 @@ def needed_tasks(workers: int) -> int:
 
 
 def tasks_left(groups: str | None = None, mounts: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many more processes and threads the control groups of this process allow (pids.max); -1 for no limit.
-
-    Args:
-        groups: The text of `/proc/self/cgroup`, which is read by default.
-        mounts: Where control groups are mounted.
-    """
+    """Return how many more tasks the control groups allow (pids.max); -1 for no limit."""
     if groups is None:
         try:
             groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
@@ -87,7 +82,7 @@ def tasks_left(groups: str | None = None, mounts: Path = Path("/sys/fs/cgroup"))
 
 
 def check_limits(options: LaunchOptions) -> None:
-    """Refuse a job that the limits of the system leave no room for."""
+    """Raise LimitTooLow for a job that exceeds a limit of the system."""
     workers = options.ranks.workers
     are_linked = options.ranks.fake_hosts > 1 or options.runtime.transport == "zmq"
     needed, whose = needed_files(
@@ -105,8 +100,9 @@ def check_limits(options: LaunchOptions) -> None:
     left = tasks_left()
     if 0 <= left < needed_tasks(workers):
         raise LimitTooLow(
-            f"{_ranks(workers)} need {needed_tasks(workers)} processes and threads, and the control group of the launcher allows {left} "
-            f"more (pids.max): ask for a higher limit of the container or session, or start fewer ranks"
+            f"{_ranks(workers)} need {needed_tasks(workers)} processes and threads, "
+            f"and the control group of the launcher allows {left} more (pids.max): "
+            "ask for a higher limit of the container or session, or start fewer ranks"
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY or os.getuid() == 0:  # the system asks root for none
@@ -114,13 +110,14 @@ def check_limits(options: LaunchOptions) -> None:
     needed, used = needed_tasks(workers), _tasks_of_user()
     if _is_below(soft, used + needed):
         raise LimitTooLow(
-            f"{_ranks(workers)} need {needed} processes and threads beside the {used} that this user has, and {soft} are allowed: "
-            f"{_remedy('u', used + needed, hard)}, or start fewer ranks"
+            f"{_ranks(workers)} need {needed} processes and threads beside the {used} that this "
+            f"user has, and {soft} are allowed: {_remedy('u', used + needed, hard)}, or start "
+            "fewer ranks"
         )
 
 
 def cannot_start(program: str, error: OSError) -> ConfigError:
-    """Return what to raise where a process cannot be started."""
+    """Return the exception for a process that cannot start."""
     kind = LimitTooLow if error.errno in OF_LIMITS else ConfigError
     return kind(f"a worker cannot be started: {program}: {error.strerror}")
 

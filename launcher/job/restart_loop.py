@@ -1,4 +1,4 @@
-"""A job from its first start to its last end: all ranks once, and again where that was asked for and may help."""
+"""Runs a job from its first attempt to its last: `--max-restarts` allows several."""
 
 from __future__ import annotations
 
@@ -40,19 +40,15 @@ if TYPE_CHECKING:
 
 
 def run(job: Job, server: ForkServer | None) -> int:
-    """Start the workers, again where that is asked for and may help; return the exit code.
+    """Run the job, with restarts, and return the exit code.
 
-    Args:
-        job: What is started.
-        server: What the workers of the first start are forked from; None where each is a fresh process.
+    `server` is the fork server of the first attempt; None for fresh processes.
     """
     chosen = job.options
     clock.enter("looks at the files that it is to write")
     check_requested_files(chosen, is_local=job.fleet is None)
     for host, size in enumerate(job.hosts.sizes):
-        shm_unavailable_reason(
-            chosen, job.processor_of(host), size
-        )  # raises where the settings do not fit together
+        shm_unavailable_reason(chosen, job.processor_of(host), size)  # raises for wrong settings
     with contextlib.closing(_outlets()) as outlets:
         return _run(job, server, outlets)
 
@@ -111,11 +107,9 @@ def _started(
                     number_of_signal = watch.pending[0]
                     code = 128 + number_of_signal
                     name = exit_codes.signal_name(number_of_signal)
-                    culprit = {
-                        "rank": None,
-                        "why": f"{name} while the launcher waited for the lock of the runtime directory",
-                    }
-                    forwarder.say(f"syncvar: interrupted by {culprit['why']}\n")
+                    why = f"{name} while the launcher waited for the lock of the runtime directory"
+                    culprit = {"rank": None, "why": why}
+                    forwarder.say(f"syncvar: interrupted by {why}\n")
                     break
                 stack.callback(directory.remove)
                 put_tallies(tallies, directory.path)
@@ -190,11 +184,9 @@ def _started(
         if code:
             outlets.patience_s = min(outlets.patience_s, patience_s(job.config))
         await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.limits.timeout_s)
-        if watch.is_orphan:  # whose folder for the results of its workers nobody else removes now
+        if watch.is_orphan:  # the caller of `sv.run` cannot remove its folder for results
             shutil.rmtree(job.environ.get("SYNCVAR_RESULT_DIR", ""), ignore_errors=True)
-        if (
-            outlets.dropped and not code
-        ):  # all ranks ended in order, but not all that they wrote could be written
+        if outlets.dropped and not code:  # the ranks succeeded, and some of their output is lost
             code = 128 + watch.pending[0] if watch.pending else exit_codes.TIMEOUT
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
@@ -205,25 +197,23 @@ def _started(
 
 
 class _StartInterrupted(Exception):  # noqa: N818  (nothing has gone wrong)
-    """A signal asks for the end, while the launcher waits to start."""
+    """A signal asks the launcher to end while it waits to start."""
 
 
 def _raise_if_signalled(watch: SignalWatch) -> None:
-    clock.enter(
-        "waits for the lock of the runtime directory"
-    )  # which has words and a deadline of its own
+    clock.enter("waits for the lock of the runtime directory")  # it reports and ends by itself
     if watch.pending:
         clock.stop()
         raise _StartInterrupted
 
 
 def _has_caller(job: Job) -> bool:
-    """Return whether `sv.run` waits for this job: lost files do not change its results."""
+    """Return whether `sv.run` waits for this job; lost files do not change its results."""
     return "SYNCVAR_OUTCOME_FILE" in job.environ
 
 
 def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, code: int) -> int:
-    """Name the files that could not be written; return the exit code of the job, which must not be 0 then."""
+    """Show the files that could not be written; return the exit code, which is then not 0."""
     lost = job.lost_files
     lost.add([*forwarder.lost_files(), *events.lost_files()])
     for line in lost.lines(has_failed=code != 0):
@@ -239,7 +229,7 @@ def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, cod
 def _tell_totals(
     chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]], forwarder: OutputForwarder
 ) -> list[LostFile]:
-    """Show the totals of the last start, or write them to a file; return that file if it cannot be written."""
+    """Show the totals of the last attempt, or write them to a file; return a file that is lost."""
     everybody = (*range(chosen.ranks.workers), *map(server_number, range(chosen.ranks.servers)))
     rows, missing = merged(totals), [number for number in everybody if number not in totals]
     if not isinstance(chosen.output.stats, Path):
@@ -274,7 +264,7 @@ def _culprit(outcome: JobOutcome, why: str) -> dict[str, object]:
 
 
 def _digest(chosen: LaunchOptions) -> str:
-    """Return a digest of all settings, by which starts of a job can be compared."""
+    """Return a digest of all settings, to compare starts of a job."""
     import hashlib
 
     from syncvar_launcher.job.dry_run import settings_rows
@@ -292,7 +282,7 @@ def _pause(
     began: float,
     timeout_s: float,
 ) -> tuple[int, str] | None:
-    """Wait before a restart; return exit code and words where the job ends meanwhile."""
+    """Wait before a restart; return exit code and text if the job ends meanwhile."""
     until = watch.now() + pause_s
     limit = began + timeout_s
     while True:

@@ -1,8 +1,11 @@
-"""The clock of a start: it names the step at which the launcher stands still, and ends the launcher at the deadline.
+"""The clock of a start: it names the step in which the launcher hangs.
 
-The clock is a timer of the process (SIGALRM): the handler also runs while the launcher waits in a system call.
-A thread could do the same. But the launcher forks, and a forked child must find no lock that a thread held.
-While the loop of a start runs, the clock is off: then `start_progress` does this.
+At the deadline it ends the launcher.
+
+The clock is a timer of the process (SIGALRM), so its handler also runs while the launcher waits in
+a system call. A thread would do, but the launcher forks, and a forked child must not inherit a lock
+that a thread held. While the loop of an attempt runs, the clock is off and `start_progress` does
+this.
 """
 
 from __future__ import annotations
@@ -36,25 +39,16 @@ class StartClock:
         self._runs = self._is_off = False
 
     def read_limits(self, environ: Mapping[str, str]) -> None:
-        """Take the limits from the environment, until the launcher has read its options."""
+        """Read the limits from the environment, until the launcher has read its options."""
         notice_s = _seconds(environ, "SYNCVAR_MISSING_REPORT_S", _NOTICE_S)
         self.set_limits(notice_s, _seconds(environ, "SYNCVAR_RENDEZVOUS_TIMEOUT_S", _LIMIT_S))
 
     def set_limits(self, notice_s: float, limit_s: float) -> None:
-        """Set the limits.
-
-        Args:
-            notice_s: Seconds of one step until the clock names it.
-            limit_s: Seconds of one step until the clock ends the launcher.
-        """
+        """Set the seconds of one step until the clock names it, and until it ends the launcher."""
         self._notice_s, self._limit_s = notice_s, limit_s
 
     def enter(self, step: str) -> None:
-        """Begin a step, and count from 0.
-
-        Args:
-            step: What the launcher does now, after "the launcher".
-        """
+        """Begin a step, and count from 0; `step` continues the words "the launcher"."""
         self._step, self._waited_s, self._next_s = step, 0.0, self._notice_s
         if self._is_off:
             return
@@ -72,7 +66,7 @@ class StartClock:
             self._runs = False
 
     def turn_off(self) -> None:
-        """Stop for good: somebody else uses SIGALRM."""
+        """Stop for good, because the user forwards SIGALRM."""
         self.stop()
         self._is_off = True
 
@@ -91,9 +85,8 @@ class StartClock:
         waited = f"the start has made no progress for {self._waited_s:.0f} s"
         if is_over:
             write_error(f"{waited}, and is given up: {stands}")
-            os._exit(
-                _EXIT_CODE
-            )  # the guardian ends what has been started, and removes the private directory
+            # The cleanup process ends what has started, and removes the private directory.
+            os._exit(_EXIT_CODE)
         write_error(f"{waited}: {stands}")
 
 
@@ -106,13 +99,13 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 def write_error(sentence: str) -> None:
-    """Write to the standard error in a signal handler, if that neither waits nor fails."""
+    """Write to standard error in a signal handler, if that neither blocks nor fails."""
     poller = select.poll()
     poller.register(2, select.POLLOUT)
-    with contextlib.suppress(OSError):  # the terminal is gone, as at a hangup, or nobody reads
+    with contextlib.suppress(OSError):  # the terminal is gone, or nothing reads the pipe
         if poller.poll(0):
             os.write(2, f"syncvar-launch: {sentence}\n".encode(errors="backslashreplace"))
 
 
 clock = StartClock()
-"""The one clock of this process, which has only one such timer."""
+"""The clock of this process, which has only one such timer."""

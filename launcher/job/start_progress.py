@@ -1,4 +1,7 @@
-"""Which processes of a start have reached their script, and when to say that others have not. Pure: time is an argument."""
+"""Tracks which processes have reached their script, and when to report the others.
+
+Pure: time is an argument.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ _SHOWN = 8
 
 
 class Overdue(NamedTuple):
-    """A start that stands still.
+    """A start that makes no progress.
 
     Args:
         missing: The processes that have not reached their script.
-        waited_s: Seconds since the last process reached its script.
-        has_failed: The deadline has passed.
+        waited_s: The seconds since the last process reached its script.
+        has_failed: Whether the deadline has passed.
     """
 
     missing: tuple[int, ...]
@@ -26,15 +29,15 @@ class Overdue(NamedTuple):
     has_failed: bool
 
     def sentence(self, states: Iterable[str], joined: Collection[int]) -> str:
-        """Return what to say.
+        """Return the sentence to show.
 
-        Args:
-            states: What the launcher knows of the missing processes, one text for each; the first eight are shown.
-            joined: The ranks that have joined, and wait.
+        `states` has one text for each missing process, of which it shows eight. `joined` are the
+        ranks that wait.
 
         Example:
-            >>> Overdue((1,), 5.0, has_failed=False).sentence(["rank 1: process 77 (state S)"], [0])
-            'the start has made no progress for 5 s: rank 1 has not reached its script (rank 1: process 77 (state S)); rank 0 waits'
+            >>> overdue = Overdue((1,), 5.0, has_failed=False)
+            >>> overdue.sentence(["process 77 (state S)"], [0]).partition(": ")[2]
+            'rank 1 has not reached its script (process 77 (state S)); rank 0 waits'
         """
         has = "has not reached its" if len(self.missing) == 1 else "have not reached their"
         shown = list(states)[:_SHOWN]
@@ -44,19 +47,20 @@ class Overdue(NamedTuple):
         )
         given_up = ", and is given up" if self.has_failed else ""
         return (
-            f"the start has made no progress for {self.waited_s:.0f} s{given_up}: {process_list(self.missing)} {has} script "
-            f"({'; '.join([*shown, *more])}){waiting}"
+            f"the start has made no progress for {self.waited_s:.0f} s{given_up}: "
+            f"{process_list(self.missing)} {has} script ({'; '.join([*shown, *more])}){waiting}"
         )
 
 
 class StartProgress:
-    """The processes of one start, until each has reached its script.
+    """The processes of one attempt, until each has reached its script.
 
     Args:
-        processes: The numbers of the ranks and servers that say so.
-        notice_s: Seconds without progress until `look` returns an `Overdue`; the pause then doubles.
-        limit_s: Seconds without progress until the start has failed.
-        now: Seconds of a clock that stands while the launcher is stopped.
+        processes: The numbers of the ranks and servers that report it.
+        notice_s: The seconds without progress until `look` returns an `Overdue`; the pause then
+            doubles.
+        limit_s: The seconds without progress until the start has failed.
+        now: The time in seconds of a clock that stands while the launcher is stopped.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class StartProgress:
             self._restart(now)
 
     def expect(self, number: int, now: float) -> None:
-        """Note that a process is started again."""
+        """Note that a process starts again."""
         self.missing.add(number)
         self._restart(now)
 
@@ -82,11 +86,11 @@ class StartProgress:
         self._restart(now)
 
     def due(self) -> float:
-        """Return when to call `look` again, in seconds of the clock; infinite where nothing is missing."""
+        """Return when to call `look` again, in seconds; infinite if no process is missing."""
         return min(self._next, self._since + self._limit_s) if self.missing else float("inf")
 
     def look(self, now: float) -> Overdue | None:
-        """Return what stands still, if it is time to say so."""
+        """Return the missing processes, if it is time to report them."""
         if not self.missing or now < self.due():
             return None
         waited_s = now - self._since

@@ -1,7 +1,8 @@
-"""Questions about a running job, asked over a socket in its private folder: who it is, and where its ranks stand.
+"""Answers questions about a running job over a socket in its private folder.
 
-One message asks, one map answers, and the connection is closed. The launcher's loop never waits for who asks, whatever he
-sends or leaves unread; who runs as another user is not answered, though the folder would let root in.
+One message asks, one map answers, and the connection closes. The loop of the launcher never waits
+for the client, whatever the client sends or leaves unread. Clients of other users get no answer,
+although the folder would admit root.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from syncvar_launcher.local.stack_requests import StackRequest
 
 SOCKET = "inquiries"
-ANSWER_S = 2.0  # for ranks to say where they stand; who has not by then is named
+ANSWER_S = 2.0  # for the stacks of ranks; the answer names ranks without one
 _REQUEST_MAX = 4096
 _OPEN_MAX = 8
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
-_PATIENCE_S = 10.0  # with who asks nothing, or does not read the answer
+_PATIENCE_S = 10.0  # with a client that asks nothing, or does not read the answer
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +45,10 @@ class StatusSocket:
     """The launcher's side.
 
     Args:
-        directory: The job's private folder.
-        about: Returns what is told of the job.
-        workers: The workers, which answer for their stacks.
-        position: Says what a rank or server is known to do, where its process ended included.
+        directory: The private folder of the job.
+        about: Returns the description of the job.
+        workers: The workers, which answer with their stacks.
+        position: Returns what a rank or server is doing, also after its process has ended.
         processes: The numbers of the ranks and servers.
     """
 
@@ -67,7 +68,7 @@ class StatusSocket:
         self._listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
-        with contextlib.suppress(OSError):  # then the job runs on, and cannot be asked
+        with contextlib.suppress(OSError):  # then the job runs without this socket
             path = str(directory / SOCKET)
             self._listener.bind(path)
             os.chmod(path, 0o600)
@@ -79,7 +80,7 @@ class StatusSocket:
         return [self._listener.fileno(), *unasked] if len(self._open) < _OPEN_MAX else unasked
 
     def readable(self, descriptor: int, now: float) -> None:
-        """Handle a descriptor that poll reported; others are not looked at."""
+        """Handle a descriptor that poll reported; ignore others."""
         if descriptor == self._listener.fileno():
             with contextlib.suppress(OSError):
                 end, _ = self._listener.accept()
@@ -94,7 +95,7 @@ class StatusSocket:
                 return
 
     def due(self, now: float) -> float:
-        """Return when `tick` is to be called, in seconds of the clock; infinite where nobody asks."""
+        """Return when to call `tick`, in seconds of the clock; infinite without clients."""
         return (
             now + 0.005
             if any(one.asked or one.answer for one in self._open)
@@ -102,7 +103,7 @@ class StatusSocket:
         )
 
     def tick(self, now: float) -> None:
-        """Answer who can be answered, and let go of who has been or does not take it."""
+        """Send the answers that are complete, and close finished and overdue connections."""
         for one in list(self._open):
             if one.asked:
                 told = {rank: self._workers.answer(asked) for rank, asked in one.asked.items()}

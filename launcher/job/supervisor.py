@@ -1,7 +1,8 @@
-"""What to do when workers end, fail, fall silent or are asked to stop: events in, actions out.
+"""The supervisor of a job: events of workers and signals in, actions out.
 
-Time is an argument and nothing here touches a process, so every order of events can be tested. Servers are processes with
-numbers of their own (`syncvar.core.process_ids`): they serve until all workers have ended, and end when they are told to.
+Time is an argument, and the module touches no process, so tests can run every order of events.
+Servers are processes with numbers of their own (`syncvar.core.process_ids`). They serve until all
+workers have ended; then the launcher terminates them.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ _TERMINATED = (
     128 + _TERM,
     128 + _KILL,
 )  # 0: it has a handler of its own for SIGTERM
-"""The statuses of who has done what we told it."""
+"""The statuses of a process that has obeyed a signal of the launcher."""
 
 
-# The engine has told the other ranks of these, with more than is known here. Both words go different ways, and ours
-# must not be the first to arrive; it follows when the process ends.
+# The engine reports these errors to the other ranks with more detail than the launcher knows. Both
+# messages travel on different paths, and ours must not arrive first: it follows when the process
+# ends.
 _TELL_THEMSELVES = ("DeadlineExceeded",)
 
 
@@ -47,16 +49,16 @@ class FailureCause(NamedTuple):
     """Why a rank counts as failed.
 
     Args:
-        rank: Which one, -1 for the job as a whole.
-        weight: How likely it is the cause of the others.
-        status: Its exit status, None while it has not ended.
-        exit_code: The code that the launcher exits with if this is the first cause.
-        reason: In words, for the other ranks.
-        error: Name of the exception, or an empty text.
-        traceback: Its traceback, or an empty text.
-        brief: The traceback without what is of no use to the script's author.
-        beyond: What is known beyond its status, or an empty text.
-        at: When this was known first, in seconds of the clock.
+        rank: The rank, or -1 for the job as a whole.
+        weight: How likely it is the cause of other failures.
+        status: The exit status, None before the process ends.
+        exit_code: The exit code of the launcher if this is the first cause.
+        reason: The sentence for the other ranks.
+        error: The name of the exception, or an empty text.
+        traceback: The traceback, or an empty text.
+        brief: The traceback without frames that do not help the script's author.
+        beyond: What the launcher knows beyond the status, or an empty text.
+        at: When the launcher first learned it, in seconds of the clock.
     """
 
     rank: int
@@ -73,7 +75,7 @@ class FailureCause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NotifyPeerLost:
-    """Tell the other ranks that this one is lost; where its process has not ended, tell itself too."""
+    """Tell the other ranks that this one has failed, and itself too if its process still runs."""
 
     rank: int
     reason: str
@@ -96,7 +98,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class DropServer:
-    """Tell the others that a server is lost, whose copies on other servers take its place."""
+    """Tell the others that a server has failed, and that servers with copies replace it."""
 
     rank: int
     reason: str
@@ -104,7 +106,7 @@ class DropServer:
 
 @dataclass(frozen=True, slots=True)
 class RestartServer:
-    """Start a worker again, alone: the others do not wait for it."""
+    """Start a worker again, alone; the others do not wait for it."""
 
     rank: int
     reason: str
@@ -117,8 +119,9 @@ class JobOutcome(NamedTuple):
     """How the job ended.
 
     Args:
-        exit_code: The launcher's exit code; 75 without a cause means that the ranks stopped and ask to be run again.
-        cause: The first failure by cause, None when there was none.
+        exit_code: The exit code of the launcher; 75 without a cause: the ranks stopped and ask for
+            another run.
+        cause: The first failure by cause, or None.
         interrupted: The number of the signal that ended the job, or 0.
     """
 
@@ -132,13 +135,14 @@ class Supervisor:
     """The state of a job's workers.
 
     Args:
-        workers: How many.
-        config: Graces.
-        is_command: The workers are arbitrary commands, which need not say goodbye.
-        now: Seconds of a monotonic clock.
-        timeout_s: Time limit of the job, in seconds; infinite for none.
-        mirrors: For each server those that hold copies of what it holds; none where there are no servers.
-        restarts: How often workers may be started again alone.
+        workers: The number of workers.
+        config: The settings, of which this uses the graces.
+        is_command: Whether the workers are arbitrary commands, which need not report their end.
+        now: The time in seconds of a monotonic clock.
+        timeout_s: The time limit of the job in seconds; infinite for none.
+        mirrors: For each server the servers that hold copies of its variables; empty without
+            servers.
+        restarts: How often workers may start again alone.
     """
 
     workers: int
@@ -153,17 +157,14 @@ class Supervisor:
     stopped: set[int] = field(default_factory=set)
     job_cause: FailureCause | None = None
     interrupted: int = 0
-    lost: set[int] = field(default_factory=set)  # servers, by number, without which the job goes on
-    copies: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # of a server's variables that were made since: on which servers
-    restarted: dict[int, int] = field(
-        default_factory=dict
-    )  # how often each worker was started again alone
-    _awaited: dict[int, tuple[float, str]] = field(
-        default_factory=dict
-    )  # workers to be started again, when and why
-    _may_go: bool = False  # the servers have been told to end
+    lost: set[int] = field(default_factory=set)  # failed servers that others replace, by number
+    # For each server the servers that have copied its variables since a loss.
+    copies: dict[int, set[int]] = field(default_factory=dict)
+    # How often each worker has started again alone.
+    restarted: dict[int, int] = field(default_factory=dict)
+    # The workers that will start again, with time and reason.
+    _awaited: dict[int, tuple[float, str]] = field(default_factory=dict)
+    _may_go: bool = False  # the launcher has terminated the servers
     _said_goodbye: set[int] = field(default_factory=set)
     _save_first: set[int] = field(default_factory=set)
     _term_at: float | None = None
@@ -179,15 +180,15 @@ class Supervisor:
     # -- events ------------------------------------------------------------------------------------
 
     def goodbye(self, rank: int) -> None:
-        """Note that a worker's script has ended in order; its process is about to end."""
+        """Note that a worker's script has ended cleanly; its process is about to end."""
         self._said_goodbye.add(rank)
 
     def copied(self, server: int, of: int) -> None:
-        """Note that a server has a copy of another one's variables, which were on fewer servers since a loss."""
+        """Note that a server has a new copy of another server's variables, after a loss."""
         self.copies.setdefault(of, set()).add(server)
 
     def takes_notice(self, rank: int, *, is_on: bool) -> None:
-        """Note whether a worker takes SIGTERM as a notice: it saves before it ends, and needs more time for it."""
+        """Note whether a worker saves before it ends on SIGTERM, and needs more time for that."""
         if is_on:
             self._save_first.add(rank)
         else:
@@ -196,13 +197,14 @@ class Supervisor:
     def failed(
         self, rank: int, record: Mapping[str, str | int], now: float, *, joined: bool = True
     ) -> list[Action]:
-        """Note what a worker said of its own failure, before its process ends.
+        """Note the failure that a worker reports before its process ends.
 
         Args:
-            rank: Which one.
-            record: "error" (name of the exception), "message", "traceback", "exit_code", and "brief".
-            now: Seconds.
-            joined: It is a member of the job that has not left; who is none can be started again alone.
+            rank: The worker.
+            record: "error" (name of the exception), "message", "traceback", "exit_code", and
+                "brief".
+            now: The time in seconds.
+            joined: Whether it is a member that has not left; others can start again alone.
         """
         error = str(record["error"])
         reason = (
@@ -213,9 +215,9 @@ class Supervisor:
         exit_code = int(record["exit_code"])
         if error == "SystemExit" and exit_code == PREEMPTED:
             self._end_at(now + self.config.preempt_grace_s)
-            return []  # whether it has left in order, so that nobody misses it, is known when it has ended
+            return []  # its end shows whether it has left cleanly, so that no rank misses it
         if is_server(rank) and error == "SystemExit" and (self._may_go or self._terminated):
-            return []  # it was told to end before it had begun to serve
+            return []  # the launcher terminated it before it began to serve
         if self._can_do_without(rank):
             return [DropServer(rank, reason)]
         weight = max(weight_of(error), self._weight_of_end(exit_code))
@@ -242,11 +244,12 @@ class Supervisor:
         """Note the end of a process.
 
         Args:
-            rank: Which one.
-            status: Exit code, or minus the signal.
-            now: Seconds.
-            joined: It is a member of the job that has not left.
-            beyond: What is known beyond the status, for instance "out of memory (kernel)".
+            rank: The rank or server.
+            status: The exit code, or minus the signal.
+            now: The time in seconds.
+            joined: Whether it is a member that has not left.
+            beyond: What the launcher knows beyond the status, for instance "out of memory
+                (kernel)".
         """
         actions = self._exited(rank, status, now, joined=joined, beyond=beyond)
         return [*actions, *self._let_servers_go(now)]
@@ -262,9 +265,9 @@ class Supervisor:
         told = self.causes.get(rank)
         if told is not None:
             if not told.error:
-                return []  # it was silent, and was ended or fenced for that: how it ended says nothing
+                return []  # the launcher ended it because it was silent: the status is ours
             if self._terminated and status in _TERMINATED:
-                status = told.exit_code  # we told it to end while it was ending, which says nothing
+                status = told.exit_code  # SIGTERM came while it ended: the status is ours
             code = exit_code_of(status) if status < 0 else told.exit_code
             self.causes[rank] = told._replace(status=status, exit_code=code)
             return [NotifyPeerLost(rank, told.reason)] if told.error in _TELL_THEMSELVES else []
@@ -272,7 +275,7 @@ class Supervisor:
             return []
         weight = self._weight_of_end(status)
         if status == PREEMPTED and not joined:
-            # It left in order and asks to be run again. The others are expected to do the same.
+            # It left cleanly and asks for another run. The others should do the same.
             weight = Severity.CONSEQUENCE if self._terminated else Severity.DISAGREEMENT
             self.stopped.add(rank)
             self.causes[rank] = FailureCause(
@@ -283,10 +286,8 @@ class Supervisor:
         if status == 0:
             reason, code = "left with status 0 before shutdown", INTERNAL
         elif status < 0:
-            reason, code = (
-                f"signal {-status}" + (f": {beyond}" if beyond else ""),
-                exit_code_of(status),
-            )
+            reason = f"signal {-status}" + (f": {beyond}" if beyond else "")
+            code = exit_code_of(status)
         else:
             reason, code = describe_exit(status), status
         if self._can_do_without(rank):
@@ -301,7 +302,7 @@ class Supervisor:
         return [*self._fail(FailureCause(rank, weight, status, code, reason, beyond=beyond), now)]
 
     def gone(self, rank: int, reason: str, now: float, code: int = INTERNAL) -> list[Action]:
-        """Note that a rank is out of reach for good, with its host: nothing more will be heard of it."""
+        """Note that a rank's host is lost, so that nothing more will arrive from the rank."""
         self.running.discard(rank)
         if rank in self.lost:
             return self._let_servers_go(now)
@@ -314,7 +315,10 @@ class Supervisor:
         ]
 
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Note that a rank gives no sign of life. A server that others replace is ended: it must not wake and serve."""
+        """Note that a rank sends no heartbeats.
+
+        Kill a server that others replace: it must not wake and serve.
+        """
         if rank in self.lost:
             return []
         if self._can_do_without(rank):
@@ -333,7 +337,7 @@ class Supervisor:
         return []
 
     def never_began(self, reason: str, exit_code: int) -> None:
-        """Note that no worker has begun or will."""
+        """Note that no worker has begun or will begin."""
         self.job_cause = self.job_cause or FailureCause(-1, Severity.OWN, None, exit_code, reason)
         self.running.clear()
 
@@ -348,7 +352,7 @@ class Supervisor:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Look at the clock."""
+        """Return the actions that are due."""
         if (
             now - self._began >= self.timeout_s
             and self.job_cause is None
@@ -368,12 +372,12 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether every process has ended, and none is to be started again."""
+        """Whether every process has ended, and none will start again."""
         return not self.running and not self._awaited
 
     @property
     def is_ending(self) -> bool:
-        """Whether something has failed, or somebody asked for the end: all ranks are to end soon."""
+        """Whether the launcher will terminate all ranks soon, after a failure or a signal."""
         return self._term_at is not None
 
     def next_due(self) -> float:
@@ -394,44 +398,35 @@ class Supervisor:
         )
 
     def grace_s(self, now: float) -> float | None:
-        """Return after how many seconds the launcher kills what still runs; None if it kills nothing."""
+        """Return in how many seconds the launcher kills what still runs, or None."""
         return None if self._kill_at is None or not self.running else max(0.0, self._kill_at - now)
 
     def outcome(self) -> JobOutcome:
-        """Return how the job ended, by cause and not by clock."""
+        """Return how the job ended: the failure with the lowest weight, not the earliest one."""
         causes = list(self.causes.values())
         have_stopped = bool(causes) and all(cause.exit_code == PREEMPTED for cause in causes)
-        if (
-            self.interrupted
-        ):  # a notice, if the workers took it for one: they have saved and ask to be run again
-            return JobOutcome(
-                PREEMPTED if have_stopped else 128 + self.interrupted, None, self.interrupted
-            )
+        if self.interrupted:  # workers that have saved on the signal ask for another run
+            code = PREEMPTED if have_stopped else 128 + self.interrupted
+            return JobOutcome(code, None, self.interrupted)
         if have_stopped and self.job_cause is None:
             return JobOutcome(PREEMPTED, None, 0)
         if self.job_cause is not None:
             causes.insert(0, self.job_cause)
         if not causes:
             return JobOutcome(0, None, 0)
-        first = min(
-            causes, key=lambda cause: cause.weight
-        )  # the first one of the lowest weight: dicts keep order
+        first = min(causes, key=lambda cause: cause.weight)  # the earliest one of these
         return JobOutcome(first.exit_code or INTERNAL, first, 0)
 
     def will_restart(self, rank: int) -> bool:
-        """Return whether a worker has ended and is to be started again alone."""
+        """Return whether a worker has ended and will start again alone."""
         return rank in self._awaited
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _let_servers_go(self, now: float) -> list[Action]:
-        """End the servers when the last worker has ended."""
-        if (
-            self._may_go
-            or not self.running
-            or self._awaited
-            or any(not is_server(rank) for rank in self.running)
-        ):
+        """Terminate the servers when the last worker has ended."""
+        has_workers = self._awaited or any(not is_server(rank) for rank in self.running)
+        if self._may_go or not self.running or has_workers:
             return []
         self._may_go = True
         if self._kill_at is None:
@@ -439,7 +434,7 @@ class Supervisor:
         return [Terminate(tuple(sorted(self.running)))]
 
     def _can_do_without(self, rank: int) -> bool:
-        """Note that a server is lost, and return whether each of its variables has a copy on another one that is there."""
+        """Note the loss of a server, and return whether others have copies of its variables."""
         if not is_server(rank) or rank in self.causes or rank in self.lost or self._terminated:
             return False
         gone = {one - server_number(0) for one in {*self.lost, rank}}
@@ -459,7 +454,6 @@ class Supervisor:
         )
 
     def _start_again(self, now: float) -> list[Action]:
-        """Start workers again whose time has come."""
         actions: list[Action] = []
         for rank, (at, reason) in list(self._awaited.items()):
             if rank not in self.running and now >= at:
@@ -478,16 +472,16 @@ class Supervisor:
         return [NotifyPeerLost(cause.rank, cause.reason)]
 
     def _weight_of_end(self, status: int) -> Severity:
-        """Return how likely it is that an end is the cause of others, by its exit code or minus the signal.
+        """Return how likely it is that an end, by exit code or minus the signal, caused others.
 
-        What a rank answers when we tell it to end may be anything, and is never more than what made us tell it.
+        A rank may answer SIGTERM with any status, and that never outweighs the reason for SIGTERM.
         """
         if not self._terminated:
             return Severity.OWN
         return Severity.CONSEQUENCE if status in _TERMINATED else Severity.DISAGREEMENT
 
     def _end_at(self, at: float) -> None:
-        """Terminate the ranks that still run at this time, or earlier if that was decided before."""
+        """Terminate the ranks that still run at this time, or earlier if already decided."""
         self._awaited.clear()
         if not self._terminated and (self._term_at is None or at < self._term_at):
             self._term_at = at
@@ -498,14 +492,10 @@ class Supervisor:
         self._term_at = now
         self._kill_at = now + self.config.term_grace_s
         self._awaited.clear()
-        workers = tuple(
-            sorted(rank for rank in self.running if not is_server(rank))
-        )  # which may have something to save there
-        return (
-            [Terminate(workers), *self._let_servers_go(now)]
-            if workers or not self.mirrors
-            else self._let_servers_go(now)
-        )
+        # Workers first: they may save something on the servers.
+        workers = tuple(sorted(rank for rank in self.running if not is_server(rank)))
+        first = [Terminate(workers)] if workers or not self.mirrors else []
+        return [*first, *self._let_servers_go(now)]
 
     def _kill(self) -> list[Action]:
         self._terminated = self._killed = True

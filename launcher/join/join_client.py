@@ -143,7 +143,8 @@ class _Host:
                 self._heed(self._watch.pending.popleft())
             elif not self._has_joined and time.monotonic() >= until:
                 raise HostUnreachable(
-                    f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is it running, and can it be reached?"
+                    f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is "
+                    "it running, and can it be reached?"
                 )
             elif (
                 self._agent is None
@@ -151,7 +152,8 @@ class _Host:
                 and time.monotonic() - self._heard > self._chosen.runtime.host_silence_s
             ):
                 self._lose(
-                    f"nothing has come from the launcher for {self._chosen.runtime.host_silence_s:g} s"
+                    "nothing has come from the launcher for "
+                    f"{self._chosen.runtime.host_silence_s:g} s"
                 )
         return self._code
 
@@ -253,7 +255,8 @@ class _Host:
                 self._failures += 1
                 if self._failures >= _TRIES and not self._has_joined:
                     _say(
-                        f"whoever listens at {self._where} does not take the key of {self._chosen.join.key_file}: it is another key than that of "
+                        f"whoever listens at {self._where} does not take the key of "
+                        f"{self._chosen.join.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
                     self._code = exit_codes.KEY

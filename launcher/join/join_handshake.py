@@ -80,7 +80,8 @@ class Hello(NamedTuple):
             or found.keys() != _TYPES.keys()
         ):
             raise WireError(
-                "what it says of itself has another form than here: it has another version of syncvar; install the same on all"
+                "what it says of itself has another form than here: it has another version of "
+                "syncvar; install the same on all"
             )
         for name, value in found.items():
             if type(value) not in _TYPES[name] or (

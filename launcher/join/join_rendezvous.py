@@ -49,13 +49,17 @@ def listen_address(text: str) -> tuple[str, int]:
         if address in own or address.startswith("127."):
             return address, port
     raise ConfigError(
-        f"--listen {text}: this machine has no address {', '.join(dict.fromkeys(found))}; it has {', '.join(own)}"
+        f"--listen {text}: this machine has no address {', '.join(dict.fromkeys(found))}; it has "
+        f"{', '.join(own)}"
     )
 
 
 def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
     """Return what is to be run on each host."""
-    return f"syncvar-launch --join {bracketed(address)}:{port} --key-file {shlex.quote(str(options.join.key_file))}"
+    return (
+        f"syncvar-launch --join {bracketed(address)}:{port} --key-file "
+        f"{shlex.quote(str(options.join.key_file))}"
+    )
 
 
 class JoinGroup:
@@ -199,7 +203,8 @@ class JoinGroup:
                         came.append(one)
                         if not self._called_by:
                             self._say(
-                                f"{_shown(one)} has joined with {self._slots(one)} slot{'s' * (self._slots(one) != 1)}"
+                                f"{_shown(one)} has joined with {self._slots(one)} "
+                                f"slot{'s' * (self._slots(one) != 1)}"
                             )
                 elif one in came and one.why_gone:
                     came.remove(one)
@@ -253,7 +258,8 @@ class JoinGroup:
         twins = [each for each in came if each.facts["machine"] == one.facts["machine"]]
         if len(twins) >= self._options.ranks.fake_hosts:
             return (
-                f"this machine has joined already, as {_shown(twins[0])}: start --join once on each host, with --slots K for K workers"
+                f"this machine has joined already, as {_shown(twins[0])}: start --join once on "
+                "each host, with --slots K for K workers"
                 f" (--fake-hosts N beside --listen lets one machine pose as N)"
             )
         return why_unfit(one.facts, one.host, self._options)
@@ -272,7 +278,10 @@ class JoinGroup:
 
     def _give_up(self, came: list[RemoteHost], whom: str) -> None:
         lines = [
-            f"{whom} did not join within {self._limit_s:g} s; nothing was started. {f'By {self._called_by} each' if self._called_by else 'Each'} runs: {self._command}"
+            (
+                f"{whom} did not join within {self._limit_s:g} s; nothing was started. "
+                f"{f'By {self._called_by} each' if self._called_by else 'Each'} runs: {self._command}"
+            )
         ]
         lines += [
             f"  {_shown(one)}: has joined, with {self._slots(one)} slots" for one in came

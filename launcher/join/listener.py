@@ -247,7 +247,8 @@ class Listener:
                 self._socket.bind(place)
             except zmq.ZMQError as error:
                 raise ConfigError(
-                    f"--listen {bracketed(address)}:{port}: nothing can listen there: {error.strerror}"
+                    f"--listen {bracketed(address)}:{port}: nothing can listen there: "
+                    f"{error.strerror}"
                 ) from None
             endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self.port = int(endpoint.rpartition(":")[2])
@@ -479,7 +480,8 @@ class Listener:
                 peer = self._peers.pop(value, "somewhere")
                 if self._is_other_key:
                     self._say(
-                        f"who came from {peer} was refused: it has another key than that of --key-file"
+                        f"who came from {peer} was refused: it has another key than that of "
+                        "--key-file"
                     )
                 self._is_other_key = False
             else:

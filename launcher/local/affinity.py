@@ -1,7 +1,7 @@
-"""Which cores each worker may use, and how many threads its linear algebra may start.
+"""Decides which cores each worker may use, and how many BLAS threads it may start.
 
-Unbound workers that share cores made small calls 2-4 times slower, with a core each or with two, and BLAS libraries that each start one thread
-per core of the machine made two workers on two cores 3.2-3.5 times slower (both measured): hence the defaults here.
+Without binding, workers that share cores make slow small calls. BLAS libraries that each start a
+thread per core slow each other down.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Binding(NamedTuple):
     """The cores of each worker of one host.
 
     Args:
-        cores: For each local rank the cores it may use, or None where it is not bound.
-        reason: Why, in one sentence.
+        cores: For each local rank the cores that it may use, or None without binding.
+        reason: The reason, in one sentence.
     """
 
     cores: tuple[tuple[int, ...] | None, ...]
@@ -44,16 +44,18 @@ def plan_binding(
 ) -> Binding:
     """Decide which cores each worker of a host may use.
 
-    All workers get equally many cores: in a collective everyone waits for the slowest, so that one worker with more
-    cores than the others would gain nothing. Cores that remain stay free for the launcher.
+    All workers get equally many cores, because a collective waits for the slowest. Remaining cores
+    stay free for the launcher.
 
     Args:
-        workers: Workers on this host, at least 1.
-        usable_cores: The cores that the launcher itself may use, in the order they are to be given out.
-        online_cores: How many cores the host has; fewer usable ones mean that somebody set an affinity.
-        mode: "auto" (bind where it helps: nobody has set an affinity, and each core gets equally many workers), "cores"
+        workers: The number of workers on this host, at least 1.
+        usable_cores: The cores that the launcher may use, in the order of assignment.
+        online_cores: The number of cores of the host. Fewer usable ones mean that an affinity is
+            set.
+        mode: "auto" (bind without an affinity, if each core gets equally many workers), "cores"
             (always) or "none".
-        cores_per_worker: Cores of each worker, or None for an equal share. Given, it is also bound under "auto".
+        cores_per_worker: The cores of each worker, or None for an equal share. A number also binds
+            under "auto".
 
     Example:
         >>> plan_binding(2, [0, 1, 2, 3], 4).cores
@@ -84,7 +86,8 @@ def plan_binding(
     if mode == "auto" and cores_per_worker is None and usable != online_cores:
         return Binding(
             unbound,
-            f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} usable)",
+            f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} "
+            "usable)",
         )
     if workers > usable:
         shared = tuple((usable_cores[worker % usable],) for worker in range(workers))
@@ -100,12 +103,9 @@ def plan_binding(
 
 
 def blas_threads(workers: int, usable: int, cores_per_worker: int | None = None) -> int:
-    """Return how many threads the linear algebra of each worker may start.
+    """Return how many BLAS threads each worker may start.
 
-    Args:
-        workers: Workers on this host.
-        usable: How many cores they may use together.
-        cores_per_worker: Cores of each worker where the user has said so.
+    `usable` is the number of cores that the workers may use together.
 
     Example:
         >>> blas_threads(4, 8), blas_threads(4, 2), blas_threads(1, 8, 3)
@@ -115,7 +115,7 @@ def blas_threads(workers: int, usable: int, cores_per_worker: int | None = None)
 
 
 def blas_environment(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the thread variables to set for a worker: those that its environment does not have yet.
+    """Return the thread variables to set for a worker, without those that it already has.
 
     Example:
         >>> sorted(blas_environment(2, {"OMP_NUM_THREADS": "8", "MKL_NUM_THREADS": "8"}))

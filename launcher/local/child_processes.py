@@ -1,4 +1,4 @@
-"""What the system is told of the launcher's children: they end with it, and it can take in those of a child that ends."""
+"""Prepares child processes of the launcher: they end with it, and it can adopt their orphans."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], None]:
-    """Return what a new child does before its program: it ends with its parent, and uses certain cores.
+    """Return a function for a new child to call before its program.
 
-    Args:
-        parent: The process that starts it.
-        cores: Those it may use, or None for all.
+    The child then ends with `parent`, and uses only `cores`; None for all.
     """
 
     def prepare() -> None:
@@ -30,5 +28,5 @@ def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], No
 
 
 def adopt_orphans(*, is_on: bool) -> None:
-    """Become, or no longer be, the parent of descendants whose own parent ends."""
+    """Become the parent of descendants whose own parent ends, or stop being it."""
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)

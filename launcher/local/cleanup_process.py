@@ -1,9 +1,9 @@
 """A tiny process that outlives a killed launcher just long enough to clean up after it.
 
-It is run by path, without site-packages, and blocks on its standard input, the read end of a pipe whose write end only
-the launcher has. Lines: "+pid start" a worker began, "-pid" it ended and its session is empty, "." the job is over.
-The end of the input without "." means that the launcher was killed: the guardian kills the workers' sessions and
-removes the private directory.
+The launcher starts it by path, without site-packages. It blocks on standard input, a pipe whose
+write end only the launcher has. Lines: "+pid start" a worker began, "-pid" it ended and its session
+is empty, "." the job is over. If the input ends without ".", the launcher was killed. Then this
+process kills the workers' sessions and removes the private directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from process_sessions import kill_sessions  # type: ignore[import-not-found,unus
 
 
 def main() -> None:
-    """Wait for the end of the launcher; see the module's text."""
+    """Wait for the end of the launcher, and clean up if it was killed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     directory = sys.argv[1]
@@ -33,9 +33,11 @@ def main() -> None:
             elif line.startswith("."):
                 os._exit(
                     0
-                )  # the launcher waits, and there is nothing here that an interpreter's own end would tidy up
+                    # the launcher waits, and there is nothing here that an
+                    # interpreter's own end would tidy up
+                )
     kill_sessions(sessions)
-    import shutil  # most of what it would cost to start, and most launchers end in order
+    import shutil  # a slow import, and most launchers end cleanly
 
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,8 +1,9 @@
-"""The launcher's side of `syncvar.bootstrap.prefork.fork_server`: one process is started, and workers are forked from it.
+"""The launcher's side of the fork server, `syncvar.bootstrap.prefork.fork_server`.
 
-An interpreter takes as long to begin as the launcher to read its options. So the server may be started ahead, before
-anything is known, and is told what it is for when that is known; where it was not needed it has imported nothing yet.
-What starts it must not wait for an import: what is needed later is imported later.
+An interpreter takes as long to start as the launcher to read its options. So the launcher may start
+the server first and send the order when it knows the options. A server without an order has
+imported nothing. The code that starts it must not wait for imports; later code imports what it
+needs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _NOT_AHEAD = (
     "--env-clear",
     "--cwd",
 )
-"""Beginnings of words with which nothing is forked here, or not from a process that has this one's variables and folder."""
+"""Prefixes of options that rule out a server with our variables and our folder."""
 
 _AT_START = (
     "PYTHON",
@@ -63,15 +64,15 @@ _AT_START = (
     "LSAN_",
     "UBSAN_",
 )
-"""Beginnings of variables that an interpreter and its libraries read when they begin, and not again."""
+"""Prefixes of variables that an interpreter and its libraries read only when they start."""
 
 
 class ServerEnded(Exception):
     """The server has ended, or does not answer, before all workers were forked.
 
     Args:
-        status: Its exit code, or minus the signal that ended it; 69 where it does not answer.
-        sentence: What happened; by default that it has ended.
+        status: The exit code, or minus the signal; 69 without an answer.
+        sentence: The text; by default that it has ended.
     """
 
     def __init__(self, status: int, sentence: str = "") -> None:
@@ -81,12 +82,13 @@ class ServerEnded(Exception):
 
 
 class ForkUnsupported(NamedTuple):
-    """Why workers are better not forked from a server.
+    """The reason not to fork workers from a server.
 
     Args:
         why: A sentence.
-        is_certain: They cannot be; else they might lack something that fresh processes have.
-        status: With what it has ended, as for `ServerEnded`; None where it has not.
+        is_certain: Whether forking cannot work; else workers might lack something that fresh
+            processes have.
+        status: The status of an ended server, as in `ServerEnded`; None while it runs.
     """
 
     why: str
@@ -95,10 +97,9 @@ class ForkUnsupported(NamedTuple):
 
 
 class ForkedWorker:
-    """A process that was forked for us, and is our child since `ForkServer.close`; as much of a Popen as is needed.
+    """A forked process, our child after `ForkServer.close`, with some methods of Popen.
 
-    Args:
-        pid: Its number.
+    `pid` is its number.
     """
 
     def __init__(self, pid: int) -> None:
@@ -106,11 +107,11 @@ class ForkedWorker:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code, or minus the signal, or None while it runs."""
+        """Return the exit code, or minus the signal, or None while it runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Wait until it has ended; return as `poll` does."""
+        """Wait for the end; return the same as `poll`."""
         return self._wait(0)
 
     def _wait(self, how: int) -> int | None:
@@ -122,20 +123,19 @@ class ForkedWorker:
 
 
 class ForkServer:
-    """A process that imports what workers need while the launcher goes on; started at once, and ordered to when `order` is called.
+    """A process that imports NumPy and syncvar, and from which workers are forked.
+
+    It starts at once, and imports when `order` is called.
 
     Args:
-        argv: Its command line, of which only the beginning counts: what the workers run is told by `order`.
-        environ: Its environment.
-        cwd: Where it starts, and with it the workers.
+        argv: The command line, of which only the first words count.
+        environ: The environment.
+        cwd: The folder of the server and of the workers.
         pass_fds: Descriptors that all workers inherit.
 
     Attributes:
-        limit_s: Longest wait for one answer, in seconds.
-        waits: A function that the server object calls every 0.1 s while it waits; it may raise.
-
-    Raises:
-        OSError: It cannot be started.
+        limit_s: The longest wait for one answer, in seconds.
+        waits: A function that it calls every 0.1 s while it waits; it may raise.
     """
 
     def __init__(
@@ -169,18 +169,21 @@ class ForkServer:
         self._end.settimeout(_LOOK_S)
 
     def suits(self, environ: Mapping[str, str], cwd: Path) -> bool:
-        """Return whether it can become what would be started with these: `order` brings variables, but not those that were read already."""
+        """Return whether this server can serve workers with such an environment and folder.
+
+        `order` can change variables, except those that the interpreter has already read.
+        """
         is_whole = self._environ.keys() <= environ.keys() and not any(
             name.startswith(_AT_START) for name in self._beyond(environ)
         )
         return is_whole and self._cwd == str(cwd)
 
     def order(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Tell it to import what workers need, as they would.
+        """Let the server import what workers need.
 
         Args:
-            arguments: What the workers run, as `syncvar.bootstrap.worker_main` takes it.
-            environ: What all workers have in their environment.
+            arguments: The arguments of `syncvar.bootstrap.worker_main`.
+            environ: The environment of all workers.
         """
         order = _packed({"arguments": list(arguments), "environ": self._beyond(environ)})
         self._environ = environ
@@ -192,7 +195,7 @@ class ForkServer:
                 self._answered(self._end.send, told[start : start + _PART])
 
     def _beyond(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that it has not, or has with another value."""
+        """Return the variables that the server lacks, or has with another value."""
         return {name: value for name, value in environ.items() if self._environ.get(name) != value}
 
     def __enter__(self) -> Self:
@@ -206,7 +209,7 @@ class ForkServer:
         return self._end.fileno()
 
     def refusal(self) -> ForkUnsupported | None:
-        """Return, after its descriptor could be read, why workers are better not forked; None where nothing speaks against it."""
+        """Return the reason not to fork, or None; call it when the descriptor is readable."""
         data = b""
         with contextlib.suppress(ConnectionResetError):  # it has not even read its order
             data = self._answered(self._end.recv, _ANSWER_MAX)
@@ -229,9 +232,9 @@ class ForkServer:
 
         Args:
             environ: Its whole environment.
-            cores: The cores it may use, or None for all.
-            descriptors: By name what it gets: "stdin", "stdout" and "stderr", and others by the variable that is to
-                tell their number.
+            cores: The cores that it may use, or None for all.
+            descriptors: Its "stdin", "stdout" and "stderr", and others by the variable that gets
+                their number.
         """
         self._has_forked = True
         adopt_orphans(is_on=True)
@@ -256,11 +259,14 @@ class ForkServer:
         return ForkedWorker(answer["pid"])
 
     def describe(self) -> str:
-        """Return the server and the state of its process in words."""
-        return f"{_SERVER} (process {self._process.pid}, state {process_state(self._process.pid) or 'gone'})"
+        """Return the server and the state of its process, for messages."""
+        return (
+            f"{_SERVER} (process {self._process.pid}, state "
+            f"{process_state(self._process.pid) or 'gone'})"
+        )
 
     def release(self) -> None:
-        """Let the forked workers begin after `close`, which otherwise ends them."""
+        """Let the forked workers begin after `close`; without it `close` ends them."""
         if not self._has_forked:
             return
         data = b""
@@ -271,14 +277,14 @@ class ForkServer:
             raise ServerEnded(self._process.wait())
 
     def close(self) -> None:
-        """End the server: its workers, each of which leads its session, become our children. Idempotent."""
+        """End the server; its workers become our children. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._end.close()
         adopt_orphans(is_on=False)
 
     def _answered(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a call on the socket returns, as soon as the server takes part."""
+        """Return the result of a call on the socket, as soon as the server takes part."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -295,7 +301,7 @@ class ForkServer:
 
 
 def started_ahead(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkServer | None:
-    """Start a server before the options have been read; None where they look as if none were needed, or another one.
+    """Start a server before the launcher has read its options; None if they seem to need none.
 
     Args:
         arguments: The command line of the launcher, which the server shows as its own.

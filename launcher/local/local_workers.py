@@ -1,7 +1,8 @@
-"""The workers of one host: started, listened to, watched, ended.
+"""The worker processes of one host: starts, polls, signals and ends them.
 
-Each worker leads its own session. Its output comes through two pipes, its own word about its end through a third, its
-exit through a pidfd. The agent never blocks: its owner polls the descriptors and calls `readable`.
+Each worker leads its own session. Its output comes through two pipes, its status messages through a
+third, its exit through a pidfd. Nothing here blocks: the owner polls the descriptors and calls
+`readable`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _tgkill = getattr(libc, "tgkill", None)  # not in every libc
 
 
 class WorkerOutput(NamedTuple):
-    """A worker wrote something; empty bytes mean that the stream has ended."""
+    """A worker wrote output; empty bytes mean that the stream has ended."""
 
     rank: int
     stream: Literal["out", "err"]
@@ -51,14 +52,14 @@ class WorkerOutput(NamedTuple):
 
 
 class WorkerStatus(NamedTuple):
-    """A worker's bootstrap said something about its end."""
+    """A worker's bootstrap sent a status message."""
 
     rank: int
     record: dict[str, str | int]
 
 
 class WorkerExited(NamedTuple):
-    """A worker's process ended, with its exit code or minus the signal, and what is known beyond that."""
+    """A worker's process ended: exit code or minus the signal, and what else is known."""
 
     rank: int
     status: int
@@ -66,14 +67,14 @@ class WorkerExited(NamedTuple):
 
 
 class WorkerStarted(NamedTuple):
-    """A worker's process has been started on its host."""
+    """A worker's process has started on its host."""
 
     rank: int
     pid: int
 
 
 class WorkerUnreachable(NamedTuple):
-    """A worker is out of reach for good, with its whole host, or cannot be started there; with the exit code that this stands for."""
+    """A worker's host is lost, or the worker cannot start; `code` stands for its exit code."""
 
     rank: int
     reason: str
@@ -81,7 +82,7 @@ class WorkerUnreachable(NamedTuple):
 
 
 class Spared(NamedTuple):
-    """Workers got no signal, because they do not expect it and it would have ended them."""
+    """Workers that got no signal, because they do not expect it and it would have ended them."""
 
     number: int
     ranks: list[int]
@@ -114,12 +115,12 @@ class WorkerProcess:
 
 
 class LocalWorkers:
-    """The workers of this host.
+    """The worker processes of this host.
 
     Args:
-        directory: The job's private directory.
-        lock: Descriptor of its lock, which the guardian holds too.
-        server: What workers are forked from; None where each is a fresh process.
+        directory: The private directory of the job.
+        lock: The descriptor of its lock, which the cleanup process holds, too.
+        server: The fork server; None for fresh processes.
     """
 
     def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
@@ -130,7 +131,8 @@ class LocalWorkers:
         self._owner: dict[int, tuple[WorkerProcess, _Role]] = {}
         read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
         try:
-            # Run by path and isolated (-I -S): it must start in milliseconds, whatever site-packages hold.
+            # Run by path and isolated (-I -S): it must start in milliseconds,
+            # whatever site-packages hold.
             self._guardian = subprocess.Popen(
                 [
                     sys.executable,
@@ -164,23 +166,27 @@ class LocalWorkers:
         named: Mapping[str, int] | None = None,
         is_fresh: bool = False,
     ) -> None:
-        """Start a worker. Call it from the thread that lives as long as the agent: its death ends the worker.
+        """Start a worker.
 
-        One that is forked begins when its server is released and closed. The server has command
-        line, folder and `pass_fds` already.
+        Call it from a thread that lives as long as the launcher: its death ends the worker.
+
+        A forked worker begins after its server's `release` and `close`. The server already has
+        command line, folder and `pass_fds`.
 
         Args:
-            rank: Its rank.
-            argv: Its command line.
-            environ: Its whole environment; the descriptor of its status pipe is added.
-            cwd: Where it starts.
-            cores: The cores it may use, or None for all.
-            stdin: Descriptor of its standard input.
-            outputs: Descriptors of its standard output and error (of a rank that is debugged); None for pipes to here.
-            source: Where what it writes to `outputs` is read, which is the agent's then; -1 for nowhere.
-            pass_fds: Descriptors it inherits.
-            named: More of them, by the variable that tells the number.
-            is_fresh: It is not forked, though others are.
+            rank: The rank, or the number of the server's process.
+            argv: The command line.
+            environ: The whole environment; this adds the descriptor of the status pipe.
+            cwd: The folder in which it starts.
+            cores: The cores that it may use, or None for all.
+            stdin: The descriptor of its standard input.
+            outputs: The descriptors of its standard output and error (of a debugged rank); None for
+                pipes to here.
+            source: The descriptor that reads what it writes to `outputs`; -1 for none. This takes
+                ownership.
+            pass_fds: Descriptors that it inherits.
+            named: More of them, by the variable that gets the number.
+            is_fresh: Whether it is a fresh process, even beside forked ones.
         """
         word, word_end = os.pipe2(os.O_CLOEXEC)
         ends = [word_end]
@@ -229,14 +235,14 @@ class LocalWorkers:
                 self._owner[descriptor] = (worker, role)
 
     def start_fresh(self) -> None:
-        """From now on start each worker as a fresh process."""
+        """Start each further worker as a fresh process."""
         self._server = None
 
     def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
         """Return the descriptors to poll for reading.
 
-        Args:
-            takes: Says whether more of what a rank writes to a stream can be used now; else it waits in its pipe.
+        `takes` returns whether the launcher can use more output of a rank; else it stays in its
+        pipe.
         """
         return [
             descriptor
@@ -263,7 +269,7 @@ class LocalWorkers:
                 yield from self._read(worker, descriptor, role)
 
     def look(self) -> None:
-        """Note in which control groups the workers are, to know why they end."""
+        """Note the control groups of the workers, to know why they end."""
         running = {
             rank: worker.process.pid
             for rank, worker in self.workers.items()
@@ -276,19 +282,20 @@ class LocalWorkers:
         return []
 
     def state(self, rank: int) -> str:
-        """Return the state letter of a worker's process, or an empty text when it has ended."""
+        """Return the state letter of a worker's process; empty after its end."""
         worker = self.workers[rank]
         return process_state(worker.process.pid) if worker.status is None else ""
 
     def busy_s(self, rank: int) -> float:
-        """Return for how long a worker's process has used a core, in seconds."""
+        """Return the processor time of a worker's process, in seconds."""
         return busy_ticks(self.workers[rank].process.pid) / os.sysconf("SC_CLK_TCK")
 
     def send(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to workers, and wake those that are stopped if it ends them.
+        """Send a signal to workers; SIGTERM also wakes those that are stopped.
 
-        SIGTERM also goes to the other processes of a worker's process group, as from `mpirun`: a worker may wait for its
-        children at its end. A worker that takes SIGTERM as a notice still needs its children, and ends them itself.
+        SIGTERM also goes to the rest of a worker's process group, as with `mpirun`: at its end a
+        worker may wait for its children. A worker that takes SIGTERM as a notice still needs its
+        children, and ends them itself.
         """
         found = [self.workers.get(rank) for rank in ranks]
         chosen = [worker for worker in found if worker is not None and worker.status is None]
@@ -310,12 +317,9 @@ class LocalWorkers:
                             os.kill(pid, signal.SIGTERM)
 
     def send_groups(self, number: int) -> list[int]:
-        """Send a signal to the ranks, and to what they have started in their process groups.
+        """Send a signal to the ranks and their process groups; return the ranks that got none.
 
-        A process that the signal would end gets none, because nothing there expects it.
-
-        Returns:
-            The ranks in whose group no process expects the signal.
+        A process that the signal would end gets none.
         """
         ranks = {
             worker.process.pid: worker.rank
@@ -350,7 +354,7 @@ class LocalWorkers:
                     os.kill(worker.process.pid, signal.SIGKILL)
 
     def close(self) -> Iterator[Event]:
-        """Kill what is left, read what was written, and let the guardian go."""
+        """Kill what still runs, yield what it wrote, and end the cleanup process."""
         alive = [rank for rank, worker in self.workers.items() if worker.status is None]
         self.kill(alive)
         for rank in alive:

@@ -1,8 +1,8 @@
-"""Whether the system killed a worker because memory ran out: the counters of its control group.
+"""Detects that the system killed a worker because memory ran out, by its control group.
 
-Such a kill is a plain SIGKILL to whoever looks at the process. The group that it belonged to counts it before the
-signal is sent: "oom_kill" in `memory.events`, or in `memory.oom_control` where groups are those of version 1. So a
-worker that SIGKILL ended, and whose group has counted a kill a moment before, ran out of memory.
+Such a kill looks like any SIGKILL. Before it, the kernel counts it in the worker's group:
+"oom_kill" in `memory.events`, or in `memory.oom_control` for version 1. So a worker ran out of
+memory if SIGKILL ended it just after its group counted a kill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = "out of memory (kernel)"
 _COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
-_RECENT_S = 10.0  # between the count and the end of a large process, whose memory the system takes back first
+# between the count and the end of a large process, whose memory the system takes back first
+_RECENT_S = 10.0
 _SIGKILL = 9
 
 
@@ -25,8 +26,8 @@ class OutOfMemory:
     """The kills that the groups of the workers have counted.
 
     Args:
-        now: Seconds of a monotonic clock.
-        root: Where the control groups are mounted.
+        now: The time in seconds of a monotonic clock.
+        root: The mount point of the control groups.
     """
 
     def __init__(self, now: float, root: str = CONTROL_GROUPS) -> None:
@@ -40,21 +41,16 @@ class OutOfMemory:
         )  # workers begin in the launcher's own group
 
     def look(self, pids: Mapping[int, int], now: float) -> None:
-        """Note in which group each worker is, and what the groups have counted.
-
-        Args:
-            pids: Rank -> process.
-            now: Seconds.
-        """
+        """Note the group of each worker (rank -> process), and the counters of the groups."""
         for rank, pid in pids.items():
             self.belongs(rank, read_file(f"/proc/{pid}/cgroup"))
         for file in {*self._of_rank.values()}:
             self._count(file, now)
 
     def belongs(self, rank: int, membership: bytes) -> None:
-        """Note what a worker's process says of its groups; nothing where it has ended.
+        """Note the groups of a worker's process, unless it has ended.
 
-        While it ends, version 1 says that it is in the root, so a group above the one that is known is not believed.
+        During its end, version 1 reports the root, so a group above the known one does not count.
         """
         if membership:
             file, known = self._file(membership), self._of_rank.get(rank, "")
@@ -62,12 +58,9 @@ class OutOfMemory:
                 self._of_rank[rank] = file
 
     def ended(self, rank: int, status: int, now: float) -> str:
-        """Return "out of memory (kernel)" for a worker that was killed for that, else an empty text.
+        """Return "out of memory (kernel)" for a worker killed for that, else an empty text.
 
-        Args:
-            rank: Which one.
-            status: Exit code, or minus the signal.
-            now: Seconds.
+        `status` is the exit code, or minus the signal.
         """
         file = self._of_rank.pop(rank, "") or self._file(read_file("/proc/self/cgroup"))
         if status != -_SIGKILL:
@@ -78,7 +71,7 @@ class OutOfMemory:
         return OUT_OF_MEMORY if kills else ""
 
     def _file(self, membership: bytes) -> str:
-        """Return the counter's file of the innermost group that has one; empty where none has."""
+        """Return the counter's file of the innermost group that has one, or an empty text."""
         if membership not in self._files:
             groups = control_groups("memory", membership.decode(errors="replace"), self._root)
             files = [f"{folder}/{_COUNTERS[version]}" for version, folder in groups]

@@ -1,4 +1,7 @@
-"""Processes by session, read from /proc. Shared by the agent and the guardian; imports next to nothing."""
+"""Processes by session, from /proc.
+
+The launcher and the cleanup process use it; it imports little.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ def _fields(pid: int) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of a process ("R", "S", "D", "T", …), or an empty text when it is gone."""
+    """Return the state letter of a process ("R", "S", "D", "T", …); empty after its end."""
     fields = _fields(pid)
     return fields[0] if fields else ""
 
 
 def busy_ticks(pid: int) -> int:
-    """Return for how many clock ticks a process has used a core, all its threads together; -1 when it is gone."""
+    """Return the processor time of all threads of a process in clock ticks; -1 after its end."""
     fields = _fields(pid)
     return int(fields[11]) + int(fields[12]) if fields else -1
 
 
 def start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot, or -1 when it is gone."""
+    """Return the start of a process in clock ticks since boot; -1 after its end."""
     fields = _fields(pid)
     return int(fields[19]) if fields else -1
 
@@ -45,9 +48,8 @@ def start_time(pid: int) -> int:
 def members(sessions: dict[int, int]) -> list[int]:
     """Return the processes of sessions.
 
-    Args:
-        sessions: Leader's process id -> its start time. A process is counted only when it did not start before its
-            leader, so that a number which the system has used again is not taken for the old one.
+    `sessions` maps the leader's process id to its start time. A process that started before its
+    leader does not count: the system has reused the number.
     """
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208
@@ -61,7 +63,7 @@ def members(sessions: dict[int, int]) -> list[int]:
 
 
 def _may_be_of(sessions: dict[int, int], pid: int) -> bool:
-    """Return whether a process is worth a look: to ask for its session takes a twentieth of the time of reading its state."""
+    """Return whether a process may be in a session; much faster than reading its state."""
     try:
         return os.getsid(pid) in sessions
     except ProcessLookupError:
@@ -71,7 +73,7 @@ def _may_be_of(sessions: dict[int, int], pid: int) -> bool:
 
 
 def groups(leaders: list[int]) -> dict[int, list[int]]:
-    """Return by leader the processes of the process groups that they lead, themselves included."""
+    """Return by leader the processes of the process groups that they lead, the leaders included."""
     found: dict[int, list[int]] = {leader: [] for leader in leaders}
     for name in os.listdir("/proc") if found else ():  # noqa: PTH208
         if name.isdigit():
@@ -83,7 +85,7 @@ def groups(leaders: list[int]) -> dict[int, list[int]]:
 
 
 def expects(pid: int, number: int) -> bool:
-    """Return whether a process handles, ignores or blocks a signal: then it does not end the process."""
+    """Return whether a process handles, ignores or blocks a signal, so that it survives it."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
@@ -95,11 +97,10 @@ def expects(pid: int, number: int) -> bool:
 
 
 def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:
-    """Send a signal once to every process of these sessions, until there is no new one; return them.
+    """Send a signal once to every process of these sessions, new ones included; return them.
 
-    Args:
-        sessions: As `members` takes them.
-        number: The signal. Processes that are stopped get no SIGSTOP: who stopped them may want them to stay so.
+    Stopped processes get no SIGSTOP: another program may have stopped them, and may want them to
+    stay so.
     """
     reached: set[int] = set()
     for _ in range(20):
@@ -118,9 +119,5 @@ def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:
 
 
 def kill_sessions(sessions: dict[int, int]) -> int:
-    """Send SIGKILL to every process of these sessions, until none is left.
-
-    Returns:
-        How many processes were killed.
-    """
+    """Send SIGKILL to every process of these sessions until none is left; return how many."""
     return len(signal_sessions(sessions, _KILL))

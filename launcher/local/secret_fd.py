@@ -1,7 +1,7 @@
-"""How workers get the job's secret: as an open file that has no name, never on a command line or in a variable.
+"""Passes the job's secret to workers: in an open file without a name.
 
-Programs of `--no-python` get it as a file in the private folder of the job: a wrapper may close the descriptors that it
-inherits before it starts the program.
+It never stands on a command line or in a variable. Programs of `--no-python` get it as a file in
+the private folder of the job, because a wrapper may close inherited descriptors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ _FILE_NAME = "key"
 
 
 def secret_descriptor(secret: bytes, directory: Path) -> int:
-    """Return a descriptor of the job's secret: nobody else can open what it refers to.
+    """Return a descriptor of the secret, which no other user can open.
 
-    Args:
-        secret: What the workers are to read.
-        directory: A private folder, for a kernel that knows no file without a folder.
+    Kernels without memfd use a file in the private folder `directory`, and unlink it.
     """
     try:
         descriptor = os.memfd_create("syncvar-key", os.MFD_CLOEXEC)
@@ -37,11 +35,9 @@ def secret_descriptor(secret: bytes, directory: Path) -> int:
 
 
 def write_secret(secret: bytes, directory: Path) -> str:
-    """Write the job's secret to a file that only this user can read, unless it is there already; return its path.
+    """Write the secret to a file that only this user can read, once; return its path.
 
-    Args:
-        secret: What the programs are to read.
-        directory: The private folder of the job on this host, which is removed with the job.
+    `directory` is the private folder of the job on this host.
     """
     path = directory / _FILE_NAME
     if not path.exists():

@@ -1,4 +1,4 @@
-"""How the ranks of each host exchange data, and why: through memory that they share, else through unix sockets."""
+"""The shared memory of the ranks of each host; without it they use unix sockets."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def sharing_of(
     generation: int = 0,
     hands_over: bool = True,
 ) -> Sharing:
-    """Return the memory of the hosts as which this machine poses, by what was asked for.
+    """Return the shared memory of this machine, or of the hosts as which it poses.
 
     Args:
-        options: What was asked for.
-        job_id: The job's identity.
-        core_count: How many cores its ranks may use together.
+        options: The options.
+        job_id: The identity of the job.
+        core_count: The number of cores that its ranks may use together.
         directories: The private folder of each host.
-        generation: The first generation of the ranks that will ask.
-        hands_over: Workers will ask for it.
+        generation: The first generation of the ranks that will ask for memory.
+        hands_over: Whether workers will ask for it.
     """
     sizes = divided(options.ranks.workers, options.ranks.fake_hosts)
     return Sharing(
@@ -58,12 +58,12 @@ def sharing_of(
 
 
 def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> str:
-    """Return why the ranks of a host share no memory, or an empty text where they are to have some.
+    """Return why the ranks of a host share no memory; empty if they do.
 
     Args:
-        options: What was asked for.
-        machine: The host's kind of processor, as `os.uname` names it.
-        size: How many ranks the host has.
+        options: The options.
+        machine: The processor type of the host, as `os.uname` names it.
+        size: The number of ranks of the host.
     """
     if options.runtime.transport == "zmq":
         said = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}
@@ -79,20 +79,23 @@ def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> s
 
 
 class Sharing:
-    """The memory that the ranks of each host share: made when they ask, handed over, and marked when a rank is lost.
+    """The shared memory of each host: makes it on request and hands it over.
+
+    After a failure it wakes the ranks that wait in it.
 
     Args:
-        job_id: The job's identity.
+        job_id: The identity of the job.
         shm_bytes: The virtual size of each host's memory.
         sizes: The ranks of each host here.
-        cores: How many cores those of each host may use together.
+        cores: The number of cores that the ranks of each host may use together.
         directories: The private folder of each host.
-        why_not: Why there is to be none, in words; empty where there is.
-        generation: The first generation of the ranks that will ask.
-        hands_over: Workers will ask for it; not so where nobody looks (`transport`), or only wants to know (`--dry-run`).
-        between_hosts: What goes between the hosts as which this machine poses, in words.
-        servers: How many servers each host here has, which share another memory with its ranks.
-        first_host: Index in the job of the first host here.
+        why_not: Why there is no shared memory; empty if there is.
+        generation: The first generation of the ranks that will ask for it.
+        hands_over: Whether workers will ask for it; not with sockets (`transport`) or for
+            `--dry-run`.
+        between_hosts: The transport between fake hosts, as text.
+        servers: The servers of each host here, which share another memory with its ranks.
+        first_host: The index in the job of the first host here.
     """
 
     def __init__(
@@ -131,7 +134,10 @@ class Sharing:
                         )
             except OSError as error:
                 self.close()
-                self._why_not = f"unix sockets; no shared memory because it cannot be handed over ({error.strerror})"
+                self._why_not = (
+                    "unix sockets; no shared memory because it cannot be handed over "
+                    f"({error.strerror})"
+                )
                 self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
 
         if hands_over and any(servers) and not why_not_here(os.uname().machine):
@@ -145,7 +151,10 @@ class Sharing:
                         )
 
     def describe(self) -> tuple[str, str]:
-        """Return what serves, in two words and as a whole line that says why. Makes shared memory, to know."""
+        """Return the transport in two words, and in a line with the reason.
+
+        This makes shared memory, because only that shows whether it works.
+        """
         hosts = len(self._sizes)
         between = (
             f"; {self._between_hosts} on loopback between {hosts} fake hosts" if hosts > 1 else ""
@@ -165,12 +174,15 @@ class Sharing:
         if not self._handings:
             shm.close()
         size = bytes_in_words(self._shm_bytes)
-        line = f"transport shared memory: shared memory ({shm.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off{between}"
+        line = (
+            f"transport shared memory: shared memory ({shm.how}), {size} virtual; "
+            f"SYNCVAR_TRANSPORT=zmq turns it off{between}"
+        )
         return f"shared memory ({shm.how}){between}", line
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks share one memory, so that nothing between them goes over a connection."""
+        """Whether all ranks share one memory, so that no connection carries their data."""
         return not self._why_not and len(self._sizes) == 1
 
     def descriptors(self) -> list[int]:
@@ -182,7 +194,7 @@ class Sharing:
         ]
 
     def readable(self, descriptor: int) -> None:
-        """Handle a descriptor that poll reported; others are not looked at."""
+        """Handle a descriptor that poll reported; ignore others."""
         for handing in (*self._handings.values(), *self._of_servers):
             handing.readable(descriptor)
 
@@ -194,19 +206,19 @@ class Sharing:
         return said
 
     def abort(self, generation: int | None = None) -> None:
-        """Let every rank that waits in shared memory look up: of one generation, or of all there are and will be."""
+        """Wake every rank that waits in shared memory, of one generation or of all."""
         for handing in self._handings.values():
             handing.abort(generation)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
         for handing in (*self._handings.values(), *self._of_servers):
             handing.close()
         self._handings.clear()
         self._of_servers.clear()
 
     def make(self, host: int, generation: int) -> tuple[CreatedSegment | None, str]:
-        """Make shared memory of a host for a generation: (shared memory, "") or (None, the reason why there is none)."""
+        """Make shared memory of a host for a generation: (memory, "") or (None, the reason)."""
         if self._why_not:
             return None, self._why_not
         return self._create(host, self._sizes[host], generation)

@@ -1,8 +1,9 @@
-"""The Python stacks of the ranks of one start: asked for by a signal, read from the files in which they answer.
+"""The Python stacks of ranks: a signal requests them, and ranks write them to files.
 
-Asking takes no time, and a rank that cannot run Python answers too, by its fault handler; see `syncvar.core.stack_dump`. A signal is
-sent only to a process that has said in its file that it listens, that handles the signal, and that still has the file open:
-to any other it would mean something else, or its end.
+A request takes no time. A rank that cannot run Python answers through its fault handler; see
+`syncvar.core.stack_dump`. The signal goes only to a process that has announced in its file that it
+listens, that handles the signal, and that still has the file open. For any other process the signal
+would mean something else, or its end.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class StackRequest:
     """A request to one rank.
 
     Args:
-        rank: Which one.
-        start: Where its answer begins in its file; -1 where it was not asked.
-        instead: Why it was not asked, in words; empty where it was.
-        all_threads: All its threads are to be told, not the main thread alone.
-        at: When it was asked, monotonic seconds.
-        ticks: Processor time of its main thread by then.
-        insisted: Its fault handler has been asked as well.
+        rank: The rank.
+        start: The offset of its answer in its file; -1 if no signal was sent.
+        instead: Why no signal was sent, as text; else empty.
+        all_threads: Whether the answer has all threads, not only the main thread.
+        at: The time of the request, in monotonic seconds.
+        ticks: The processor time of its main thread by then.
+        insisted: Whether its fault handler got a signal, too.
     """
 
     rank: int
@@ -63,16 +64,16 @@ class StackRequest:
 
 
 class StackCollector:
-    """What asks ranks where they stand.
+    """Requests and reads the stacks of ranks.
 
     Args:
-        agent: The workers.
-        directory: Says in which private folder a rank answers.
-        folder: Where the ranks were started; paths are told relative to it.
-        is_command: The workers are programs that need not be Python.
+        agent: The worker processes.
+        directory: Returns the private folder in which a rank answers.
+        folder: The folder in which the ranks started; paths are relative to it.
+        is_command: Whether the workers are programs that need not be Python.
 
     Attributes:
-        places: Where each rank that has told it stood when it was noted, in one line.
+        places: Where each rank that answered stood when `note` asked it, in one line.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class StackCollector:
     # -- at the end of a job -----------------------------------------------------------------------
 
     def note(self, ranks: Iterable[int]) -> None:
-        """Ask ranks for what is said of them at the end; who has been asked before stood there when it mattered."""
+        """Request the stacks for the report; a rank keeps its first answer."""
         for rank in ranks:
             if rank not in self._noted:
                 self._noted[rank] = self.ask(rank)
 
     def await_noted(self, limit_s: float) -> None:
-        """Wait until all answers are there: whoever is ended now answers no more."""
+        """Wait for these stacks: a process that has ended answers no more."""
         until = time.monotonic() + limit_s
         while (
             any(self.answer(asked) is None for asked in self._noted.values())
@@ -109,7 +110,7 @@ class StackCollector:
                 self.places[rank] = self.line(asked)
 
     def place_now(self, rank: int) -> str:
-        """Ask a rank where it stands, and wait a moment for the answer; empty where there is none."""
+        """Return where a rank stands, after a moment; empty without an answer."""
         asked, until = self.ask(rank), time.monotonic() + _MOMENT_S
         while self.answer(asked) is None and time.monotonic() < until:
             time.sleep(_PAUSE_S)
@@ -118,7 +119,7 @@ class StackCollector:
     # -- at any time -------------------------------------------------------------------------------
 
     def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
-        """Ask a rank; its answer comes a little later."""
+        """Request the stack of a rank."""
         worker = self._agent.workers.get(rank)
         if worker is None or worker.status is not None:
             return StackRequest(rank, -1, NOT_STARTED if worker is None else ENDED)
@@ -139,11 +140,9 @@ class StackCollector:
         return asked
 
     def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
-        """Return what a rank has answered; None where it has not (yet), empty where it was not asked.
+        """Return the answer to a request; None before it arrives, empty without a request.
 
-        Args:
-            asked: Which request.
-            is_last: Nobody will ask for it again, which matters to ranks of other hosts alone (`Agents.answer`).
+        `is_last` matters only for ranks of other hosts (`RemoteWorkers.answer`).
         """
         if asked.start < 0:
             return []
@@ -163,9 +162,9 @@ class StackCollector:
         return threads if threads and (is_whole or worker.status is not None) else None
 
     def _insist(self, asked: StackRequest, pid: int) -> None:
-        """Ask the fault handler of a rank that does not come to answer, once it is sure to be in a call that does not return.
+        """Send a signal to the fault handler of a rank in a call that does not return.
 
-        It sleeps though it has been sent a signal, or it has computed for a while without a step of the program.
+        It sleeps although it has a signal, or it has computed for a while without a step of Python.
         """
         if asked.insisted or time.monotonic() - asked.at < _INSIST_S:
             return
@@ -180,12 +179,12 @@ class StackCollector:
                 self._agent.send([asked.rank, asked.rank], WITHOUT_PYTHON)
 
     def pid(self, rank: int) -> int:
-        """Return the number of a rank's process; -1 where it has none yet."""
+        """Return the number of a rank's process; -1 before it starts."""
         worker = self._agent.workers.get(rank)
         return -1 if worker is None else worker.process.pid
 
     def line(self, asked: StackRequest) -> str:
-        """Return an answer in one line: where the main thread stands, or why that is not known."""
+        """Return an answer in one line: where the main thread stands, or why that is unknown."""
         threads = self.answer(asked)
         return asked.instead if not threads else where(threads[0].frames, self._folder)
 
@@ -198,7 +197,7 @@ class StackCollector:
 
 
 def _main_thread(pid: int) -> tuple[str, int]:
-    """Return the state of a process's main thread, and how many clock ticks it has used a core."""
+    """Return the state of a process's main thread, and its processor time in clock ticks."""
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file,
@@ -222,9 +221,10 @@ def _has(status: dict[str, str], mask: str, number: int) -> bool:
 
 
 def _size_if_held(pid: int, path: str) -> int:
-    """Return the size of a process's file, which begins anew where it has become large; -1 where it is not open any more.
+    """Return the size of a process's file; -1 if the process no longer has it open.
 
-    The file's first line is the number under which the process has it open: it may have closed that, and opened another.
+    A file that has become large is emptied. Its first line is the descriptor under which the
+    process has it open; the process may have closed that and opened another file.
     """
     try:
         with open(path, "rb+") as file:

@@ -1,4 +1,4 @@
-"""How workers begin: forked from one process that has imported NumPy and syncvar, or each a fresh interpreter."""
+"""Decides how workers start: forked from one process with NumPy imported, or fresh."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
 
 
 class StartMethod(NamedTuple):
-    """How the workers of a host begin.
+    """How the workers of a host start.
 
     Args:
-        is_forked: From one process; else each is a fresh one.
-        reason: Why, in one sentence without a subject.
-        may_change: They may begin as fresh ones where the process that they would be forked from finds that better.
+        is_forked: Whether they are forked from one process; else each is a fresh interpreter.
+        reason: The reason, in one sentence without a subject.
+        may_change: Whether the fork server may still decide for fresh processes.
     """
 
     is_forked: bool
@@ -35,26 +35,26 @@ class StartMethod(NamedTuple):
     may_change: bool = False
 
     def command(self, kind: str, target: str, args: Sequence[str]) -> list[str]:
-        """Return the command line of a worker, or of the process that workers are forked from."""
+        """Return the command line of a worker, or of the fork server."""
         return worker_command(kind, target, args, is_forked=self.is_forked)
 
     def __str__(self) -> str:
-        """Return both in words."""
+        """Return method and reason."""
         return f"{'forked' if self.is_forked else 'fresh processes'}: {self.reason}"
 
 
 def plan_beginning(
     method: str, kind: str, target: str, workers: int, cwd: str, environ: Mapping[str, str]
 ) -> StartMethod:
-    """Decide how the workers of a host begin.
+    """Decide how the workers of a host start.
 
     Args:
-        method: One of `START_METHODS`, as it was asked for.
-        kind: What the target is: "script", "module" or "command".
-        target: What is run. A script, or a module in the folder, is looked through for variables that come too late where
-            NumPy is there already.
-        workers: How many there are on this host.
-        cwd: Where they start.
+        method: One of `START_METHODS`.
+        kind: "script", "module" or "command".
+        target: The script, module or command. A script or module in the folder is searched for
+            variables that NumPy reads only at import.
+        workers: The number of workers on this host.
+        cwd: The folder in which they start.
         environ: Their variables.
 
     Example:
@@ -86,7 +86,7 @@ def plan_beginning(
 
 
 def _named_in(kind: str, target: str, cwd: str) -> list[str]:
-    """Return the variables in a script's text that NumPy reads once, sorted; none of a text that is not found."""
+    """Return the variables in a script's text that NumPy reads once, sorted."""
     from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE
 
     path = os.path.join(cwd, target.replace(".", os.sep) if kind == "module" else target)

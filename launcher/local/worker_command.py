@@ -1,4 +1,4 @@
-"""What a worker is started with."""
+"""Command lines of workers and servers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ if TYPE_CHECKING:
 
 
 def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
-    """Return the command line of a worker, or of the process that workers are forked from.
+    """Return the command line of a worker, or of the fork server if `is_forked`.
 
-    Args:
-        kind: What the target is: "script", "module" or "command".
-        target: What is run.
-        args: Its arguments.
-        is_forked: Workers are forked.
+    `kind` is "script", "module" or "command".
 
     Example:
         >>> worker_command("module", "train", ["--lr", "1"], is_forked=False)[2:]
@@ -38,17 +34,15 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
 
 
 def worker_arguments(kind: str, target: str, args: Sequence[str]) -> list[str]:
-    """Return what `syncvar.bootstrap.worker_main` and `syncvar.bootstrap.prefork.fork_server` are given: a script or module, and its arguments."""
+    """Return the arguments of `worker_main` and `fork_server`: the program with its arguments."""
     return ["-m", target, *args] if kind == "module" else [target, *args]
 
 
 def server_command(kind: str, target: str, server: int) -> list[str]:
-    """Return the command line of a server, which names whose update rules it may import and runs nothing of it.
+    """Return the command line of a server.
 
-    Args:
-        kind: What the target of the workers is: "script", "module" or "command".
-        target: What they run.
-        server: Which server.
+    It names the workers' program, from which the server may import update rules; it runs nothing of
+    it.
 
     Example:
         >>> server_command("script", "train.py", 1)[2:]

@@ -287,7 +287,8 @@ def _line(
         )
     if first == "rank" and len(tokens) > 1 and "=" in tokens[1][0]:
         place.fail(
-            "this is a rank file; write a line for each host, with slots=N, in the order of the ranks"
+            "this is a rank file; write a line for each host, with slots=N, in the order of the "
+            "ranks"
         )
     if "=" in first and not first.startswith("["):
         place.fail(
@@ -314,7 +315,8 @@ def _host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int |
     if at:
         if not _USER.fullmatch(user):
             place.fail(
-                f"{user!r} is no name of a user; write user@host, with small letters, digits, - and _"
+                f"{user!r} is no name of a user; write user@host, with small letters, digits, - "
+                "and _"
             )
         place = place.moved(len(user) + 1)
     if rest.startswith("[") and ":" in rest.partition("]")[0]:
@@ -358,7 +360,8 @@ def _names(name: str, place: _TextPosition) -> list[str]:
                 (letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), ends
             )
             place.fail(
-                f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a host's name has "
+                f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a "
+                "host's name has "
                 f"letters, digits, ., - and _, and begins and ends with a letter or digit"
             )
     return found
@@ -401,7 +404,8 @@ def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
         return "user", value
     if not value or value.startswith("-") or not value.isprintable():
         at.fail(
-            f"{key} needs a value that does not begin with -; a value with blanks stands in double quotes"
+            f"{key} needs a value that does not begin with -; a value with blanks stands in "
+            "double quotes"
         )
     if key == "addr":
         literal = value[1:-1] if value.startswith("[") and value.endswith("]") else value
@@ -411,7 +415,8 @@ def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
         except ValueError:
             pass
         at.fail(
-            f"{value!r} is no address for links between hosts; name one of this host's, such as addr=10.0.0.7 or addr=fd00::7"
+            f"{value!r} is no address for links between hosts; name one of this host's, such as "
+            "addr=10.0.0.7 or addr=fd00::7"
         )
     return key, value
 
@@ -455,7 +460,10 @@ def _joined(
         for key in ("user", "port", "addr", "python", "cwd"):
             old, new = getattr(before, key), getattr(host, key)
             if old is not None and new is not None and old != new:
-                what = f"{host.name} is named with {key}={old} in {before.origin} and with {key}={new} here"
+                what = (
+                    f"{host.name} is named with {key}={old} in {before.origin} and with "
+                    f"{key}={new} here"
+                )
                 place.fail(f"{what}; leave one away")
         both = {key: (getattr(before, key), getattr(host, key)) for key in Host._fields}
         merged = {key: new if old is None else old for key, (old, new) in both.items()}

@@ -136,7 +136,8 @@ def check_assignment(text: str) -> None:
     if not equals and text.endswith("*"):
         if not _NAME.fullmatch(text[:-1]):
             raise ConfigError(
-                f"{text!r} is no beginning of names of variables (letters, digits and _, no digit first) with a * after it"
+                f"{text!r} is no beginning of names of variables (letters, digits and _, no digit "
+                "first) with a * after it"
             )
         return
     if not _NAME.fullmatch(name):
@@ -149,7 +150,8 @@ def check_assignment(text: str) -> None:
         raise ConfigError(f"{name} is set by the launcher, for each rank its own")
     if name in _KNOBS:
         raise ConfigError(
-            f"{name} is a setting of the whole job: set it in the environment of syncvar-launch or in [runtime]"
+            f"{name} is a setting of the whole job: set it in the environment of syncvar-launch "
+            "or in [runtime]"
         )
 
 
@@ -178,14 +180,16 @@ def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> 
             }
             if not found:
                 raise ConfigError(
-                    f"--env {item} ({source}): syncvar-launch has no variable to copy whose name begins with {item[:-1]}"
+                    f"--env {item} ({source}): syncvar-launch has no variable to copy whose name "
+                    f"begins with {item[:-1]}"
                 )
             result |= found
         elif name in environ:
             result[name] = environ[name]
         else:
             raise ConfigError(
-                f"--env {name} ({source}): syncvar-launch has no variable {name} to copy; give {name}=value"
+                f"--env {name} ({source}): syncvar-launch has no variable {name} to copy; give "
+                f"{name}=value"
             )
     return result
 

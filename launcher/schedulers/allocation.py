@@ -95,7 +95,8 @@ def _slurm(environ: Mapping[str, str], own_name: str) -> Allocation | None:
         slots, told = [max(1, one // each) for one in cpus or ()], "SLURM_JOB_CPUS_PER_NODE"
     if not slots:
         raise ConfigError(
-            f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {told} is not set: give -H, or --allocation off"
+            f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {told} is not "
+            "set: give -H, or --allocation off"
         )
     hosts = tuple(
         Host(name, count, max(count, cpus[place]) if cpus else None, origin=f"{listed}, {told}")
@@ -125,7 +126,8 @@ def _lsf(environ: Mapping[str, str], own_name: str) -> Allocation | None:
     words = text.split()
     if not words or len(words) % 2:
         raise ConfigError(
-            f"LSB_MCPU_HOSTS={text} cannot be understood: it is to have a host and a number in turns"
+            f"LSB_MCPU_HOSTS={text} cannot be understood: it is to have a host and a number in "
+            "turns"
         )
     hosts = tuple(
         Host(name, _number(count, "LSB_MCPU_HOSTS"), origin="LSB_MCPU_HOSTS")
@@ -150,7 +152,8 @@ def _pbs(
         lines = read(path).split()
     except OSError as error:
         raise ConfigError(
-            f"PBS_NODEFILE={path} cannot be read: {error.strerror}; it is only on the first host of the job: start syncvar-launch in the job's script, "
+            f"PBS_NODEFILE={path} cannot be read: {error.strerror}; it is only on the first host "
+            "of the job: start syncvar-launch in the job's script, "
             f"or give --allocation off"
         ) from None
     if not lines:
@@ -186,7 +189,8 @@ def _spread(environ: Mapping[str, str], name: str, hosts: Sequence[str]) -> list
     found = counts(environ[name], name)
     if len(found) != len(hosts):
         raise ConfigError(
-            f"{name}={environ[name]} has {len(found)} numbers, and the job has {len(hosts)} hosts ({', '.join(hosts)})"
+            f"{name}={environ[name]} has {len(found)} numbers, and the job has {len(hosts)} hosts "
+            f"({', '.join(hosts)})"
         )
     return found
 

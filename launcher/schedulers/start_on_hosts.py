@@ -132,6 +132,7 @@ class Calling:
             if (status := process.poll())
         }
         return "; ".join(
-            f"{name}: {self._program} ended with {status}, and what it wrote is above, or in the output of the job"
+            f"{name}: {self._program} ended with {status}, and what it wrote is above, or in the "
+            "output of the job"
             for name, status in failed.items()
         )

@@ -230,11 +230,9 @@ def told(wanted: str) -> str:
     """
     if wanted == "python":
         return "persistent calls run in Python: call_runner = python asks for it"
-    return (
-        "persistent calls run in C"
-        if not _missing
-        else f"persistent calls run in Python: {_missing}"
-    )
+    if not _missing:
+        return "persistent calls run in C"
+    return f"persistent calls run in Python: {_missing}"
 
 
 def bind(channel: Any, *places: Any) -> bool:
@@ -317,11 +315,9 @@ def message_end(*parts: Any, **objects: Any) -> Any:
 
 def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
     """Return a C dispatch of `send` or `recv`, which calls the function for all other messages."""
-    return (
-        function
-        if _native is None
-        else _native.MessageEntrance(is_sending, function=function, state=state)
-    )
+    if _native is None:
+        return function
+    return _native.MessageEntrance(is_sending, function=function, state=state)
 
 
 def access(

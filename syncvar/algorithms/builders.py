@@ -160,6 +160,16 @@ def build(
 ) -> Schedule:
     """Build the schedule of one rank; raise ConfigError if the algorithm cannot do this.
 
+    Args:
+        collective: A key of `ALGORITHMS`.
+        algorithm: One of `ALGORITHMS[collective]`.
+        rank: The rank in the group.
+        world_size: Ranks of the group.
+        count: Elements of the vector; of each block, if `counts` or `matrix` is None.
+        counts: Elements of each rank's block, for collectives in `OF_BLOCKS`.
+        root: Root of a broadcast, reduce, gather or scatter.
+        matrix: matrix[s][d] elements go from rank s to rank d, for all_to_all.
+
     Example:
         >>> schedule = build("all_reduce", "ring", rank=0, world_size=4, count=10)
         >>> len(schedule.rounds), schedule.work_count, schedule.scratch_count

@@ -83,7 +83,7 @@ def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[Link
     """Return the rounds with each read of unwritten WORK turned to the input buffer."""
     work = int(Buffer.WORK)
     written: list[tuple[int, int]] = []  # ranges, in order, no two of which touch
-    made = []
+    rewritten = []
     for sends, incoming, local in rounds:
         if any(
             chunk.buffer == Buffer.WORK for step in local for chunk in (step.source, step.target)
@@ -103,7 +103,7 @@ def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[Link
                 homes[start, stop] = _INPUT
             else:
                 return None
-        made.append(
+        rewritten.append(
             LinkRound(
                 tuple(
                     (peer, homes[start, stop] if buffer == work else buffer, start, stop)
@@ -121,7 +121,7 @@ def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[Link
         for one in incoming.values():
             if one.buffer == work and one.start < one.stop:
                 written = _joined(written, one.start, one.stop)
-    return tuple(made) if written == [(0, work_count)] else None
+    return tuple(rewritten) if written == [(0, work_count)] else None
 
 
 def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:

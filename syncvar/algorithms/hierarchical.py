@@ -88,18 +88,9 @@ def stages(
 ) -> tuple[StagePart, ...] | None:
     """Return the part of a rank in each stage of a collective over several hosts.
 
-    All ranks have the same number of stages. None if `reproducible` demands a tree that no
-    composition keeps.
-
-    Args:
-        collective: One of `COMPOSED`.
-        sizes: Ranks of the group on each host, in the group's order.
-        rank: The rank in the group.
-        count: Elements of WORK; of each block for a collective of blocks without `counts`.
-        counts: Elements of each rank's block.
-        itemsize: Bytes of an element.
-        root: Root of a broadcast.
-        reproducible: Whether a reduction must sum by the tree over all ranks.
+    `sizes` are the ranks of the group on each host, in the group's order; the other arguments are
+    those of `build`. All ranks have the same number of stages. The result is None if `reproducible`
+    demands a tree that no composition keeps.
 
     Cost: an all-reduce on h hosts with s ranks and s links each costs a reduce-scatter and an
         all-gather of the vector in shared memory. Each link carries 2(h-1)/h of the vector's s-th
@@ -110,15 +101,15 @@ def stages(
         Collective Operation Performance"), multilevel collectives; Jia et al. 2018 (section 3.3),
         the two-level all-reduce.
     """
-    made = _Stages(tuple(sizes), rank, itemsize)
+    composer = _Stages(tuple(sizes), rank, itemsize)
     if collective == "all_reduce":
-        return made.all_reduce(count, reproducible=reproducible)
+        return composer.all_reduce(count, reproducible=reproducible)
     if collective == "broadcast":
-        return made.broadcast(count, root)
+        return composer.broadcast(count, root)
     if collective == "barrier":
-        return made.barrier()
+        return composer.barrier()
     blocks = (count,) * sum(sizes) if counts is None else tuple(counts)
-    return made.all_gather(blocks)
+    return composer.all_gather(blocks)
 
 
 class _Stages:
@@ -201,10 +192,7 @@ class _Stages:
         return even_chunks(count, links)
 
     def _blocks(self, shards: list[Chunk]) -> tuple[int, ...]:
-        """Return the part of WORK that each rank of this host owns, as counts.
-
-        Late ranks own none.
-        """
+        """Return the counts of WORK that each rank of this host owns; late ranks own none."""
         return tuple(shard.count for shard in shards) + (0,) * (self.sizes[self.host] - len(shards))
 
     def _on_host(
@@ -282,8 +270,8 @@ def flattened(
     for number in range(len(everyone[0])):
         done = [_written_out(parts[number], scratch[rank]) for rank, parts in enumerate(everyone)]
         longest = max(map(len, done))
-        for rank, made in enumerate(done):
-            rounds[rank] += [*made, *((),) * (longest - len(made))]
+        for rank, part_rounds in enumerate(done):
+            rounds[rank] += [*part_rounds, *((),) * (longest - len(part_rounds))]
             plan = everyone[rank][number].plan
             scratch[rank] += plan.scratch_count if plan is not None else 0
     name = "hierarchical"

@@ -90,10 +90,7 @@ class Copy(NamedTuple):
 
 @_compare_type
 class Reduce(NamedTuple):
-    """Combine a local chunk into another of the same count.
-
-    `source_left` makes the source the left operand.
-    """
+    """Combine a source into a target of equal count; `source_left` sets the operand order."""
 
     source: Chunk
     target: Chunk

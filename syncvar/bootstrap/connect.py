@@ -11,30 +11,36 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from syncvar.bootstrap.context import ProcessContext
-from syncvar.bootstrap.foreign_exit_codes import give_exit_codes
 from syncvar.bootstrap.job_secret import job_secret, keys_of
 from syncvar.bootstrap.launch_env.detection import is_meant_alone, told_elsewhere, why_not_alone
-from syncvar.bootstrap.malloc_tuning import keep_freed_memory
 from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.logs import log_at
+from syncvar.core.exit_codes import error_exit_code, is_interactive
+from syncvar.core.fork_cleanup import hook_exceptions
+from syncvar.core.settings import log_at
 from syncvar.shm.segment import SharedSegment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
+    from types import TracebackType
 
     import zmq
 
     from syncvar.bootstrap.launch_env.base import LaunchInfo
     from syncvar.bootstrap.mpi_rendezvous import MpiCards
     from syncvar.core.environment import RankEnvironment
+    from syncvar.core.fork_cleanup import ExceptionHook
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.base import Transport
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi_transport import Fabric
 
 _log = logging.getLogger("syncvar")
+_hooks_before: list[ExceptionHook] = []  # at most one
+_FREED_NBYTES = 31 << 20  # a little less than glibc's largest dynamic threshold
 
 
 def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool) -> ProcessContext:
@@ -65,7 +71,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     # rank whose process runs the rendezvous; None for the launcher
     keeper = 0 if environment is None else None
     if environment is None:  # syncvar-launch has warned already, and translates exit codes
-        give_exit_codes()
+        _give_exit_codes()
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
     secret: bytes | None = None
@@ -122,14 +128,14 @@ def _wired(
     fabric: Fabric | None,
     keeper: int | None,
 ) -> ProcessContext:
-    """Return the context of a rank with other ranks: control channel, transport and shared memory."""
+    """Return the context of a rank with others: control channel, transport and shared memory."""
     import zmq
 
     from syncvar.core.network import tcp_endpoint
     from syncvar.transports.zeromq_control import ZeromqControl
     from syncvar.transports.zeromq_transport import ZeromqTransport
 
-    keep_freed_memory()
+    _keep_freed_memory()
     outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
     with contextlib.ExitStack() as undoing:  # runs only if connecting fails
         zeromq: zmq.Context[Any] = zmq.Context()
@@ -179,3 +185,33 @@ def _attach(
 
     path = fd_socket_path(environment.socket_directory)
     return SharedSegment.fetch(path, environment, generation, environment.local_rank, config)
+
+
+def _give_exit_codes() -> None:
+    """Set the exit code of this process for uncaught errors of syncvar, by `sys.excepthook`.
+
+    The previous hook runs first.
+    """
+    if not _hooks_before:
+        _hooks_before.append(hook_exceptions(_exit_with_code))
+
+
+def _exit_with_code(
+    error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    _hooks_before[0](error_type, error, trace)
+    code = error_exit_code(error)
+    if code != 1 and not is_interactive():
+        raise SystemExit(code)  # the interpreter takes the code and writes nothing
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library reuse freed memory instead of returning it to the system array by array.
+
+    glibc maps arrays of 128 KiB and more anew each time, until it has seen a longer one freed. Then
+    it takes arrays of up to that length from its heap, and trims the heap beyond twice as much. A
+    page from the system costs four times as much as reducing it. So this frees one untouched array
+    of 31 MiB; at most 62 MiB stay. MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ override this;
+    other C libraries ignore it.
+    """
+    np.empty(_FREED_NBYTES, np.uint8)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.transports.base import Control, Transport
 
 _WORLD = 0
-_ALONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
+_WORLD_OF_ONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
 
 
@@ -65,7 +65,7 @@ class ProcessContext:
         shm: SharedSegment | str = "a world of one shares nothing",
     ) -> None:
         self.config = config
-        me = environment or _ALONE
+        me = environment or _WORLD_OF_ONE
         self.rank, self.world_size = me.rank, me.world_size
         self.local_rank, self.local_world_size = me.local_rank, me.local_world_size
         self.host_index, self.host_count = me.host_index, me.host_count
@@ -75,16 +75,14 @@ class ProcessContext:
         self.is_forked = False
         self.process = os.getpid()
         self.uneven: object | None = None  # the current block of sv.uneven
-        self.extras: dict[
-            str, Any
-        ] = {}  # state of higher rooms: default strategy, names of variables
+        # State of higher rooms: default strategy, names of variables.
+        self.extras: dict[str, Any] = {}
         self._transport = transport
         self._control = control
         # rank 0's process runs the rendezvous, because there is no launcher
         self.is_kept_by_rank = False
-        self.ends_sockets: Callable[[], object] = lambda: (
-            None
-        )  # terminates ZeroMQ after the sockets are closed
+        # Terminates ZeroMQ after the sockets are closed.
+        self.ends_sockets: Callable[[], object] = lambda: None
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self.engine: ProgressEngine | None = None
         self.post: EndpointTable | None = None  # endpoints of messages between ranks of this host
@@ -129,11 +127,12 @@ class ProcessContext:
             missing = {self.hosts.host_of(rank) for rank in roll["without_shm"]}
             self._have_shm = frozenset(range(len(self.hosts.sizes))) - missing
             without = {
-                rank: why for rank, why in roll["without_shm"].items() if rank in self.local_ranks
+                rank: reason_of
+                for rank, reason_of in roll["without_shm"].items()
+                if rank in self.local_ranks
             }
-            if (
-                without and self.shm is not None
-            ):  # one rank without shared memory disables it for its host
+            # One rank without shared memory disables it for its host.
+            if without and self.shm is not None:
                 self._release_shm()
                 rank, self.without_shm = next(iter(without.items()))
                 self.without_shm += f" (rank {rank})"
@@ -202,7 +201,7 @@ class ProcessContext:
             and self._channels.serves(members)
         ):
             channel = Channel(self._channels, identity, members)
-        made = Communicator(
+        created = Communicator(
             identity,
             members,
             self.rank,
@@ -212,10 +211,10 @@ class ProcessContext:
             forced=self._forced,
             hosts=self._hosts_of(identity, members) if shares else None,
         )
-        made.is_pair = not shares
-        made.prepares = self.config.check_finite == "off"  # cached calls do not check values
-        self._communicators.add(made)
-        return made
+        created.is_pair = not shares
+        created.prepares = self.config.check_finite == "off"  # cached calls do not check values
+        self._communicators.add(created)
+        return created
 
     def _hosts_of(self, identity: int, members: tuple[int, ...]) -> GroupHosts | None:
         """Return the hosts of a group that uses the segments of several hosts.
@@ -242,11 +241,11 @@ class ProcessContext:
         """Return the groups of some ranks that make collective calls here, sorted by identity."""
         while True:
             with contextlib.suppress(RuntimeError):  # another thread has added a group
-                made = list(self._communicators)
+                created = list(self._communicators)
                 break
         found = [
             one
-            for one in made
+            for one in created
             if one.size > 1
             and one.rank is not None
             and not one.is_pair
@@ -255,11 +254,11 @@ class ProcessContext:
         ]
         return sorted(found, key=lambda one: one.identity)
 
-    def refuse_in_block(self, what: str) -> None:
+    def refuse_in_block(self, call: str) -> None:
         """Raise UsageError inside a block of sv.uneven."""
         if self.uneven is not None:
             raise UsageError(
-                f"{what} inside `with sv.uneven():` is refused: a rank that has left its loop "
+                f"{call} inside `with sv.uneven():` is refused: a rank that has left its loop "
                 "would not take part. Do it before the block"
             )
 

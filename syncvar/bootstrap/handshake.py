@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
-_OF_THE_LAST = (
-    "left",
-    "verdict",
-)  # a rank that joins again may still receive news of its last generation
+# A rank that joins again may still receive news of its last generation.
+_OF_THE_LAST = ("left", "verdict")
 
 
 def answer_roll_call(
@@ -66,7 +64,7 @@ def answer_roll_call(
     # The launcher decides when the handshake has failed; this limit only guards against a stuck
     # launcher.
     limit_s = config.rendezvous_timeout_s + 10.0
-    began, has_said = time.monotonic(), False
+    began, has_warned = time.monotonic(), False
     deadline = began + limit_s
     while True:
         message: Message | None = control.receive()
@@ -74,9 +72,9 @@ def answer_roll_call(
             now = time.monotonic()
             if now > deadline:
                 raise RendezvousError(_no_answer(environment, control, limit_s))
-            if now - began >= config.missing_report_s and not has_said:
-                has_said = True
-                _say_that_it_waits(environment, control, now - began)
+            if now - began >= config.missing_report_s and not has_warned:
+                has_warned = True
+                _warn_of_wait(environment, control, now - began)
             transport.wait(min(1.0, deadline - time.monotonic()))
         elif message["kind"] == "roll":
             transport.open(message["addresses"], message["generation"])
@@ -95,7 +93,7 @@ def answer_roll_call(
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
 
 
-def _say_that_it_waits(environment: RankEnvironment, control: Control, waited_s: float) -> None:
+def _warn_of_wait(environment: RankEnvironment, control: Control, waited_s: float) -> None:
     """Log that this rank waits, unless another process on this host names the missing ranks."""
     if control.keeper not in (None, environment.rank) and environment.local_rank == 0:
         _log.warning(
@@ -109,12 +107,12 @@ def _say_that_it_waits(environment: RankEnvironment, control: Control, waited_s:
 
 def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -> str:
     """Return the error text for a handshake without answer."""
-    rank, place = environment.rank, environment.rendezvous
+    rank, address = environment.rank, environment.rendezvous
     if control.keeper is None:
-        return f"syncvar-launch did not answer rank {rank} at {place} within {limit_s:g} s"
+        return f"syncvar-launch did not answer rank {rank} at {address} within {limit_s:g} s"
     hosts = f"{environment.host_count} host{'s' * (environment.host_count != 1)}"
     return (
-        f"rank {control.keeper} did not answer rank {rank} at {place} within {limit_s:g} s: no "
+        f"rank {control.keeper} did not answer rank {rank} at {address} within {limit_s:g} s: no "
         "syncvar-launch started these ranks, so they meet in the process of rank "
         f"{control.keeper}. Check that it runs, that this host reaches the address, and that all "
         f"ranks have the same variables: rank {rank} reads from its own that "

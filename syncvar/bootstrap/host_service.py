@@ -206,9 +206,8 @@ class HostService:
     def _close(self) -> None:
         if self.store is not None:
             linger_s = 0.0
-            if self._ends.is_set() and self._others(
-                self.store
-            ):  # inform them before the server closes
+            # Inform them before the server closes.
+            if self._ends.is_set() and self._others(self.store):
                 self.store.ended(self._told.rank, failure_in_words() or _ENDED, time.monotonic())
                 linger_s = self._config.shutdown_timeout_s
             self.store.close(linger_s)

@@ -155,7 +155,7 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
     Raises:
         ConfigError: Another process has held it for too long.
     """
-    began, has_said = time.monotonic(), False
+    began, has_warned = time.monotonic(), False
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,8 +167,8 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
                 f"{_holder(guard)} holds: end that process if it does not go on, or set "
                 "XDG_RUNTIME_DIR to another private folder"
             )
-        if waited_s >= _LOCK_NOTICE_S and not has_said:
-            has_said = True
+        if waited_s >= _LOCK_NOTICE_S and not has_warned:
+            has_warned = True
             _log.warning(
                 "process %d waits for the lock %s, which %s holds (at most %.0f s)",
                 os.getpid(),
@@ -184,11 +184,11 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
 def _holder(descriptor: int) -> str:
     """Return the process that holds the lock of a file."""
     status = os.fstat(descriptor)
-    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
             fields = line.split()  # 1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
-            if fields[1] == "FLOCK" and place in fields:
+            if fields[1] == "FLOCK" and device in fields:
                 return f"process {fields[4]}"
     return "another process"
 

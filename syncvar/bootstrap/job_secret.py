@@ -36,10 +36,10 @@ def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
         _secrets[_VARIABLE] = parse_key(text, _VARIABLE)
     for name, read in ((_DESCRIPTOR, _of_descriptor), (_FILE, _of_file)):
         if name in environ:
-            place = f"{name}={environ[name]}"
-            if place not in _secrets:
-                _secrets[place] = read(environ[name])
-            return _secrets[place]
+            source = f"{name}={environ[name]}"
+            if source not in _secrets:
+                _secrets[source] = read(environ[name])
+            return _secrets[source]
     return _secrets.get(_VARIABLE)
 
 
@@ -56,9 +56,8 @@ def keys_of(
     """
     if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
         return None
-    secret = (
-        job_secret(environ) if secret is None else secret
-    )  # always read it, because that removes the variable
+    # Always read it, because that removes the variable.
+    secret = job_secret(environ) if secret is None else secret
     if config.encryption == "off":
         return None
     if secret is None:

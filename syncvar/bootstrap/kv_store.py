@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.launch_env.base import LaunchInfo
 
 _VARIABLE = "SYNCVAR_RENDEZVOUS_DIR"
-_WHAT = "folder in which the ranks meet"
+_FOLDER_NAME = "folder in which the ranks meet"
 _REMEDY = f"set {_VARIABLE} to a folder that all hosts have, and in which you may make one"
 _STALE_S = 7 * 86400.0
 _PAUSE_S = 0.05
@@ -44,13 +44,13 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
     Raises:
         ConfigError: It is not private to this user, or cannot be created.
     """
-    given = environ.get(_VARIABLE, "")
+    folder = environ.get(_VARIABLE, "")
     path = (
-        Path(given) / f"syncvar-{os.getuid()}"
-        if given
+        Path(folder) / f"syncvar-{os.getuid()}"
+        if folder
         else Path(environ.get("HOME") or "/") / ".syncvar"
     )
-    make_private_folder(path, _WHAT, _REMEDY)
+    make_private_folder(path, _FOLDER_NAME, _REMEDY)
     return path
 
 
@@ -65,10 +65,10 @@ class KeyValueStore:
         """Put an entry that all ranks can read after the next `turn`."""
         raise NotImplementedError
 
-    def read(self, key: str, whose: str) -> str:
+    def read(self, key: str, owner: str) -> str:
         """Return an entry; wait for it if necessary.
 
-        `whose` names the rank that puts it, for messages.
+        `owner` names the rank that puts it, for messages.
         """
         raise NotImplementedError
 
@@ -95,7 +95,7 @@ class FolderStore(KeyValueStore):
         self._path = (
             shared_folder(environ) / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
         )
-        make_private_folder(self._path, _WHAT, _REMEDY)
+        make_private_folder(self._path, _FOLDER_NAME, _REMEDY)
         with contextlib.suppress(OSError):
             now = self._path.lstat().st_mtime
             for other in self._path.parent.iterdir():  # left over by runs that were killed
@@ -110,7 +110,7 @@ class FolderStore(KeyValueStore):
         """Put an entry atomically."""
         write_file(self._path, key, text, PRIVATE)
 
-    def read(self, key: str, whose: str) -> str:
+    def read(self, key: str, owner: str) -> str:
         """Return an entry once it exists."""
         while True:
             with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ class FolderStore(KeyValueStore):
                     return file.read(_CARD_MAX).decode("ascii", "replace")
             if time.monotonic() > self._until:
                 raise RendezvousError(
-                    f"{whose} has put nothing down in {self._path} for {self._timeout_s:g} s; do "
+                    f"{owner} has put nothing down in {self._path} for {self._timeout_s:g} s; do "
                     f"all ranks run, and do all hosts have this folder? {_VARIABLE} names "
                     "another; or set MASTER_ADDR and MASTER_PORT to a free port of rank 0's "
                     "host, and SYNCVAR_KEY_FILE"
@@ -180,7 +180,7 @@ class ProcessManager(KeyValueStore):
         """Wait until all ranks have come here."""
         self._ask("barrier_in", "barrier_out")
 
-    def read(self, key: str, whose: str) -> str:
+    def read(self, key: str, owner: str) -> str:
         """Return an entry that was put before the last turn."""
         try:
             return bytes.fromhex(
@@ -188,7 +188,7 @@ class ProcessManager(KeyValueStore):
             ).decode()
         except (ValueError, RendezvousError) as error:
             raise RendezvousError(
-                f"{whose} has put down no card {key!r} with the process manager (PMI): {error}"
+                f"{owner} has put down no card {key!r} with the process manager (PMI): {error}"
             ) from error
 
     def placed(self, told: LaunchInfo) -> LaunchInfo:
@@ -219,7 +219,7 @@ class ProcessManager(KeyValueStore):
             with contextlib.suppress(RendezvousError):
                 self._ask("finalize", "finalize_ack")
 
-    def _ask(self, words: str, kind: str) -> dict[str, str]:
+    def _ask(self, words: str, expected: str) -> dict[str, str]:
         """Send a request and return the fields of its answer."""
         until = time.monotonic() + self._timeout_s
         line = f"cmd={words}\n".encode()
@@ -233,7 +233,7 @@ class ProcessManager(KeyValueStore):
                 f"{error.strerror}"
             ) from error
         fields = dict(part.partition("=")[::2] for part in answer.split())
-        if fields.get("cmd") != kind or fields.get("rc", "0") != "0":
+        if fields.get("cmd") != expected or fields.get("rc", "0") != "0":
             raise RendezvousError(
                 f"the process manager answers {words.partition(' ')[0]!r} with {answer!r}"
             )
@@ -268,8 +268,8 @@ def _is_mpi_in_use() -> bool:
         paths = {line.split(maxsplit=5)[-1].strip() for line in lines if "/libmpi" in line}
     for path in paths:
         with contextlib.suppress(OSError, AttributeError):
-            is_begun = ctypes.c_int(0)
-            ctypes.CDLL(path).MPI_Initialized(ctypes.byref(is_begun))
-            if is_begun.value:
+            flag = ctypes.c_int(0)
+            ctypes.CDLL(path).MPI_Initialized(ctypes.byref(flag))
+            if flag.value:
                 return True
     return False

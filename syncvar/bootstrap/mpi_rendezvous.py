@@ -63,18 +63,18 @@ class MpiCards(KeyValueStore):
             self._all |= cards
         self._own = {}
 
-    def read(self, key: str, whose: str) -> str:
+    def read(self, key: str, owner: str) -> str:
         """Return an entry that was put before the last turn."""
         if key not in self._all:
-            raise RendezvousError(f"{whose} has put down no card {key!r}, by MPI")
+            raise RendezvousError(f"{owner} has put down no card {key!r}, by MPI")
         return self._all[key]
 
     def exchange(self, own: dict[str, str]) -> list[dict[str, str]]:
         """Return the entries of each rank."""
         byte, comm = self.fabric.mpi.BYTE, self.fabric.comm
-        said = json.dumps(own).encode().ljust(_RECORD_NBYTES)
+        own_bytes = json.dumps(own).encode().ljust(_RECORD_NBYTES)
         heard = bytearray(_RECORD_NBYTES * comm.size)
-        request = comm.Iallgather([said, byte], [heard, byte])
+        request = comm.Iallgather([own_bytes, byte], [heard, byte])
         _await(
             request,
             self._until,
@@ -139,9 +139,8 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
         f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them "
         "to come to sv.init()",
     )
-    comm.Set_errhandler(
-        mpi.ERRORS_RETURN
-    )  # mpi4py raises exceptions; otherwise MPI would end the job
+    # mpi4py raises exceptions; otherwise MPI would end the job.
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
     cards = MpiCards(Fabric(mpi, comm), config.rendezvous_timeout_s)
     everyone = cards.exchange(
         {"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)}

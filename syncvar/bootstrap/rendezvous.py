@@ -132,9 +132,8 @@ class _Rendezvous:
                 "to the digits; make them with "
                 f'python -c "import secrets; print(secrets.token_hex(32))"'
             )
-        port = (
-            told.port if told.source == "TF_CONFIG" else told.port + 1
-        )  # torchrun itself listens on MASTER_PORT of rank 0's host
+        # torchrun itself listens on MASTER_PORT of rank 0's host.
+        port = told.port if told.source == "TF_CONFIG" else told.port + 1
         self.told = evenly_placed(told)
         return self._begin(
             tcp_endpoint(resolved(told.address, self.config.rendezvous_timeout_s), port)

@@ -41,7 +41,7 @@ class RendezvousServer:
         endpoint: Address with the real port.
         seen: Returns the visible state of a rank's process, for instance ", CPU busy".
         servers: Locations of the parameter servers; `serve` publishes changes.
-        place: Returns the program line of an unresponsive rank, for instance "in user code,
+        location: Returns the program line of an unresponsive rank, for instance "in user code,
             train.py:49".
         absent: Returns what ranks do that have not joined while others wait for them.
     """
@@ -57,7 +57,7 @@ class RendezvousServer:
     ) -> None:
         self.coordinator = Coordinator(world_size, job_id, config, generation)
         self.servers = ServerTable(job_id, generation)
-        self._told_version = 0
+        self._sent_version = 0
         self._asking: dict[bytes, int] = {}  # peers that asked for the servers -> their hosts
         self.said: list[str] = []
         self.stalls: set[str] = set()
@@ -119,10 +119,10 @@ class RendezvousServer:
                 self.said.append(f"a control message was refused: {error}")
         self._note_closed()
         self._carry_out(self.coordinator.tick(now))
-        if self.servers.version != self._told_version:
-            self._told_version = self.servers.version
+        if self.servers.version != self._sent_version:
+            self._sent_version = self.servers.version
             for peer in self._asking:
-                self._tell_servers(peer)
+                self._send_servers(peer)
 
     def ended(self, rank: int, reason: str, now: float) -> None:
         """Inform the other ranks that a rank ended with an error."""
@@ -158,8 +158,8 @@ class RendezvousServer:
 
     def take_said(self) -> list[str]:
         """Return the messages to show since the last call."""
-        said, self.said = self.said, []
-        return said
+        messages, self.said = self.said, []
+        return messages
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; flush messages for at most so many seconds. Idempotent."""
@@ -169,7 +169,7 @@ class RendezvousServer:
     def _note_closed(self) -> None:
         self._closed |= self._connections.ended()
 
-    def _handle(self, parts: list[bytes], now: float, came: zmq.Frame) -> None:
+    def _handle(self, parts: list[bytes], now: float, frame: zmq.Frame) -> None:
         rank = parse_control_identity(parts[0])
         if len(parts) == 2 and parse_control_identity(parts[0], b"S") is not None:
             self._handle_servers(parts[0], parse_message(parts[1]))
@@ -182,10 +182,10 @@ class RendezvousServer:
             if message["rank"] != rank:
                 raise WireError(f"rank {rank} claims to be rank {message['rank']}")
             self._note_closed()  # older closures belong to an earlier user of this descriptor
-            self._connections.joined(parts[0], came)
+            self._connections.joined(parts[0], frame)
             refused, actions = self.coordinator.join(message, now)
             if refused:  # an unknown peer must not affect the job
-                self._connections.refused(came)
+                self._connections.refused(frame)
                 self._refuse(parts[0], refused)
                 return
             self._peers[rank] = parts[0]
@@ -209,14 +209,14 @@ class RendezvousServer:
             self._refuse(peer, refused)
             return
         self._asking[peer] = message["host_index"]
-        self._tell_servers(peer)
+        self._send_servers(peer)
 
     def _refuse(self, peer: bytes, reason: str) -> None:
         self._send(
             peer, pack_message("refused", error="RendezvousError", reason=reason, missing=[])
         )
 
-    def _tell_servers(self, peer: bytes) -> None:
+    def _send_servers(self, peer: bytes) -> None:
         self._send(peer, self.servers.told(self._asking[peer]))
 
     def _send(self, peer: bytes, data: bytes) -> None:
@@ -235,8 +235,10 @@ class RendezvousServer:
                     f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
                 )
                 self.coordinator.stalls.mute(action.rank, words)
-                place = self.place(action.rank)
-                self.said.append(f"rank {action.rank}: {words}" + (f", {place}" if place else ""))
+                location = self.place(action.rank)
+                self.said.append(
+                    f"rank {action.rank}: {words}" + (f", {location}" if location else "")
+                )
             elif isinstance(action, AbortJob):
                 reason = self._with_absent(action.reason, action.absent)
                 self.failure = self.failure or action._replace(reason=reason)

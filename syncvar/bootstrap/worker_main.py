@@ -75,9 +75,8 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
                     stack_dump.stack_path(directory, rank if run is None else server_number(rank))
                 )
     word.announce_start()
-    register_exit(
-        word.goodbye
-    )  # registered first, so it runs last, after the user's handlers and shutdown
+    # Registered first, so it runs last, after the user's handlers and shutdown.
+    register_exit(word.goodbye)
     try:
         _settled(run or _run)
     except SystemExit as request:
@@ -108,9 +107,9 @@ def _settled(run: Callable[[list[str]], None]) -> None:
     except SystemExit as request:
         if request.code is not None and request.code != 0:
             raise
-    edge = sys.modules.get("syncvar.parameter_server.client.worker_session")
-    if edge is not None:
-        edge.settle_all()
+    sessions = sys.modules.get("syncvar.parameter_server.client.worker_session")
+    if sessions is not None:
+        sessions.settle_all()
 
 
 def add_folder(arguments: list[str]) -> None:

@@ -76,17 +76,9 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
+    how = (axis, algorithm)
     return make_call(
-        all_gather,
-        _form,
-        gather_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (axis, algorithm),
+        all_gather, _form, gather_request, x, out, group, async_op, timeout, _foreign, how
     )
 
 
@@ -190,14 +182,8 @@ def _gathered(
     """Concatenate arrays on `root`, or on every rank if `root` is None."""
     records = yield from exchange(communicator, array_record(array))
     same = [
-        (
-            record.kind,
-            record.dtype,
-            len(record.shape),
-            record.shape[:axis],
-            record.shape[axis + 1 :],
-        )
-        for record in records
+        (one.kind, one.dtype, len(one.shape), one.shape[:axis], one.shape[axis + 1 :])
+        for one in records
     ]
     require_same(communicator, f"{name}: only lengths along axis {axis} may differ", same, records)
     moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
@@ -213,16 +199,17 @@ def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
     return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
 
+def other_ranks(size: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """Return (peer, 0) for all other ranks, from the next one on."""
+    return tuple(((rank + distance) % size, 0) for distance in range(1, size))
+
+
 def gathered_layout(
     array: NDArray[Any], axis: int, size: int, rank: int, root: int | None = None
 ) -> TransferLayout:
     """Return the layout of a call in which the arrays of all ranks have this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
-    takes = (
-        tuple(((rank + distance) % size, 0) for distance in range(1, size))
-        if root in (None, rank)
-        else ()
-    )
+    takes = other_ranks(size, rank) if root in (None, rank) else ()
     return TransferLayout(
         detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes, most_takes=size - 1
     )
@@ -237,9 +224,5 @@ def gathered_blocks(
         return Blocks(NOTHING, outgoing)
     rows = array.shape[0]
     made = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
-    parts = (
-        [made[start : start + rows] for start in range(0, size * rows, rows)]
-        if rows
-        else [made] * size
-    )
+    parts = [made[rows * peer : rows * (peer + 1)] for peer in range(size)]
     return Blocks(made, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])

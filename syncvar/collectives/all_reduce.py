@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
@@ -97,23 +98,10 @@ def all_reduce(
         >>> sv.all_reduce({"loss": 0.5, "n": 3}, "mean")["n"]
         array(3.)
     """
-    scales = (
-        None
-        if prescale is None and postscale is None and weight is None
-        else (prescale, postscale, weight)
-    )
-    return make_call(
-        all_reduce,
-        _form,
-        _request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (op_name(op), reproducible, scales, algorithm),
-    )
+    factors = (prescale, postscale, weight)
+    scales = None if all(one is None for one in factors) else factors
+    how = (op_name(op), reproducible, scales, algorithm)
+    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, how)
 
 
 def _form(
@@ -182,14 +170,8 @@ def _request(
         total = yield from first
         if weight is not None:
             total = total[0] / total[1]  # nan where all weights are 0
-        return outcome(
-            how._replace(is_mean=False),
-            np.asarray(total).reshape(-1),
-            1,
-            array.shape,
-            target,
-            postscale,
-        )
+        flat = np.asarray(total).reshape(-1)
+        return outcome(how._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
     return CollectiveSpec(request.what, request.digest, body())
 
@@ -275,21 +257,21 @@ def agree(
     `numbers` is flat, of one dtype and length on all ranks. `said` is the text of this call and the
     fingerprint that ranks compare; None means those of `name`.
     """
-    made = call_prepared(
-        communicator,
-        (name, op, numbers.dtype, numbers.shape),
-        numbers,
-        None,
-        timeout,
-        lambda x, _: reduce_request(communicator, x, op, name=name),
-        said,
-    )
+    key = (name, op, numbers.dtype, numbers.shape)
+    make = partial(_agreement, communicator, op, name)
+    made = call_prepared(communicator, key, numbers, None, timeout, make, said)
     if made is None:
         what = name if said is None else said[0]
         made = communicator.perform(
             what, lambda: agreement_request(communicator, name, op, numbers, said), timeout
         )
     return made  # type: ignore[no-any-return]
+
+
+def _agreement(
+    communicator: Communicator, op: str, name: str, x: NDArray[Any], _out: None
+) -> ReduceArgs:
+    return reduce_request(communicator, x, op, name=name)
 
 
 def agreement_request(

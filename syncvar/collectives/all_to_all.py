@@ -139,13 +139,10 @@ def _request(
             for peer in ((rank + distance) % size for distance in range(1, size))
         )
         is_alike = all(part.shape == shape for part in mine)
-        layout = (
-            TransferLayout(
-                detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1
-            )
-            if is_alike
-            else UNMOVED
-        )
+        detail, most = detail_of(dtype, shape), size - 1
+        layout = TransferLayout(detail, dtype, shape, most, takes, most_takes=most)
+        if not is_alike:
+            layout = UNMOVED
     nbytes = sum(part.nbytes for part in mine)
     fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
     what = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)

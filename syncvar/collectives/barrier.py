@@ -60,8 +60,6 @@ class _BarrierCall(Cacheable):
     def prepared(
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
-        return (
-            prepare_barrier(communicator, self.digest, self.what)
-            if communicator.forced("barrier") is None
-            else never
-        )
+        if communicator.forced("barrier") is None:
+            return prepare_barrier(communicator, self.digest, self.what)
+        return never

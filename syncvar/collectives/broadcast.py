@@ -87,17 +87,9 @@ def broadcast(
         >>> sv.broadcast(np.arange(3))
         array([0, 1, 2])
     """
+    how = (root, algorithm)
     return make_call(
-        broadcast,
-        _form,
-        broadcast_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (root, algorithm),
+        broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, how
     )
 
 
@@ -129,13 +121,9 @@ def broadcast_request(
         like = fresh(structure, x) if keep else x
         kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
         record = InputRecord(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
-        skeleton = (
-            pack_object(
-                [plain_structure(structure), [[index, list(shape)] for index, shape in kinds]]
-            )
-            if is_root
-            else b""
-        )
+        if is_root:
+            shapes = [[index, list(shape)] for index, shape in kinds]
+            skeleton = pack_object([plain_structure(structure), shapes])
     elif x is not None:
         record = array_record(arrays[0])
     if keep and is_root:
@@ -148,11 +136,8 @@ def broadcast_request(
             require_same(communicator, f"{name} from rank {root}", records, records)
         theirs = records[root]
         if theirs.kind == BYTES:
-            absent = [
-                communicator.members[rank]
-                for rank, one in enumerate(records)
-                if one.kind == NOTHING
-            ]
+            members = communicator.members
+            absent = [members[rank] for rank, one in enumerate(records) if one.kind == NOTHING]
             return (
                 yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent)
             )
@@ -189,13 +174,8 @@ def broadcast_request(
 
 
 def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:
-    return TransferLayout(
-        detail_of(array.dtype, array.shape),
-        array.dtype,
-        array.shape,
-        1,
-        () if is_root else ((root, 0),),
-    )
+    detail, takes = detail_of(array.dtype, array.shape), () if is_root else ((root, 0),)
+    return TransferLayout(detail, array.dtype, array.shape, 1, takes)
 
 
 def broadcast_blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:

@@ -73,18 +73,19 @@ def reduce_together(
                 communicator, arrays[index], how, targets[index], reproducible, apply, algorithm
             )
             continue
-        made = yield from _fused(
-            communicator,
-            [arrays[index] for index in places],
-            how,
-            [targets[index] for index in places],
-            reproducible,
-            apply,
-            algorithm,
-        )
+        some, outs = [arrays[index] for index in places], [targets[index] for index in places]
+        made = yield from _fused(communicator, some, how, outs, reproducible, apply, algorithm)
         for index, result in zip(places, made, strict=True):
             results[index] = result
     return results
+
+
+def _plan(
+    communicator: Communicator, count: int, how: Reduction, reproducible: bool, algorithm: Any
+) -> Any:
+    ordered = reproducible or not how.commutes
+    nbytes = how.accumulate.itemsize
+    return communicator.plan("all_reduce", count, nbytes, reproducible=ordered, algorithm=algorithm)
 
 
 def _fused(
@@ -98,13 +99,7 @@ def _fused(
 ) -> Generator[Stage, None, list[Any]]:
     size = communicator.size
     count = sum([how.count(array) for array in arrays])
-    plan = communicator.plan(
-        "all_reduce",
-        count,
-        how.accumulate.itemsize,
-        reproducible=reproducible or not how.commutes,
-        algorithm=algorithm,
-    )
+    plan = _plan(communicator, count, how, reproducible, algorithm)
     if _is_shared(plan, how) or not (how.is_packed or any(target is None for target in targets)):
         return (yield from _stored(plan, arrays, how, targets, size, apply))
     rank = communicator.home_rank
@@ -135,22 +130,11 @@ def _side_by_side(
             how, [arrays[index] for index in places], [targets[index] for index in places]
         )
         outs = flat_of(made)
-        vectors.append(
-            ReduceBuffers.of(
-                flat_of([arrays[index] for index in places]),
-                outs,
-                how.ufunc,
-                how.accumulate,
-                size if how.is_mean else 0,
-            )
-        )
+        sources, divisor = flat_of([arrays[index] for index in places]), size if how.is_mean else 0
+        vectors.append(ReduceBuffers.of(sources, outs, how.ufunc, how.accumulate, divisor))
         stored += list(zip(places, made, outs, strict=True))
-    yield Stage(
-        plan,
-        np.empty(0, np.uint8),
-        vector=None if longest is None else vectors.pop(longest),
-        several=vectors,
-    )
+    vector = None if longest is None else vectors.pop(longest)
+    yield Stage(plan, np.empty(0, np.uint8), vector=vector, several=vectors)
     for index, one, out in stored:
         results[index] = _back(one, out)
 
@@ -210,13 +194,7 @@ def reduce_one(
 ) -> Generator[Stage, None, Any]:
     """Reduce one array, as `reduce_together` does. minloc and maxloc return two arrays."""
     size = communicator.size
-    plan = communicator.plan(
-        "all_reduce",
-        how.count(array),
-        how.accumulate.itemsize,
-        reproducible=reproducible or not how.commutes,
-        algorithm=algorithm,
-    )
+    plan = _plan(communicator, how.count(array), how, reproducible, algorithm)
     if _is_shared(plan, how):
         if (
             target is not None

@@ -104,38 +104,27 @@ def make_call(
         form = x if form_of is None else form_of(communicator, x, out, how)
         if form is not None:
             key = (make, how) if form_of is None else (make, how, form.dtype, form.shape)
-            ready = _ready(
-                communicator,
-                key,
-                form,
-                x,
-                out,
-                lambda x, out: make(communicator, x, out, False, *how),
-                public,
-                how,
-            )
+
+            def build(x: Any, out: Any) -> Any:
+                return make(communicator, x, out, False, *how)
+
+            ready = _ready(communicator, key, form, x, out, build, public, how)
             if ready is not None:
-                result = (
-                    _begun(ready, form, out, timeout)
-                    if async_op
-                    else ready(form, out, None, timeout)
-                )
+                result: Any
+                if async_op:
+                    result = _begun(ready, form, out, timeout)
+                else:
+                    result = ready(form, out, None, timeout)
                 if result is not None:
                     return None if result is NOTHING else result
     if is_foreign(x, out):
-        return in_kind(
-            lambda x, out=None: make_call(
-                public, form_of, make, x, out, group, async_op, timeout, {}, how
-            ),
-            x,
-            out,
-        )
-    return communicator.perform(
-        public.__name__,
-        partial(make, communicator, x, out, async_op, *how),
-        timeout,
-        async_op=async_op,
-    )
+
+        def again(x: Any, out: Any = None) -> Any:
+            return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, how)
+
+        return in_kind(again, x, out)
+    check = partial(make, communicator, x, out, async_op, *how)
+    return communicator.perform(public.__name__, check, timeout, async_op=async_op)
 
 
 def call_prepared(
@@ -162,11 +151,9 @@ def call_prepared(
         how: As for `make_call`.
     """
     ready = _ready(communicator, key, form, form, out, make, public, how)
-    return (
-        None
-        if ready is None or not (timeout is None or is_seconds(timeout))
-        else ready(form, out, said, timeout)
-    )
+    if ready is None or not (timeout is None or is_seconds(timeout)):
+        return None
+    return ready(form, out, said, timeout)
 
 
 def _ready(

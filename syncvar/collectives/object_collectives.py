@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gathered_blocks
+from syncvar.collectives.all_gather import gathered_blocks, other_ranks
 from syncvar.collectives.broadcast import broadcast_blocks
 from syncvar.collectives.dispatch import call_prepared
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
@@ -169,15 +169,7 @@ def scatter_object(
         'for rank 0'
     """
     return _call(
-        "scatter_object",
-        _one_for_each,
-        _scattering,
-        _first,
-        objects,
-        root,
-        group,
-        timeout,
-        async_op,
+        "scatter_object", _parts, _scattering, _first, objects, root, group, timeout, async_op
     )
 
 
@@ -246,27 +238,19 @@ def _of_root(communicator: Communicator, o: Any, root: int | None) -> list[bytes
     return [pack_object(o) if communicator.rank == root else b""]
 
 
-def _one_for_each(communicator: Communicator, objects: Any, root: int | None) -> list[bytes]:
+def _parts(communicator: Communicator, objects: Any, root: int | None) -> list[bytes]:
     if communicator.rank != root:
         return [b""]
     count = len(communicator.whole)
     if not isinstance(objects, list | tuple) or len(objects) != count:
-        given = (
-            f"{len(objects)} objects"
-            if isinstance(objects, list | tuple)
-            else type(objects).__name__
-        )
+        is_list = isinstance(objects, list | tuple)
+        given = f"{len(objects)} objects" if is_list else type(objects).__name__
         raise ConfigError(
             f"scatter_object needs a list of {count} objects on the root, not {given}"
         )
-    return [
-        pack_object(o)
-        for o in (
-            objects
-            if communicator.uneven is None
-            else [objects[rank] for rank in communicator.present]
-        )
-    ]
+    if communicator.uneven is not None:
+        objects = [objects[rank] for rank in communicator.present]
+    return [pack_object(o) for o in objects]
 
 
 def _each(communicator: Communicator, packed: list[bytes], root: int | None) -> list[Any] | None:
@@ -287,11 +271,7 @@ def _gathering(
     name: str, communicator: Communicator, packed: list[bytes], root: int | None
 ) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
-    takes = (
-        tuple(((rank + distance) % size, 0) for distance in range(1, size))
-        if root in (None, rank)
-        else ()
-    )
+    takes = other_ranks(size, rank) if root in (None, rank) else ()
     return _moving(
         name,
         communicator,
@@ -401,8 +381,6 @@ def _heads(packed: list[bytes]) -> NDArray[Any] | None:
 
 def _in_heads(made: NDArray[Any] | list[bytes]) -> list[bytes]:
     """Unpack such objects; the slow path returns them unpacked already."""
-    return (
-        made
-        if isinstance(made, list)
-        else [data[:count] for count, data in HEAD.iter_unpack(made.data)]
-    )
+    if isinstance(made, list):
+        return made
+    return [data[:count] for count, data in HEAD.iter_unpack(made.data)]

@@ -71,18 +71,8 @@ def reduce(
         >>> sv.reduce(np.array([1.0, 2.0]), root=0)
         array([1., 2.])
     """
-    return make_call(
-        reduce,
-        _form,
-        _request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (op_name(op), root, algorithm),
-    )
+    how = (op_name(op), root, algorithm)
+    return make_call(reduce, _form, _request, x, out, group, async_op, timeout, _foreign, how)
 
 
 def _form(
@@ -126,13 +116,8 @@ def _request(
     def body() -> Generator[Stage, None, Any]:
         left = []
         for how, work in zip(hows, works, strict=True):
-            left.append(
-                (
-                    yield from run_plan(
-                        communicator, "reduce", work, how, root=target, algorithm=algorithm
-                    )
-                )
-            )
+            rest = run_plan(communicator, "reduce", work, how, root=target, algorithm=algorithm)
+            left.append((yield from rest))
         yield from tell_that_all_came(communicator, target)
         if not is_root:
             return None
@@ -148,11 +133,5 @@ def _request(
         label = CallLabel(text, CallFields("reduce", op, root=target))
         return ReduceArgs(label, digest, body(), op)
     ((how, digest, what),) = parts
-    return ReduceArgs(
-        what,
-        digest,
-        body(),
-        op,
-        ResultPlacement("reduce", target),
-        is_entered=arrays[0].dtype == how.result,
-    )
+    is_entered, ends = arrays[0].dtype == how.result, ResultPlacement("reduce", target)
+    return ReduceArgs(what, digest, body(), op, ends, is_entered=is_entered)

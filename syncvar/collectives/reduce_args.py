@@ -317,11 +317,9 @@ def prepare_form(
     is_small = is_direct(sum(sizes), communicator.size)
     if leaves is not None and (len(kinds) > 1 or not is_small):
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
-        return (
-            prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, what)
-            if are_at_once
-            else never
-        )
+        if are_at_once:
+            return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, what)
+        return never
     (how,) = kinds
     if not is_small and ends != EVERYWHERE and form.dtype != how.accumulate:
         return never  # the slow path converts the input

@@ -67,17 +67,9 @@ def reduce_scatter(
         >>> sv.reduce_scatter(np.arange(3.0))
         array([0., 1., 2.])
     """
+    how = (op_name(op), lengths, algorithm)
     return make_call(
-        reduce_scatter,
-        _form,
-        _request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (op_name(op), lengths, algorithm),
+        reduce_scatter, _form, _request, x, out, group, async_op, timeout, _foreign, how
     )
 
 
@@ -121,11 +113,8 @@ def _request(
 
     def blocks_of(x: NDArray[Any], out: Any) -> Blocks:
         made = result_buffer(out, shape, how.result, x)
-        blocks = (
-            [x[start : start + shape[0]] for start in range(0, x.shape[0], shape[0])]
-            if shape[0]
-            else [x] * size
-        )
+        length = shape[0]
+        blocks = [x[length * peer : length * (peer + 1)] for peer in range(size)]
         return Blocks(
             made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank])
         )
@@ -140,18 +129,14 @@ def _request(
     if is_moved:
         takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
         brought = array.copy() if keep else array
+        divisor = size if how.is_mean else 0
+        layout = TransferLayout(
+            None, how.accumulate, shape, size - 1, takes, ufunc=how.ufunc, divisor=divisor
+        )
         return TransferArgs(
             what,
             digest,
-            TransferLayout(
-                None,
-                how.accumulate,
-                shape,
-                size - 1,
-                takes,
-                ufunc=how.ufunc,
-                divisor=size if how.is_mean else 0,
-            ),
+            layout,
             arrange=lambda: blocks_of(brought, into),
             finish=lambda made: deliver(made, into),
             general=None,

@@ -104,18 +104,8 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    return make_call(
-        exscan,
-        _form,
-        _exscan_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        {},
-        (op_name(op), algorithm),
-    )
+    how = (op_name(op), algorithm)
+    return make_call(exscan, _form, _exscan_request, x, out, group, async_op, timeout, {}, how)
 
 
 def _form(

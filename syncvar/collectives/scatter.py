@@ -131,13 +131,8 @@ def _request(
         # The part is a view of a buffer for all parts, which must not outlive the call.
         return mine.copy() if out is None else deliver(mine, out)
 
-    like = (
-        parts[0]
-        if parts
-        else out
-        if type(out) is np.ndarray
-        else communicator.last_parts.get(source)
-    )
+    like = out if type(out) is np.ndarray else communicator.last_parts.get(source)
+    like = parts[0] if parts else like
     if like is None or not like.dtype.isnative or any(part.shape != like.shape for part in parts):
         layout = UNMOVED
     else:
@@ -148,11 +143,9 @@ def _request(
 
     def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
         made = result_buffer(out, layout.shape, layout.dtype, *parts)
-        return (
-            Blocks(made, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], made)
-            if parts
-            else Blocks(made, targets=(made,))
-        )
+        if parts:
+            return Blocks(made, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], made)
+        return Blocks(made, targets=(made,))
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         rows = x.shape[0] // size if parts else 0

@@ -148,16 +148,11 @@ def send_object(
     if _foreign:
         raise unexpected(send_object, _foreign)
     communicator = communicator_of(group)
-    return _sent(
-        "send_object",
-        communicator,
-        lambda: np.frombuffer(pack_object(o), np.uint8),
-        BYTES,
-        dest,
-        tag,
-        timeout,
-        async_op=async_op,
-    )
+
+    def make() -> NDArray[Any]:
+        return np.frombuffer(pack_object(o), np.uint8)
+
+    return _sent("send_object", communicator, make, BYTES, dest, tag, timeout, async_op=async_op)
 
 
 def _sent(
@@ -255,16 +250,8 @@ def recv(
         return in_kind(
             partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out
         )
-    return _received(
-        "recv",
-        communicator,
-        lambda kind, made: _delivered(kind, made, out),
-        source,
-        tag,
-        timeout,
-        out=out,
-        async_op=async_op,
-    )
+    finish = partial(_delivered, out)
+    return _received("recv", communicator, finish, source, tag, timeout, out=out, async_op=async_op)
 
 
 def sendrecv(
@@ -312,21 +299,10 @@ def sendrecv(
     """
     if _foreign:
         raise unexpected(sendrecv, _foreign)
-    if is_foreign(x, out):
-        return in_kind(
-            partial(
-                sendrecv,
-                dest=dest,
-                source=source,
-                tag=tag,
-                recv_tag=recv_tag,
-                group=group,
-                timeout=timeout,
-            ),
-            x,
-            out,
-        )
     how: dict[str, Any] = {"group": group, "timeout": timeout}
+    if is_foreign(x, out):
+        again = partial(sendrecv, dest=dest, source=source, tag=tag, recv_tag=recv_tag, **how)
+        return in_kind(again, x, out)
     if source is None:
         return None if dest is None else send(x, dest, tag=tag, **how)
     how_received = {**how, "tag": tag if recv_tag is None else recv_tag, "out": out}
@@ -440,7 +416,7 @@ def _unpacked(kind: int, made: NDArray[Any]) -> Any:
     return unpack_object(made.tobytes())
 
 
-def _delivered(kind: int, made: NDArray[Any], out: Any) -> NDArray[Any]:
+def _delivered(out: Any, kind: int, made: NDArray[Any]) -> NDArray[Any]:
     if kind == BYTES:
         raise ConfigError(
             "the message is an object, not an array: receive it with sv.recv_object(source)"

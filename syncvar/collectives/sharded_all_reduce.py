@@ -23,8 +23,8 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.stage_builders import gather_bytes, gather_flat
 from syncvar.collectives.tensors import given_back
 from syncvar.collectives.tree_sum import summed
+from syncvar.core.array_arguments import word_of
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
-from syncvar.core.enum_arguments import word_of
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
     TreeDef,
@@ -121,11 +121,9 @@ class _Kind(NamedTuple):
     def describe(self) -> str:
         shown = ", ".join(f"{DTYPE_NAMES[index]}{list(shape)}" for index, shape in self.arrays[:3])
         more = ", …" if len(self.arrays) > 3 else ""
-        return (
-            shown
-            if self.structure.kind == "leaf"
-            else f"{describe(self.structure)} of {shown}{more}"
-        )
+        if self.structure.kind == "leaf":
+            return shown
+        return f"{describe(self.structure)} of {shown}{more}"
 
 
 class _Told(NamedTuple):
@@ -239,12 +237,9 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
 
 
 def _packed(told: _Told) -> bytes:
-    return pack_object(
-        [
-            told.runs,
-            None if told.kind is None else [plain_structure(told.kind.structure), told.kind.arrays],
-        ]
-    )
+    kind = told.kind
+    shown = None if kind is None else [plain_structure(kind.structure), kind.arrays]
+    return pack_object([told.runs, shown])
 
 
 def _unpacked(data: bytes) -> _Told:
@@ -312,11 +307,9 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return (
-        np.ascontiguousarray(arrays[0]).reshape(-1)
-        if len(arrays) == 1
-        else np.concatenate([one.reshape(-1) for one in arrays])
-    )
+    if len(arrays) == 1:
+        return np.ascontiguousarray(arrays[0]).reshape(-1)
+    return np.concatenate([one.reshape(-1) for one in arrays])
 
 
 @lru_cache(maxsize=64)
@@ -344,17 +337,13 @@ def _total(
     own = chunks[rank]
     # Every rank sends the nodes that it can sum alone, cut by elements. Each rank then continues
     # with its elements; if all nodes together are small, every rank continues with all elements.
-    sent = [
-        0 if peer == rank else len(nodes[rank]) * chunk.count for peer, chunk in enumerate(chunks)
-    ]
-    matrix = tuple(
-        tuple(
-            0 if peer == source else len(nodes[source]) * chunk.count
-            for peer, chunk in enumerate(chunks)
-        )
-        for source in range(size)
-    )
-    arrived = [row[rank] for row in matrix]
+
+    def counts(source: int) -> tuple[int, ...]:
+        each = len(nodes[source])
+        return tuple([0 if peer == source else each * one.count for peer, one in enumerate(chunks)])
+
+    matrix = tuple([counts(source) for source in range(size)])
+    sent, arrived = matrix[rank], [row[rank] for row in matrix]
     work = np.empty(sum(sent) + sum(arrived), how.accumulate)
     place = 0
     for peer, chunk in enumerate(chunks):

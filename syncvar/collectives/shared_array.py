@@ -165,12 +165,10 @@ def memory_in_common(
     ((what, _, nbytes, _),) = wanted
     if not any(found):
         first = communicator.members[0]
-        return (
-            refused[0]
-            if refused
-            else SharedMemoryFull(
-                f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
-            )
+        if refused:
+            return refused[0]
+        return SharedMemoryFull(
+            f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
         )
     shm = context.shm
     assert shm is not None

@@ -58,17 +58,13 @@ def in_kind(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
     mine = _taken(x, places if out is None else {})
     if out is None:
         result = call(mine)
-        return (
-            result.then(partial(given_back, _kept(x)))
-            if isinstance(result, Work)
-            else given_back(x, result)
-        )
+        if isinstance(result, Work):
+            return result.then(partial(given_back, _kept(x)))
+        return given_back(x, result)
     result = call(mine, out=_taken(out, places))
-    return (
-        result.then(partial(_written, _kept(out), places))
-        if isinstance(result, Work)
-        else _written(out, places, result)
-    )
+    if isinstance(result, Work):
+        return result.then(partial(_written, _kept(out), places))
+    return _written(out, places, result)
 
 
 def _kept(value: Any) -> Any:
@@ -101,11 +97,9 @@ def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
         return value
     library = library_of(value)
     if library is None:
-        return (
-            rebuilt(value, [_exchanged(part, places) for part in parts_of(value)])
-            if is_structure(value)
-            else value
-        )
+        if is_structure(value):
+            return rebuilt(value, [_exchanged(part, places) for part in parts_of(value)])
+        return value
     try:
         array = library.take(value)
     except Exception as error:  # whatever the library raises: the call informs the group
@@ -154,8 +148,6 @@ def _own(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
         found = places.get(id(result))
         # Not found: the result is a piece of an array that was cut.
         return given_back(out, result) if found is None else found[1]
-    return (
-        rebuilt(result, [_own(out, places, one) for one in parts_of(result)])
-        if is_structure(result)
-        else result
-    )
+    if is_structure(result):
+        return rebuilt(result, [_own(out, places, one) for one in parts_of(result)])
+    return result

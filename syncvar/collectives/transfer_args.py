@@ -89,14 +89,8 @@ class TransferArgs(Cacheable):
             assert request.general is not None
             return request.general()
 
-        return prepare_move(
-            communicator,
-            self,
-            self._layout,
-            self._front,
-            None if self.general is None else general,
-            like,
-        )
+        body = None if self.general is None else general
+        return prepare_move(communicator, self, self._layout, self._front, body, like)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:

@@ -1,9 +1,10 @@
-"""Checks of array arguments: input to NumPy arrays, and outputs that fit the result."""
+"""Checks of arguments: arrays as input, outputs that fit the result, integers, and words."""
 
 from __future__ import annotations
 
 import reprlib
 import sys
+from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import ConfigError, MismatchError, TransportError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
 NUMBERS = (bool, int, float, complex, np.generic)
@@ -31,20 +34,7 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
         ConfigError: No array, a masked array, or a dtype that cannot be communicated.
     """
     if type(value) is not np.ndarray:
-        if value is None:
-            raise ConfigError(f"{what} must be an array or a number, not None: {_NO_INPUT}")
-        if isinstance(value, str | bytes):
-            wrong = f"{what} must be an array or a number, not {value!r:.200}"
-            raise ConfigError(f"{wrong}: sv.broadcast_object(x), for instance, sends texts")
-        if isinstance(value, dict | set):
-            raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
-        if type(value) is UnsupportedLibrary:
-            raise ConfigError(f"{what} {value.reason}")
-        if _is_masked(value):
-            raise ConfigError(
-                f"{what} is a masked array, and syncvar would lose its mask: pass x.filled(0), or "
-                f"another neutral value"
-            )
+        _refuse_other_types(value, what)
         try:
             library = library_of(value)
             value = np.asarray(value) if library is None else library.take(value)
@@ -59,6 +49,23 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
     if not _travels(value.dtype):
         raise ConfigError(_dtype_error(value, what))
     return np.asarray(value)
+
+
+def _refuse_other_types(value: Any, what: str) -> None:
+    if value is None:
+        raise ConfigError(f"{what} must be an array or a number, not None: {_NO_INPUT}")
+    if isinstance(value, str | bytes):
+        wrong = f"{what} must be an array or a number, not {value!r:.200}"
+        raise ConfigError(f"{wrong}: sv.broadcast_object(x), for instance, sends texts")
+    if isinstance(value, dict | set):
+        raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
+    if type(value) is UnsupportedLibrary:
+        raise ConfigError(f"{what} {value.reason}")
+    if _is_masked(value):
+        raise ConfigError(
+            f"{what} is a masked array, and syncvar would lose its mask: pass x.filled(0), or "
+            f"another neutral value"
+        )
 
 
 _NO_INPUT = (
@@ -180,3 +187,21 @@ def checked_integer(name: str, value: Any) -> int:
         hint = hint if isinstance(value, np.ndarray) else ""
         raise ConfigError(f"{name} must be an integer, not {value!r:.100}{hint}")
     return int(value)
+
+
+def word_of(given: Any, known: Iterable[str]) -> str | None:
+    """Return the word in `known` that an argument means, or None.
+
+    The argument is text in any case or a member of any enum, also of another library. Of a member
+    the name counts, and the value if it is text.
+
+    Example:
+        >>> from enum import Enum
+        >>> word_of("Mean", ["sum", "mean"]), word_of(Enum("Op", "SUM MEAN").SUM, ["sum", "mean"])
+        ('mean', 'sum')
+    """
+    texts = [given] if isinstance(given, str) else []
+    if isinstance(given, Enum):
+        texts += [given.value, given.name]
+    lower = [text.lower() for text in texts if isinstance(text, str)]
+    return next((word for text in lower for word in known if word.lower() == text), None)

@@ -130,23 +130,25 @@ class RankEnvironment(NamedTuple):
             if text is not None:
                 values[field] = text
         result = cls(**values)  # type: ignore[arg-type]
-        if result.role == "server":
-            if result.rank >= result.servers:
-                raise ConfigError(f"{PREFIX}RANK={result.rank} is outside {result.servers} servers")
-            return result
-        size, local = result.world_size, result.local_world_size
-        if result.rank >= size:
-            raise ConfigError(f"{PREFIX}RANK={result.rank} is outside a world of {size}")
-        if result.local_rank >= local:
-            raise ConfigError(
-                f"{PREFIX}LOCAL_RANK={result.local_rank} is outside a host of {local} ranks"
-            )
-        if PREFIX + "HOST_COUNT" in environ and result.host_index >= result.host_count:
-            raise ConfigError(
-                f"{PREFIX}HOST_INDEX={result.host_index} is outside a job of {result.host_count} "
-                f"hosts"
-            )
+        result._check_ranges(has_host_count=PREFIX + "HOST_COUNT" in environ)
         return result
+
+    def _check_ranges(self, *, has_host_count: bool) -> None:
+        if self.role == "server":
+            if self.rank >= self.servers:
+                raise ConfigError(f"{PREFIX}RANK={self.rank} is outside {self.servers} servers")
+            return
+        size, local = self.world_size, self.local_world_size
+        if self.rank >= size:
+            raise ConfigError(f"{PREFIX}RANK={self.rank} is outside a world of {size}")
+        if self.local_rank >= local:
+            raise ConfigError(
+                f"{PREFIX}LOCAL_RANK={self.local_rank} is outside a host of {local} ranks"
+            )
+        if has_host_count and self.host_index >= self.host_count:
+            raise ConfigError(
+                f"{PREFIX}HOST_INDEX={self.host_index} is outside a job of {self.host_count} hosts"
+            )
 
     def to_mapping(self) -> dict[str, str]:
         """Return the environment variables of this identity, including those of torchrun."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.core.array_arguments import word_of
 from syncvar.core.dtypes import dtype_index
-from syncvar.core.enum_arguments import word_of
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def register_op(
 
     Algorithms cut arrays into pieces of any length, so the function must work on each element by
     itself: `f(a, b)[i:j]` must equal `f(a[i:j], b[i:j])`. If one element of the op is an array,
-    such as a matrix for matrix multiplication, pass its shape: with `element_shape=(2, 2)` inputs
+    such as a matrix for matrix multiplication, pass its shape. With `element_shape=(2, 2)` inputs
     have the shape (..., 2, 2), and the function gets arrays of shape (count, 2, 2).
 
     Args:

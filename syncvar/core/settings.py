@@ -444,3 +444,16 @@ def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
             hint = close.replace("mean ", "mean " + PREFIX)
             sentences.append(f"{name} is no setting{hint}")
     return sentences
+
+
+def log_at(level: str) -> None:
+    """Write the log to standard error, unless the program configures it or `level` is "warning"."""
+    import logging  # the launcher does not need it
+
+    log = logging.getLogger("syncvar")
+    if level != "warning":
+        log.setLevel(level.upper())
+        if not log.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("syncvar %(levelname)s: %(message)s"))
+            log.addHandler(handler)

@@ -225,7 +225,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
 
         Args:
             fn: Function of one element, called in order. After `prefetch` it runs in a thread,
-                where it must not call collectives.
+                in which it must not call collectives.
 
         Returns:
             The dataset of results.
@@ -242,7 +242,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         return self._next(StreamMap(inner, fn))
 
     def repeat(self, times: int | None = None) -> Dataset:
-        """Return the elements several times in a row, as one epoch; each pass is shuffled anew.
+        """Return the elements several times in a row, as one epoch; each pass has its own order.
 
         Args:
             times: Number of passes, at least 1. None repeats without end; then no later step may
@@ -265,8 +265,8 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
     def prefetch(self, size: int = 2) -> Dataset:
         """Return the same elements, read ahead in a thread while the program computes.
 
-        The thread ends with the iterator: at the end of the elements, when the iterator is closed
-        or dropped, and at an exception, which the program gets at that element.
+        The thread ends at the end of the elements, and when the iterator is closed or dropped. An
+        exception ends it too, and the program gets it at that element.
 
         Args:
             size: Number of elements to hold, at least 1; one more may be in progress.

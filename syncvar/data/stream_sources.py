@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
 from syncvar.data.batches import stacked
-from syncvar.data.indexed_sources import Indexed
-from syncvar.data.shuffle_order import permutation
+from syncvar.data.indexed_sources import Indexed, permutation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable

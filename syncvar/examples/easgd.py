@@ -3,8 +3,8 @@
     syncvar-launch --workers 4 -m syncvar.examples.easgd
 
 A worker's weights are a NONE variable. The center is an ON_WRITE variable with aggregation SUM.
-Every PERIOD steps each worker computes the elastic difference e = alpha * (own - center), subtracts
-it from its own weights and adds it to the center:
+Every PERIOD steps each worker computes the elastic difference e = alpha * (own - center). It
+subtracts e from its own weights and adds it to the center:
 
     own    <- own - e                       assign_sub of a NONE variable: no message
     center <- center + sum of all e         assign_add of an ON_WRITE SUM variable: one all-reduce

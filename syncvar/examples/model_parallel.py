@@ -128,7 +128,7 @@ class NetworkStage:
             loss, gradients = 0.0, self._left(layer, inputs)
         else:
             loss, gradients = self._right(layer, targets)
-        # A sum, because each rank has divided its gradients by the number of all rows.
+        # A sum, because each rank has divided its gradients by the number of rows.
         matrix, bias, total = sv.all_reduce([*gradients, np.float64(loss)], group=self.peers)
         self.optimizer.apply_gradients([(matrix, self.matrix), (bias, self.bias)])
         return float(total) / ROWS

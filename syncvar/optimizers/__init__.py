@@ -1,14 +1,12 @@
-"""Optimizers: gradients of all replicas become one step, which every replica makes on its own copies.
+"""Optimizers: the gradients of all replicas become one step, the same on every copy.
 
     optimizer = sv.optimizers.Adam(1e-3, clip_norm=1.0)
     optimizer.apply_gradients(zip(gradients, weights))
 
-* `base`: `apply_gradients`, the same for all; start reading there.
-* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays
-  and nothing else. `custom`: those that programs write.
-* `call`: what one call names, and its request. `plan`: its gradients, packed into one array that
-  travels. `clipping`: what is done to them before the step. `slots`: the state, as variables.
-* `arguments`, `arithmetic`: checks; powers and norms with the same bits on every machine.
+Start reading in `base`: `apply_gradients` is the same for all optimizers. `sgd`, `adaptive`, `adam`
+and `custom` are the public classes; `rules/` has their arithmetic, which servers use too.
+`gradient_call` and `gradient_buckets` carry the gradients, `clipping` limits them, `slots` keeps
+the state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adam and its descendants: AdamW, which decays the variable itself, and LAMB, for large batches."""
+"""Adam and its descendants: AdamW (decoupled weight decay) and LAMB (for large batches)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ if TYPE_CHECKING:
 
 
 class Adam(Optimizer):
-    """Adam: m and v are decaying means of g and g * g; w -= learning_rate * m' / (sqrt(v') + epsilon).
+    """Adam: w -= learning_rate * m' / (sqrt(v') + epsilon).
 
-    m' = m / (1 - beta_1^t) and v' = v / (1 - beta_2^t) are free of the zeros that m and v started
-    with. That is Algorithm 1 of the paper, as in PyTorch and optax; Keras adds epsilon to sqrt(v),
-    not to sqrt(v'). t counts the steps of the
-    variable, not of the optimizer: a variable that had no gradient at first is corrected like any
-        other.
+    m and v are decaying means of g and g * g. m' = m / (1 - beta_1^t) and v' = v / (1 - beta_2^t)
+    correct for the zeros that m and v start with. That is Algorithm 1 of the paper, as in PyTorch
+    and optax; Keras adds epsilon to sqrt(v), not to sqrt(v'). t counts the steps of the variable,
+    not of the optimizer, so a variable that had no gradient at first is corrected like any other.
 
     Args:
         learning_rate: A number or a function of the step.
@@ -52,13 +51,13 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with the decay taken off the variable instead of added to the gradient: w -= learning_rate * weight_decay * w.
+    """Adam with decoupled weight decay: w -= learning_rate * weight_decay * w.
 
     Args:
         learning_rate: A number or a function of the step.
-        beta_1: As Adam.
-        beta_2: As Adam.
-        epsilon: As Adam.
+        beta_1: Decay of m, in [0, 1).
+        beta_2: Decay of v, in [0, 1).
+        epsilon: Keeps the quotient finite.
         weight_decay: Decoupled; multiplied by the learning rate, as in PyTorch and optax.
         **options: As `Optimizer`.
 
@@ -87,16 +86,16 @@ class AdamW(Adam):
 
 
 class LAMB(Adam):
-    """Adam's direction, scaled for each variable by its own norm: u = m' / (sqrt(v') + epsilon) + weight_decay * w.
+    """LAMB: Adam's direction, scaled for each variable by its own norm.
 
-    w -= learning_rate * (|w| / |u|) * u; the quotient is 1 where either norm is zero. The paper's
-    function phi is the identity.
+    u = m' / (sqrt(v') + epsilon) + weight_decay * w; w -= learning_rate * (|w| / |u|) * u. The
+    quotient is 1 if either norm is zero. The paper's function phi is the identity.
 
     Args:
         learning_rate: A number or a function of the step.
-        beta_1: As Adam.
-        beta_2: As Adam.
-        epsilon: As Adam.
+        beta_1: Decay of m, in [0, 1).
+        beta_2: Decay of v, in [0, 1).
+        epsilon: Keeps the quotient finite.
         weight_decay: Decoupled.
         **options: As `Optimizer`.
 

@@ -44,11 +44,12 @@ class Adagrad(Optimizer):
 
 
 class RMSProp(Optimizer):
-    """RMSProp: s = rho * s + (1 - rho) * g * g; u = g / (sqrt(s) + epsilon); w -= learning_rate * u.
+    """RMSProp: w -= learning_rate * u, where u = g / (sqrt(s) + epsilon).
 
-    epsilon stands outside the root, as in PyTorch; Keras and optax have it inside. `centered` takes
-    the square of the mean gradient off s (Graves 2013, section 4.2, where epsilon is inside). With
-    `momentum` b = momentum * b + u; w -= learning_rate * b.
+    s = rho * s + (1 - rho) * g * g. epsilon stands outside the root, as in PyTorch; Keras and optax
+    have it inside. `centered` subtracts the square of the mean gradient from s (Graves 2013,
+    section 4.2, where epsilon is inside). With `momentum` b = momentum * b + u; w -= learning_rate
+    * b.
 
     Args:
         learning_rate: A number or a function of the step.

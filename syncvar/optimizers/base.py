@@ -1,4 +1,4 @@
-"""What all optimizers share: `apply_gradients`, from the gradients of all replicas to the same step on every copy."""
+"""The base of all optimizers: `apply_gradients`, from local gradients to one common step."""
 
 from __future__ import annotations
 
@@ -53,31 +53,33 @@ if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 
-_STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: no two steps below 2**64 give the same
+_STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: all steps below 2**64 give different digests
 _DIGEST_MASK = (1 << 64) - 1
-_PLANS_MAX = 8  # lists of variables whose flat arrays are kept
+_PLANS_MAX = 8  # cached lists of variables, with their flat arrays
 _NONFINITE = ("allow", "error", "skip")
 
 
 class Optimizer(MigrationHintsMixin):
-    """Base of the optimizers: a step uses the mean of the replicas' gradients, so a loss is not divided by their number.
+    """Base of the optimizers. A step uses the mean of the replicas' gradients.
+
+    So a program does not divide its loss by the number of replicas.
 
     Args:
         learning_rate: A number, or a function of the step (0 for the first), the same on every
             replica.
+        rule: The update rule.
         weight_decay: This times the variable is added to its gradient (L2 regularization); AdamW
             and LAMB decay the variable itself.
-        clip_norm: Scale the combined gradients so that their 2-norm, as of one vector, is at most
-            this. Gradients of NONE variables count apart, for each replica. Source: Pascanu,
+        clip_norm: Maximum 2-norm of the combined gradients, as of one vector; they are scaled down
+            to it. Gradients of NONE variables count separately, for each replica. Source: Pascanu,
             Mikolov, Bengio 2013.
-        clip_value: Limit each element of the combined gradients to [-clip_value, clip_value],
+        clip_value: Limit of each element of the combined gradients, to [-clip_value, clip_value],
             before clip_norm.
-        accumulate: So many calls of `apply_gradients` are one step. Only the last one communicates
-            and writes.
-        nonfinite: What to do about infinities and NaN: "allow" them; "error": a replica that passes
-            one raises ConfigError, the others MismatchError, nothing changes; "skip": leave out the
-            step on all replicas if the combined gradients hold one (what a search for a loss scale
-            needs).
+        accumulate: Number of calls of `apply_gradients` for one step. Only the last one
+            communicates and writes.
+        nonfinite: Treatment of infinities and NaN. "allow" them; "error": a replica that passes one
+            raises ConfigError, the others MismatchError, nothing changes; "skip": all replicas
+            leave out the step if the combined gradients hold one (for a search of the loss scale).
         name: Part of the slots' names; None means that of the class.
     """
 
@@ -117,8 +119,8 @@ class Optimizer(MigrationHintsMixin):
         self._plans: dict[tuple[int, ...], BucketPlan] = {}
         self._bases: dict[Any, tuple[Any, ...]] = {}
         self._variables_of_step: tuple[int, ...] | None = None
-        self._elsewhere = RemoteStep(type(self).__name__, self._settings)
-        self._refused: str | None = None  # why an earlier call of this step was refused here
+        self._remote = RemoteStep(type(self).__name__, self._settings)
+        self._refused: str | None = None  # why this replica rejected an earlier call of this step
 
     if not TYPE_CHECKING:
 
@@ -131,24 +133,25 @@ class Optimizer(MigrationHintsMixin):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate in force; may be set to a number, or to a function of the step."""
+        """The present learning rate; can be set to a number or a function of the step."""
         return self._rate_at(self.iterations)
 
     @learning_rate.setter
     def learning_rate(self, given: Rate) -> None:
+        """The present learning rate; can be set to a number or a function of the step."""
         self._rate = checked_rate(given)
 
     @property
     def iterations(self) -> int:
-        """Steps made so far."""
+        """Number of steps so far."""
         made = self._slots.iterations
         if made is not None:
             return int(copy_of(made))
-        return self._elsewhere.steps or self._slots.restored_iterations
+        return self._remote.steps or self._slots.restored_iterations
 
     @property
     def variables(self) -> list[Variable]:
-        """Its own variables that exist: iterations and slots, in the order in which they were made."""
+        """Its own variables that exist: iterations and slots, in order of creation."""
         return list(self._slots.tracked.values())
 
     def tracked(self) -> dict[str, Variable]:
@@ -156,25 +159,25 @@ class Optimizer(MigrationHintsMixin):
 
         The keys are "iterations", "<name of the variable>/<slot>", such as "w/m", and
         "NONE:<name>/<slot>" for NONE variables, whose names are a namespace of their own. A
-        checkpoint writes the key that the variable has there, instead of its name.
+        checkpoint writes the key of the variable that it saves, instead of its name.
         """
         return dict(self._slots.tracked)
 
     @property
     def elsewhere(self) -> RemoteStep | None:
-        """What it knows of variables on servers; None where it steps others. Of use to this package only."""
-        return self._elsewhere if self._slots.iterations is None else None
+        """State for server-side variables; None for local ones. For this package only."""
+        return self._remote if self._slots.iterations is None else None
 
     @property
     def slots(self) -> OptimizerSlots:
-        """What it keeps of each variable, and what a restore has left for it. For this package only."""
+        """Its slots, and restored values that wait for them. For this package only."""
         return self._slots
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Make the slots of variables now rather than at their first step. Collective, except for NONE variables.
+        """Create the slots of variables now rather than at their first step.
 
-        Of variables on servers it only asks the servers whether they make such steps, and is no
-        collective.
+        Collective, except for NONE variables. For variables on servers it only asks the servers
+        whether they support this optimizer, and is not collective.
 
         Args:
             variables: The same, in the same order, on every replica.
@@ -193,7 +196,7 @@ class Optimizer(MigrationHintsMixin):
         chosen = list(variables)
         stepper = stepper_of([(None, one) for one in chosen])
         if stepper is not None:
-            stepper.prepare(self._elsewhere.rule)
+            stepper.prepare(self._remote.rule)
             return
         failure: Exception | None = None
         owner: VariableOwner | None = None
@@ -203,7 +206,7 @@ class Optimizer(MigrationHintsMixin):
             owner = checked_variables(chosen)
             self._checked_family(owner, chosen)
             self._slots.missing(chosen)
-        except Exception as error:  # told to the other replicas below
+        except Exception as error:  # raised on the other replicas below
             failure = error
         if failure is not None:
             self._refuse(failure, owner, travels=any(not is_apart(one) for one in chosen))
@@ -212,7 +215,8 @@ class Optimizer(MigrationHintsMixin):
 
     def __repr__(self) -> str:
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
-        return f"<sv.optimizers.{type(self).__name__} learning_rate={rate} iterations={self.iterations}>"
+        name = type(self).__name__
+        return f"<sv.optimizers.{name} learning_rate={rate} iterations={self.iterations}>"
 
     def __copy__(self) -> Optimizer:
         made = type(self).__new__(type(self))
@@ -220,11 +224,10 @@ class Optimizer(MigrationHintsMixin):
         return made
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Optimizer:
-        if self._elsewhere.variables:
+        if self._remote.variables:
             raise TypeError(
                 f"{self!r} cannot be copied: its slots are on servers, beside their variables. "
-                "Make "
-                f"another one, sv.optimizers.{type(self).__name__}(…)"
+                f"Make another one, sv.optimizers.{type(self).__name__}(…)"
             )
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -239,11 +242,10 @@ class Optimizer(MigrationHintsMixin):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._slots.stepped or self._elsewhere.variables:
+        if self._slots.stepped or self._remote.variables:
             raise TypeError(
                 f"{self!r} cannot be pickled: its slots live in several processes, as variables "
-                "do. Save it "
-                "with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or "
+                "do. Save it with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or "
                 "copy.deepcopy(optimizer)"
             )
         return super().__reduce_ex__(protocol)
@@ -258,30 +260,32 @@ class Optimizer(MigrationHintsMixin):
         weight: float | None = None,
         shards: bool = False,
     ) -> None:
-        """Take the mean of the replicas' gradients (not their sum: do not divide the loss by their number) and make one step.
+        """Make one step with the mean of the replicas' gradients.
 
-        Inside `run` and outside every scope gradients are each replica's own. In cross context (and
-        inside merge_call) they are used as given and must be the same everywhere, which is checked
-        by a digest unless the strategy has check_cross_writes=False. NONE variables are stepped by
-        their own replica's gradient, without a message.
+        It is not their sum: do not divide the loss by the number of replicas. Inside `run` and
+            outside every
+        scope gradients are each replica's own. In cross context (and inside merge_call) they are
+        used as given and must be the same everywhere. A digest checks that, unless the strategy has
+        check_cross_writes=False. NONE variables are stepped by their own replica's gradient,
+        without a message.
 
         Args:
             grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a
                 variable, the same variables in the same order on every replica. A None gradient
-                leaves its variable and slots as they are; it must be None on all replicas (NONE
+                leaves its variable and slots unchanged; it must be None on all replicas (NONE
                 variables excepted). A gradient may name rows, (indices, values) or a
                 tf.IndexedSlices: all other rows count as zero.
             reduce: "mean" or "sum" of the replicas' gradients; None means that they are combined
-                already, as in cross context. The calls of one step (accumulate) are combined
-                likewise, None as the mean.
-            weight: Of this replica's gradients in the mean, such as the number of its examples:
-                sum(weight * gradient) / sum(weight). Zero takes no part, whatever its gradients
-                hold. Where all weights are zero nothing changes.
+                already, as in cross context. The calls of one step (accumulate) are combined in the
+                same way, None as the mean.
+            weight: Weight of this replica's gradients in the mean, such as the number of its
+                examples: sum(weight * gradient) / sum(weight). With weight zero a replica has no
+                influence, whatever its gradients hold. If all weights are zero nothing changes.
             shards: Each gradient is a dict of id -> gradient of a micro-shard: this replica's, {}
                 for none. Over all replicas the ids are 0 to n-1, each once; "mean" divides by n.
-                The step, to the bit, does not depend on the number of replicas or on who brings
-                which shard (`sv.all_reduce_shards`). Inside `run` and outside every scope; not with
-                weight, accumulate or NONE variables.
+                The bits of the step do not depend on the number of replicas or on which replica
+                passes which shard (`sv.all_reduce_shards`). Inside `run` and outside every scope;
+                not with weight, accumulate or NONE variables.
 
         Raises:
             ConfigError: A wrong argument here: shape, dtype, an ON_READ variable, no gradient at
@@ -291,8 +295,8 @@ class Optimizer(MigrationHintsMixin):
             UsageError: Variables of another strategy.
 
         Cost: one all-reduce for all float32 and half gradients together (half types travel as
-            float32), in the same call one for float64; of shards, what `all_reduce_shards` costs.
-            The first call makes the slots, which takes a few calls for each.
+            float32), in the same call one for float64; for shards, the cost of `all_reduce_shards`.
+            The first call creates the slots, which takes a few calls for each.
         Order: as `all_reduce`; with the strategy's reproducible=True by the tree over replicas.
 
         Example:
@@ -312,13 +316,11 @@ class Optimizer(MigrationHintsMixin):
             stepper = stepper_of(pairs)
             if stepper is None:
                 made, plan = self._checked(pairs, reduce, weight, shards)
-        except Exception as error:  # told to the other replicas below
+        except Exception as error:  # raised on the other replicas below
             failure = error
         if stepper is not None:
             rate = self._rate_at(self.iterations)
-            self._elsewhere.step(
-                stepper, pairs, rate, reduce, is_plain=weight is None and not shards
-            )
+            self._remote.step(stepper, pairs, rate, reduce, is_plain=weight is None and not shards)
             return
         if made is None:
             owner, travels = whose(pairs)
@@ -334,7 +336,7 @@ class Optimizer(MigrationHintsMixin):
         try:
             self._load(made, plan, number)
             rate = self._rate_at(self.iterations)
-        except Exception as error:  # likewise
+        except Exception as error:  # the same
             self._refuse(error, made.owner, travels=made.travels)
             return
         if number < self._accumulate - 1:
@@ -409,26 +411,23 @@ class Optimizer(MigrationHintsMixin):
         if weight is not None and (op == "sum" or (is_given and call.travels)):
             raise ConfigError(
                 "weight belongs to the mean over replicas: reduce='mean', inside strategy.run or "
-                "outside every scope; "
-                "gradients that are summed, or used as given, have none"
+                "outside every scope; gradients that are summed, or used as given, have none"
             )
         return call, self._plans.get(tuple([id(variable) for variable in variables]))
 
     def _check_sharded(
         self, variables: Sequence[Variable], *, is_given: bool, weighted: bool
     ) -> None:
-        """Raise ConfigError where gradients of shards have no meaning."""
+        """Raise ConfigError if gradients of shards have no meaning here."""
         if is_given:
             raise ConfigError(
                 "shards=True belongs where gradients are each replica's own: inside strategy.run "
-                "or outside every scope, "
-                "with reduce='mean' or 'sum'"
+                "or outside every scope, with reduce='mean' or 'sum'"
             )
         if weighted:
             raise ConfigError(
                 "weight belongs to a replica, and with shards=True the step may not depend on "
-                "replicas: multiply the "
-                "gradients of a shard by its share"
+                "replicas: multiply the gradients of a shard by its share"
             )
         if self._accumulate > 1:
             raise ConfigError(
@@ -439,12 +438,11 @@ class Optimizer(MigrationHintsMixin):
             if is_apart(variable):
                 raise ConfigError(
                     f"variable {variable.name!r} is NONE: each replica steps its own copy by its "
-                    "own gradient, which has no "
-                    f"shards; step it by another optimizer"
+                    "own gradient, which has no shards; step it by another optimizer"
                 )
 
     def _checked_family(self, owner: VariableOwner, variables: Sequence[Variable]) -> None:
-        """Raise UsageError unless the variables go with those that this optimizer has."""
+        """Raise UsageError unless this optimizer can step these variables with its own."""
         slots = self._slots
         if slots.owner is None:
             return
@@ -455,16 +453,15 @@ class Optimizer(MigrationHintsMixin):
         if slots.apart != all(is_apart(variable) for variable in variables):
             raise UsageError(
                 "an optimizer steps either NONE variables alone, or variables that replicas share "
-                "(and NONE variables in the "
-                "same calls): else its count of steps would differ between replicas. Make another "
-                "optimizer"
+                "(and NONE variables in the same calls): else its count of steps would differ "
+                "between replicas. Make another optimizer"
             )
 
     def _refuse(self, failure: Exception, owner: VariableOwner | None, *, travels: bool) -> None:
-        """Raise the failure of this replica's call, and tell the others where they take part in it.
+        """Raise the failure of this replica's call, and inform the others if they take part in it.
 
-        A refused call counts: where several calls are one step, the replicas learn of it at the
-            last one, which all make.
+        A rejected call counts: if several calls make one step, the replicas learn of it in the last
+            one.
         """
         slots = self._slots
         if self._accumulate > 1 and slots.calls is not None:
@@ -490,7 +487,7 @@ class Optimizer(MigrationHintsMixin):
     # -- slots -------------------------------------------------------------------------------------
 
     def _new_plan(self, call: Call, key: list[int]) -> BucketPlan:
-        """Make the slots that are missing, and the flat arrays."""
+        """Create missing slots, and the flat arrays."""
         if self._slots.iterations is None or self._slots.missing(call.variables):
 
             def check() -> None:
@@ -535,7 +532,7 @@ class Optimizer(MigrationHintsMixin):
         return checked_number("learning_rate", rate(step)) if callable(rate) else rate
 
     def _load(self, call: Call, plan: BucketPlan, number: int) -> None:
-        """Put the gradients into the flat arrays, or add them up."""
+        """Copy the gradients to the flat arrays, or accumulate them."""
         weight, calls = call.weight, self._accumulate
         if call.shards is not None:
             if self._nonfinite == "error":
@@ -547,14 +544,13 @@ class Optimizer(MigrationHintsMixin):
             if number and self._variables_of_step not in (None, plan.key):
                 raise ConfigError(
                     "the calls of one step must name the same variables, with None for the same "
-                    "gradients; pass zeros "
-                    "where a variable has no gradient in one of them"
+                    "gradients; pass zeros where a variable has no gradient in one of them"
                 )
             self._variables_of_step = plan.key
             if number and (weight is not None) is not (float(copy_of(self._slots.weight)) >= 0):
                 raise ConfigError(
-                    "the calls of one step must all have a weight, or none of them; pass weight in "
-                    "each"
+                    "the calls of one step must all have a weight, or none of them; pass weight "
+                    "in each"
                 )
             self._spread(call, plan, number)
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
@@ -572,7 +568,7 @@ class Optimizer(MigrationHintsMixin):
                     _refuse_nonfinite(bad.variable, is_finite=False)
 
     def _spread(self, call: Call, plan: BucketPlan, number: int) -> None:
-        """Make what was added up on another number of replicas, before a checkpoint, count as much as it did there."""
+        """Rescale sums that another number of replicas made before a checkpoint."""
         assert self._slots.replicas is not None
         assert self._slots.weight is not None
         size, before = (
@@ -598,18 +594,18 @@ class Optimizer(MigrationHintsMixin):
         change_copies([self._slots.replicas], _fill, size)
 
     def _weight_here(self, call: Call) -> float:
-        """Return the weight of this replica's gradients, of all calls of the step."""
+        """Return the weight of this replica's gradients in all calls of the step."""
         assert call.weight is not None
         return call.weight if self._slots.weight is None else float(copy_of(self._slots.weight))
 
     def _combine(self, call: Call, plan: BucketPlan, rate: float) -> None:
-        """Make the one call of the group, in which all replicas' gradients are combined or compared."""
+        """Make the one collective that combines or compares the gradients of all replicas."""
         owner = call.owner
         refused, self._refused = self._refused, None
         if not call.travels:
             if refused is not None:
                 raise ConfigError(
-                    f"an earlier call of this step was refused, so the step is left out: {refused}"
+                    f"an earlier call of this step failed, so the step is left out: {refused}"
                 )
             return
         roster = owner.roster
@@ -658,7 +654,7 @@ class Optimizer(MigrationHintsMixin):
         def check() -> CollectiveSpec:
             if refused is not None:
                 raise ConfigError(
-                    f"an earlier call of this step was refused, so the step is left out: {refused}"
+                    f"an earlier call of this step failed, so the step is left out: {refused}"
                 )
             return combining_request(owner, plan, op, what, digest, weighted=weighted)
 
@@ -699,8 +695,7 @@ def _refuse_nonfinite(variable: Variable, *, is_finite: bool) -> None:
     if not is_finite:
         raise ConfigError(
             f"gradient of variable {variable.name!r}: it holds an infinity or NaN, and the "
-            "optimizer has "
-            f"nonfinite='error'. Use 'skip' to leave such steps out, or clip"
+            "optimizer has nonfinite='error'. Use 'skip' to leave such steps out, or clip"
         )
 
 

@@ -1,4 +1,4 @@
-"""What is done to the combined gradients before the step: weights, infinities, limits."""
+"""Processing of the combined gradients before the step: weights, non-finite values, limits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Clipping(NamedTuple):
     """Limits of gradients.
 
     Args:
-        norm_max: Of the 2-norm of all of them; None for none.
-        value_max: Of each element; None for none.
-        skips: Leave out a step whose gradients hold an infinity or NaN.
+        norm_max: Maximum 2-norm of all of them; None for no limit.
+        value_max: Maximum absolute value of an element; None for no limit.
+        skips: Leave out steps whose gradients hold an infinity or NaN.
     """
 
     norm_max: float | None
@@ -28,14 +28,7 @@ class Clipping(NamedTuple):
     def apply(
         self, buckets: list[Bucket], plan: BucketPlan, weight: float | None, *, divide: bool
     ) -> bool:
-        """Scale and clip gradients in place; returns whether there is a step to make with them.
-
-        Args:
-            buckets: The gradients.
-            plan: Has room to work in.
-            weight: The sum of their weights; None where they have none.
-            divide: They have to be divided by it.
-        """
+        """Scale and clip gradients in place; return whether to make a step with them."""
         flats = [bucket.flat for bucket in buckets]
         if weight is not None:
             if weight == 0.0:

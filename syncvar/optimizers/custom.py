@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 
 class Custom(Optimizer):
-    """Steps by an update rule of the program's own; see `update_rule`.
+    """Optimizer with an update rule of the program; see `update_rule`.
 
-    For variables on servers the rule is to be in a module beside the script, or installed: servers
-        import it, and do not run the
-    script. If it raises there, nothing of that push is applied, and whoever has pushed gets
-    ConfigError with the traceback.
+    For variables on servers the rule is in a module beside the script, or installed: servers import
+    that module, and do not run the script. If the rule raises on a server, the server applies
+    nothing of that push, and the worker that pushed gets ConfigError with the traceback.
 
     Args:
         rule: The function, or "module:name" of it.
@@ -28,7 +27,7 @@ class Custom(Optimizer):
         **options: As `Optimizer`; all others are numbers for the rule.
 
     Raises:
-        ConfigError: It is not registered, or cannot be imported.
+        ConfigError: The rule is not registered, or cannot be imported.
 
     Example:
         >>> import syncvar as sv

@@ -1,9 +1,9 @@
-"""The gradients of one call: which variables they belong to, and the flat arrays in which they travel.
+"""The gradients of one list of variables, in flat arrays that travel.
 
-A plan belongs to one list of variables. It holds all gradients that replicas combine in one flat
-array (one for float32 and half types, one for float64), so that they travel together, are combined
-in place, and are looked at as a whole for clipping. Gradients of NONE variables lie in an array of
-their own, which never travels. All of it is kept from step to step.
+All gradients that replicas combine are in one flat array for float32 and half types, and one for
+float64. So they travel together, are combined in place, and are clipped as a whole. Gradients of
+NONE variables are in an array of their own, which never travels. The arrays are kept from step to
+step.
 """
 
 from __future__ import annotations
@@ -32,17 +32,12 @@ if TYPE_CHECKING:
 
 _NO_PAIRS = (
     "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance "
-    "zip(gradients, variables), "
-    "not {}"
+    "zip(gradients, variables), not {}"
 )
 
 
 def listed(grads_and_vars: Any) -> list[Any]:
-    """Return what was passed for pairs as a list.
-
-    Raises:
-        ConfigError: It cannot be iterated over.
-    """
+    """Return the pairs as a list."""
     try:
         return list(grads_and_vars)
     except TypeError:
@@ -50,7 +45,7 @@ def listed(grads_and_vars: Any) -> list[Any]:
 
 
 def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
-    """Return gradients (None where there is none) and their variables.
+    """Return gradients (None if there is none) and their variables.
 
     Raises:
         ConfigError: Not pairs of a gradient and a variable, or no gradient at all.
@@ -65,14 +60,13 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
     if all(gradient is None for gradient, _ in pairs):
         raise ConfigError(
             "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None "
-            "gradient leaves its variable "
-            "as it is, but one of them must be an array"
+            "gradient leaves its variable as it is, but one of them must be an array"
         )
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
 
 def _no_pair(pair: tuple[Any, ...]) -> str:
-    """Return what is wrong with what was passed for a gradient and a variable."""
+    """Return the error text for a wrong pair."""
     if len(pair) == 2 and not isinstance(pair[0], Variable) and hasattr(pair[1], "dtype"):
         from syncvar.core.migration_hints import explained
 
@@ -81,14 +75,14 @@ def _no_pair(pair: tuple[Any, ...]) -> str:
         if kind.__module__.partition(".")[0] == "numpy":
             remedy = "make it with sv.Variable(array)"
         return (
-            f"apply_gradients steps variables of sv, and the second of a pair is a "
+            "apply_gradients steps variables of sv, and the second of a pair is a "
             f"{kind.__module__}.{kind.__qualname__}: {remedy}"
         )
     return _NO_PAIRS.format(repr(pair)[:100])
 
 
 def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
-    """Return the one strategy of variables that an optimizer can step.
+    """Return the common strategy of variables that an optimizer can step.
 
     Raises:
         ConfigError: ON_READ, no real floating dtype, or named twice.
@@ -101,16 +95,14 @@ def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
         if variable.synchronization is VariableSynchronization.ON_READ:
             raise ConfigError(
                 f"variable {name!r} is ON_READ: its copies differ, and a step of each has no "
-                "meaning for their "
-                "aggregate. Make weights with synchronization=sv.VariableSynchronization.ON_WRITE "
-                "(or NONE, to step "
-                f"each replica's own copy)"
+                "meaning for their aggregate. Make weights with "
+                "synchronization=sv.VariableSynchronization.ON_WRITE (or NONE, to step each "
+                "replica's own copy)"
             )
         if variable.dtype.kind not in "fV":
             raise ConfigError(
                 f"variable {name!r} is {variable.dtype.name}; an optimizer steps real floating "
-                "numbers: make it with "
-                f"dtype='float32'"
+                "numbers: make it with dtype='float32'"
             )
         if id(variable) in seen:
             raise ConfigError(
@@ -126,14 +118,7 @@ def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
 
 
 class BucketPart:
-    """One variable's share of a plan.
-
-    Args:
-        variable: The variable.
-        state: Its slots.
-        gradient: Where its gradient lies in the flat array.
-        scratch: As large as the gradient, or one block.
-    """
+    """One variable's part of a bucket."""
 
     __slots__ = (
         "accumulator",
@@ -160,18 +145,7 @@ class BucketPart:
         self.changed, self.accumulator = state
 
     def load(self, given: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
-        """Check a gradient and put it into the flat array; with several calls to a step, add it up first.
-
-        Args:
-            given: What the program passed.
-            factor: It is multiplied by it; None for one.
-            call: 0 for the first of a step.
-            calls: To a step.
-            mean: The sum of the calls is divided by their number.
-
-        Raises:
-            ConfigError: Wrong shape or dtype.
-        """
+        """Check a gradient, and copy it to the flat array or accumulate it."""
         gradient = given
         if (
             type(given) is not np.ndarray
@@ -202,7 +176,7 @@ class BucketPart:
 
 
 def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) -> None:
-    """Store factor * source; a factor of zero gives zeros, also of NaN (the mean over an empty batch)."""
+    """Store factor * source; factor 0 gives zeros, even for NaN (the mean of an empty batch)."""
     if factor is None:
         target[...] = source
     elif factor == 0.0:
@@ -212,13 +186,7 @@ def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) ->
 
 
 class BucketPlan:
-    """The gradients of a list of variables.
-
-    Args:
-        owner: The variables' strategy.
-        variables: Those that have a gradient.
-        slots: Where their slots are.
-    """
+    """The buckets of a list of variables."""
 
     def __init__(
         self, owner: VariableOwner, variables: Sequence[Variable], slots: OptimizerSlots
@@ -282,12 +250,7 @@ class BucketPlan:
 
 
 class Bucket:
-    """Gradients of one dtype, one after another.
-
-    Args:
-        whole: The flat array; its last element has room for a weight.
-        parts: Whose gradients they are.
-    """
+    """Gradients of one dtype, one after another."""
 
     def __init__(self, whole: NDArray[Any], parts: list[BucketPart]) -> None:
         self.whole = whole

@@ -1,4 +1,4 @@
-"""One call of `apply_gradients`: what it names, whose it is, and the request that carries its gradients."""
+"""One call of `apply_gradients`: its checked arguments and its request."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ _NOTHING = np.empty(0, np.uint8)
 _NAME = "apply_gradients"
 _HINT = (
     "Gradients that are used as given must be the same on every replica. Pass each replica's own "
-    "inside strategy.run, or "
-    "outside every scope, with reduce='mean'"
+    "inside strategy.run, or outside every scope, with reduce='mean'"
 )
 
 
@@ -51,15 +50,15 @@ class Call(NamedTuple):
 
     Args:
         owner: The variables' strategy.
-        gradients: As passed, without the Nones.
-        variables: Those that have a gradient.
-        travels: Other replicas take part: some variable that was named is not NONE.
-        op: "mean" or "sum": how replicas, and the calls of one step, are combined.
+        gradients: The gradients without the Nones.
+        variables: The variables that have a gradient.
+        travels: Other replicas take part: some named variable is not NONE.
+        op: "mean" or "sum", for replicas and for the calls of one step.
         is_given: The gradients are the same everywhere already.
-        weight: Of this replica's gradients, or None.
-        base: Fingerprint of all that does not change from step to step.
-        shown: The variables in words.
-        shards: Id -> a gradient for each variable; None where gradients are not of shards.
+        weight: Weight of this replica's gradients, or None.
+        base: Signature of all that does not change from step to step.
+        shown: Names of the variables, for descriptions.
+        shards: Id -> a gradient for each variable; None without shards.
     """
 
     owner: VariableOwner
@@ -79,10 +78,6 @@ def checked_shards(
 ) -> dict[Any, list[NDArray[Any]]]:
     """Return id -> a gradient for each variable, in the dtypes in which they are stepped.
 
-    Args:
-        gradients: For each variable a dict of id -> gradient.
-        variables: As many.
-
     Raises:
         ConfigError: No dicts, other ids for one variable than for another, a wrong shape or dtype.
     """
@@ -97,8 +92,8 @@ def checked_shards(
         if place and given.keys() != made.keys():
             raise ConfigError(
                 f"{what} is of the shards {sorted(given, key=str)}, that of variable "
-                f"{variables[0].name!r} of "
-                f"{sorted(made, key=str)}: each shard has a gradient for every variable"
+                f"{variables[0].name!r} of {sorted(made, key=str)}: each shard has a gradient for "
+                "every variable"
             )
         for number, gradient in given.items():
             dense = dense_gradient(gradient, variable)
@@ -115,13 +110,7 @@ def checked_shards(
 def described(
     settings: tuple[Any, ...], variables: Sequence[Variable], everything: Sequence[Variable]
 ) -> tuple[int, str]:
-    """Return the fingerprint of the variables that replicas share, and words for them.
-
-    Args:
-        settings: Of the optimizer, compared too.
-        variables: Those that have a gradient.
-        everything: All that were named.
-    """
+    """Return the signature of the variables that replicas share, and their names in words."""
     present = {id(one) for one in variables}
     shared = [one for one in everything if not is_apart(one) and id(one) in present]
     absent = [one.name for one in everything if not is_apart(one) and id(one) not in present]
@@ -137,7 +126,7 @@ def described(
 
 
 def whose(pairs: Any) -> tuple[VariableOwner, bool]:
-    """Return the strategy of pairs that are not in order, and whether other replicas take part in the call."""
+    """Return the strategy of invalid pairs, and whether other replicas take part in the call."""
     found = [
         one
         for pair in (pairs if isinstance(pairs, list) else [])
@@ -153,16 +142,7 @@ def whose(pairs: Any) -> tuple[VariableOwner, bool]:
 def combining_request(
     owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> CollectiveSpec:
-    """Return the request that combines the gradients of all replicas in place, or compares them.
-
-    Args:
-        owner: The strategy.
-        plan: Holds this replica's gradients.
-        op: "mean" or "sum"; empty where they are used as given.
-        what: The call in words.
-        digest: What is compared of it.
-        weighted: The weights travel too.
-    """
+    """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
         request = request_of(_MEETING, communicator, _NOTHING, what, "", reproducible=False)
@@ -182,14 +162,14 @@ def combining_request(
 def combined_shortly(
     owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> bool:
-    """Combine the gradients by the persistent call of their shape; False where there is none, and nothing has been done.
+    """Combine the gradients by a cached call; False if there is none, and nothing was done.
 
-    Words and fingerprint change from step to step, as they hold the step and the learning rate; all
-    else is prepared. The arguments are those of `combining_request`.
+    Description and signature change from step to step, because they hold the step and the learning
+    rate. The arguments are those of `combining_request`.
     """
     if not op or len(plan.shared) != 1:
         return False
-    communicator, array = owner.communicator, _brought(plan, weighted=weighted)
+    communicator, array = owner.communicator, _flat_array(plan, weighted=weighted)
 
     def make(x: Any, out: Any) -> ReduceArgs:
         return reduce_request(
@@ -203,7 +183,7 @@ def combined_shortly(
     )
 
 
-def _brought(plan: BucketPlan, *, weighted: bool) -> NDArray[Any]:
+def _flat_array(plan: BucketPlan, *, weighted: bool) -> NDArray[Any]:
     """Return the one array that travels; the last element of the whole is the weight."""
     (bucket,) = plan.shared
     return bucket.whole if weighted else bucket.flat

@@ -1,4 +1,4 @@
-"""Checks of what an optimizer is made with."""
+"""Checks of the arguments of optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from syncvar.core.enum_arguments import word_of
+from syncvar.core.array_arguments import word_of
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import nearest
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer takes besides its own numbers; see `Optimizer`."""
+    """The options of every optimizer besides its own hyperparameters; see `Optimizer`."""
 
     weight_decay: float
     clip_norm: float | None
@@ -32,15 +32,7 @@ class Options(TypedDict, total=False):
 def checked_number(
     name: str, given: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False
 ) -> float:
-    """Return a finite number in [low, high); in (low, high) with `open_low`.
-
-    Raises:
-        ConfigError: It is none.
-
-    Example:
-        >>> checked_number("momentum", 0.9, 0.0, 1.0)
-        0.9
-    """
+    """Return a finite number in [low, high); in (low, high) with `open_low`."""
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(
         given, bool
     )
@@ -56,33 +48,21 @@ def checked_number(
 
 
 def checked_rate(given: Any) -> Rate:
-    """Return a learning rate: a number, or a function of the step.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return a learning rate: a number, or a function of the step."""
     if callable(given):
         return given  # type: ignore[no-any-return]
     return checked_number("learning_rate", given)
 
 
 def checked_count(name: str, given: Any) -> int:
-    """Return an integer of at least one.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return an integer of at least one."""
     if isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= 1:
         return int(given)
     raise ConfigError(f"{name} must be an integer of at least 1, not {given!r:.80}")
 
 
 def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
-    """Return one of some words, given as text or as a member of an enumeration.
-
-    Raises:
-        ConfigError: It is none of them.
-    """
+    """Return one of some words, given as text or as a member of an enumeration."""
     if type(given) is str and given in choices:  # of each step: faster than to look at each word
         return given
     if (word := word_of(given, choices)) is not None:

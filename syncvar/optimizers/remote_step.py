@@ -1,4 +1,4 @@
-"""Steps of variables that live on servers: made there, by the same rule, with slots that live beside the variables."""
+"""Optimizer steps of server-side variables: servers run the same rule, and keep the slots."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ _ONLY_HERE: dict[str, Any] = {
 
 
 class RemoteStep:
-    """What an optimizer knows of the variables on servers that it steps.
-
-    Args:
-        name: Of its class.
-        settings: Its numbers and choices.
+    """State of an optimizer for server-side variables.
 
     Attributes:
-        steps: How many this worker has made.
-        variables: Those that it has stepped, by name.
+        steps: Number of steps of this worker.
+        variables: The variables that it has stepped, by name.
     """
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
@@ -48,18 +44,7 @@ class RemoteStep:
         *,
         is_plain: bool,
     ) -> None:
-        """Let servers make a step.
-
-        Args:
-            stepper: Who sends it.
-            pairs: Gradients and variables.
-            rate: Learning rate.
-            reduce: "sum" or "mean" of the workers' gradients; None as the mean.
-            is_plain: Gradients have no weights, and are of no shards.
-
-        Raises:
-            ConfigError: Servers do not make such steps.
-        """
+        """Send one step to the servers."""
         if self._extra or not is_plain:
             raise ConfigError(
                 "servers make the steps of variables by their own gradients: leave out "
@@ -73,11 +58,7 @@ class RemoteStep:
 
 
 def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
-    """Return who makes the steps of these variables, where their values are elsewhere.
-
-    Raises:
-        ConfigError: Those of some are, those of others not.
-    """
+    """Return the remote optimizer of these variables, None for local ones."""
     steppers = [
         getattr(pair[1], "stepper", None)
         if isinstance(pair, tuple | list) and len(pair) == 2
@@ -87,7 +68,7 @@ def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
     found = next((one for one in steppers if one is not None), None)
     if found is not None and any(one is not found for one in steppers):
         raise ConfigError(
-            "variables on servers and others are in one call of apply_gradients; make an optimizer "
-            "and a call for each"
+            "variables on servers and others are in one call of apply_gradients; make an "
+            "optimizer and a call for each"
         )
     return found

@@ -38,8 +38,8 @@ class Momentum(Optimizer):
     """Gradient descent with momentum: b = momentum * b + g; w -= learning_rate * b.
 
     With `nesterov` w -= learning_rate * (g + momentum * b). The learning rate stands outside the
-    velocity, as in Polyak's heavy ball and in PyTorch, so that a change of it acts at once; Keras
-    has it inside, which is the same as long as the learning rate does not change.
+    velocity, as in Polyak's heavy ball and in PyTorch, so that a change of it acts at once. Keras
+    has it inside, which is the same while the learning rate does not change.
 
     Args:
         learning_rate: A number or a function of the step.

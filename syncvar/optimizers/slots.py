@@ -1,17 +1,14 @@
-"""The state of an optimizer: variables beside the variables that it steps.
+"""The state of an optimizer: variables (slots) beside the variables that it steps.
 
-A slot has its variable's shape and synchronization mode, so that it is saved, restored and compared
-as its variable is; its aggregation is NONE, since nobody but the optimizer writes it. Half types
-get float32 slots, and a float32 `master` of the
-weights themselves: an update is often smaller than the distance of two neighbouring halves, and
-    would be lost each time
+A slot has the shape and mode of its variable, so it is saved, restored and compared in the same
+way. Its aggregation is NONE, since only the optimizer writes it. Half types get float32 slots and a
+float32 `master` of the weights, because an update is often smaller than the distance of two halves
 (Micikevicius et al. 2018, section 3.1).
 
-Gradients of several calls are added up on each replica, and a checkpoint keeps each replica's sum.
-Restored on another number
-of replicas each takes the mean of these sums: what the mean over replicas needs. Sums over replicas
-    are scaled to the new
-number at the next call (`accumulated_replicas`).
+Each replica accumulates the gradients of several calls by itself, and a checkpoint keeps each
+replica's sum. Restored on another number of replicas, each takes the mean of these sums, as the
+mean over replicas needs. For sums over replicas the next call rescales them
+(`accumulated_replicas`).
 """
 
 from __future__ import annotations
@@ -38,22 +35,22 @@ if TYPE_CHECKING:
 ITERATIONS, CALLS, MASTER, ACCUMULATED = "iterations", "calls", "master", "accumulated"
 _WEIGHT, _REPLICAS = "accumulated_weight", "accumulated_replicas"
 _WITHIN_STEP = (CALLS, ACCUMULATED, _WEIGHT, _REPLICAS)  # of use only until the step is complete
-_APART = VariableSynchronization.NONE
+_INDEPENDENT = VariableSynchronization.NONE
 _NAME_MAX = 128
 
 
 def is_apart(variable: Variable) -> bool:
-    """Return whether a variable is each replica's own."""
-    return variable.synchronization is _APART
+    """Return whether each replica has its own independent copy (NONE)."""
+    return variable.synchronization is _INDEPENDENT
 
 
 class SlotState(NamedTuple):
-    """What belongs to one variable.
+    """The variables of one stepped variable.
 
     Args:
-        changed: The variable, its master (half types), its slots, its counter of steps (where the
-            rule has one).
-        accumulator: The sum of the gradients of several calls; None where each call is a step.
+        changed: The variable, its master (half types), its slots, its step counter (if the rule has
+            one).
+        accumulator: Sum of the gradients of several calls; None if each call is a step.
     """
 
     changed: tuple[Variable, ...]
@@ -61,13 +58,13 @@ class SlotState(NamedTuple):
 
 
 class SlotSpec(NamedTuple):
-    """What one slot is, before it exists.
+    """The description of one slot.
 
     Args:
-        initial: Its first value, for every element.
-        shape: Its shape.
-        dtype: Its dtype.
-        synchronization: Its mode; the aggregation is always NONE.
+        initial: Initial value of every element.
+        shape: Shape.
+        dtype: Dtype.
+        synchronization: Mode; the aggregation is always NONE.
         is_part: The copies are parts of a sum; see `make_beside`.
     """
 
@@ -79,10 +76,11 @@ class SlotSpec(NamedTuple):
 
 
 class WaitingValue(NamedTuple):
-    """A value that a checkpoint has restored for a slot that does not exist yet.
+    """A restored value for a slot that does not exist yet.
 
     Args:
-        variable: Whose slot it is, which this keeps alive; None for those of the optimizer itself.
+        variable: The variable of the slot, kept alive by this; None for slots of the optimizer
+            itself.
         value: This replica's copy.
     """
 
@@ -91,17 +89,9 @@ class WaitingValue(NamedTuple):
 
 
 class SavedSlot:
-    """One slot as a checkpoint sees it, whether its variable exists yet or not.
+    """One slot as a checkpoint sees it, whether it exists yet or not.
 
-    A checkpoint may be restored before the first step makes the slots. The value then waits in the
-    optimizer, and the slot begins with it.
-
-    Args:
-        slots: All slots of the optimizer.
-        name: Of the slot.
-        spec: What it is.
-        beside: Whose slot it is; None for those of the optimizer itself.
-        strategy: Whose replicas have it.
+    If a checkpoint is restored before the first step, the value waits, and the slot starts with it.
     """
 
     aggregation = VariableAggregation.NONE
@@ -122,7 +112,7 @@ class SavedSlot:
         self.strategy = strategy if self._variable is None else self._variable.strategy
         self.shape, self.dtype, self.synchronization = spec.shape, spec.dtype, spec.synchronization
         self.are_parts = spec.is_part
-        self.is_apart = spec.synchronization is _APART
+        self.is_apart = spec.synchronization is _INDEPENDENT
 
     @property
     def is_built(self) -> bool:
@@ -140,7 +130,7 @@ class SavedSlot:
         return self.has_value and (self._slot not in _WITHIN_STEP or self._slots.is_in_step)
 
     def local_value(self) -> NDArray[Any]:
-        """Return this replica's copy; what slots begin with, where there is none yet."""
+        """Return this replica's copy, or the initial value if there is none yet."""
         if self._variable is not None:
             return self._variable.local_value()
         waiting = self._slots.waiting.get(self._key)
@@ -149,16 +139,11 @@ class SavedSlot:
     read_value = local_value
 
     def replace(self, value: NDArray[Any] | None, *, is_apart: bool) -> None:
-        """Make a value this replica's copy; sends nothing.
-
-        Args:
-            value: None for the value with which slots begin.
-            is_apart: Whether the optimizer steps NONE variables only.
-        """
+        """Replace this replica's copy; sends nothing."""
         if self._variable is None:
             self._slots.waiting.pop(self._key, None)
             if self.is_own:
-                self._slots.is_waiting_apart = is_apart
+                self._slots.is_waiting_independent = is_apart
             if value is not None:
                 copied = np.array(value, self.dtype).reshape(self.shape)
                 self._slots.waiting[self._key] = WaitingValue(self._beside, copied)
@@ -174,14 +159,7 @@ class SavedSlot:
 
 
 class OptimizerSlots:
-    """All variables of one optimizer.
-
-    Args:
-        name: Of the optimizer, part of their names.
-        initials: Name -> what it is filled with, for each slot of the rule.
-        counts: The rule needs the number of steps that each variable has made.
-        accumulates: Several calls are one step.
-    """
+    """All variables of one optimizer."""
 
     def __init__(
         self, name: str, initials: dict[str, float], *, counts: bool, accumulates: bool
@@ -197,7 +175,7 @@ class OptimizerSlots:
             tuple[int, str], Variable
         ] = {}  # by the identity of the variable, and the slot's name
         self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
-        self.is_waiting_apart = False  # what waits is of an optimizer of NONE variables alone
+        self.is_waiting_independent = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
         self.apart = False
         self.owner: VariableOwner | None = None
@@ -209,7 +187,7 @@ class OptimizerSlots:
         )
 
     def state(self, variable: Variable) -> SlotState | None:
-        """Return what belongs to a variable, or None before it is made."""
+        """Return the slots of a variable, or None before they exist."""
         return self._states.get(id(variable))
 
     def missing(self, variables: Sequence[Variable]) -> list[Variable]:
@@ -224,28 +202,19 @@ class OptimizerSlots:
             if self._key(variable) in names:
                 raise ConfigError(
                     f"two variables of one optimizer are named {variable.name!r}, so that a "
-                    "checkpoint could not tell "
-                    "their slots apart: give one of them another name, or make an optimizer for "
-                    "each"
+                    "checkpoint could not tell their slots apart: give one of them another name, "
+                    "or make an optimizer for each"
                 )
             names.add(self._key(variable))
         return found
 
     @staticmethod
     def _key(variable: Variable) -> str:
-        """Return the name by which a checkpoint knows a variable's slots; NONE variables have a namespace of their own."""
+        """Return the name by which a checkpoint knows a variable's slots."""
         return f"NONE:{variable.name}" if is_apart(variable) else variable.name
 
     def build(self, owner: VariableOwner, variables: Sequence[Variable], *, apart: bool) -> None:
-        """Make the slots of variables that have none. Collective, except where all variables are NONE.
-
-        A slot for which a checkpoint has restored a value begins with that value.
-
-        Args:
-            owner: The variables' strategy.
-            variables: In the same order on every replica.
-            apart: All variables of this optimizer are each replica's own.
-        """
+        """Create missing slots, with restored values if any. Collective, except if all are NONE."""
         self.apart, self.owner = apart, owner
         if self.iterations is None:
             made = {
@@ -279,7 +248,7 @@ class OptimizerSlots:
         value: NDArray[Any],
         beside: Variable | None = None,
     ) -> Variable:
-        wish = VariableSpec(
+        arguments = VariableSpec(
             value,
             False,
             self.name_of(slot, beside),
@@ -287,7 +256,7 @@ class OptimizerSlots:
             spec.synchronization,
             VariableAggregation.NONE,
         )
-        made = make_beside(owner, wish, parts=spec.is_part)
+        made = make_beside(owner, arguments, parts=spec.is_part)
         self.tracked[self._tracked_key(slot, beside)] = made
         self.built[_owner_id(beside), slot] = made
         waiting = self.waiting.pop((_owner_id(beside), slot), None)
@@ -296,7 +265,7 @@ class OptimizerSlots:
         return made
 
     def name_of(self, slot: str, beside: Variable | None) -> str:
-        """Return the name of the variable that is a slot."""
+        """Return the name of a slot's variable."""
         ending = f"{self._name}/{slot}"
         return (
             ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
@@ -309,22 +278,22 @@ class OptimizerSlots:
 
     @property
     def rule_slots(self) -> list[str]:
-        """Names of the slots of the rule: what a checkpoint compares before it restores an optimizer."""
+        """Names of the rule's slots; a checkpoint compares them before it restores."""
         return sorted([*self._initials, *(["steps"] if self._counts else [])])
 
     def own_specs(self, *, apart: bool) -> dict[str, SlotSpec]:
-        """Return what the variables of the optimizer itself are, by name."""
-        mode = _APART if apart else VariableSynchronization.ON_WRITE
+        """Return the descriptions of the optimizer's own variables, by name."""
+        mode = _INDEPENDENT if apart else VariableSynchronization.ON_WRITE
         made = {ITERATIONS: SlotSpec(0, (), np.dtype(np.int64), mode)}
         if self._accumulates:
-            own = _APART if apart else VariableSynchronization.ON_READ
+            own = _INDEPENDENT if apart else VariableSynchronization.ON_READ
             made[CALLS] = SlotSpec(0, (), np.dtype(np.int64), mode)
             made[_WEIGHT] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
             made[_REPLICAS] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
         return made
 
     def specs_of(self, variable: Variable) -> dict[str, SlotSpec]:
-        """Return what the slots of a variable are, by name, in the order of `SlotState`."""
+        """Return the descriptions of a variable's slots, by name, in the order of `SlotState`."""
         mode, dtype, shape = variable.synchronization, compute_dtype(variable.dtype), variable.shape
         made = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
         made |= {
@@ -333,13 +302,13 @@ class OptimizerSlots:
         if self._counts:
             made["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
         if self._accumulates:
-            own = _APART if is_apart(variable) else VariableSynchronization.ON_READ
+            own = _INDEPENDENT if is_apart(variable) else VariableSynchronization.ON_READ
             made[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_apart(variable))
         return made
 
     @property
     def is_in_step(self) -> bool:
-        """Whether gradients of a step that is not complete are kept."""
+        """Whether gradients of an incomplete step are kept."""
         waiting = self.waiting.get((_owner_id(None), CALLS))
         calls = (
             copy_of(self.calls)
@@ -351,7 +320,7 @@ class OptimizerSlots:
         return calls is not None and int(calls) > 0
 
     def expect_iterations(self, steps: int) -> None:
-        """Let the count of steps begin with a restored number, unless there is one already."""
+        """Start the step counter with a restored number, unless it exists already."""
         if self.iterations is None:
             self.waiting[_owner_id(None), ITERATIONS] = WaitingValue(
                 None, np.array(steps, np.int64)
@@ -359,13 +328,13 @@ class OptimizerSlots:
 
     @property
     def restored_iterations(self) -> int:
-        """The count of steps that a checkpoint has restored before there were slots; else 0."""
+        """The step counter that waits for the slots; 0 if there is none."""
         waiting = self.waiting.get((_owner_id(None), ITERATIONS))
         return 0 if waiting is None else int(waiting.value)
 
     @property
     def stepped(self) -> list[Variable]:
-        """The variables of which this optimizer keeps something."""
+        """The variables for which this optimizer keeps state."""
         built = {key: state.changed[0] for key, state in self._states.items()}
         waiting = {
             id(one.variable): one.variable
@@ -375,19 +344,15 @@ class OptimizerSlots:
         return list((built | waiting).values())
 
     def saved_slots(self, variable: Variable) -> dict[str, SavedSlot]:
-        """Return the slots of a variable as a checkpoint sees them, by name; also before they exist."""
+        """Return the slots of a variable as a checkpoint sees them, by name."""
         return {
             slot: SavedSlot(self, slot, spec, variable, variable.strategy)
             for slot, spec in self.specs_of(variable).items()
         }
 
     def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
-        """Return the variables of the optimizer itself as a checkpoint sees them, by name; also before they exist.
-
-        Args:
-            strategy: Whose replicas have them, before they exist.
-        """
-        apart = self.is_waiting_apart if self.iterations is None else self.apart
+        """Return the optimizer's own variables as a checkpoint sees them, by name."""
+        apart = self.is_waiting_independent if self.iterations is None else self.apart
         return {
             slot: SavedSlot(self, slot, spec, None, strategy)
             for slot, spec in self.own_specs(apart=apart).items()
@@ -398,17 +363,15 @@ class OptimizerSlots:
     def copied(self, memo: dict[Any, Any]) -> OptimizerSlots:
         """Return slots for a deep copy of the optimizer; sends nothing.
 
-        They wait for its first step with the values of these. They belong to the copies of the
-        variables where the same deep copy copies these, before or after, else to the same
-        variables.
-
-        Args:
-            memo: Of the deep copy.
+        They wait for its first step with the values of these. If the same deep copy copies the
+        variables, before or after, the slots belong to the copies; else to the same variables.
         """
         made = OptimizerSlots(
             self._name, self._initials, counts=self._counts, accumulates=self._accumulates
         )
-        made.is_waiting_apart = self.is_waiting_apart if self.iterations is None else self.apart
+        made.is_waiting_independent = (
+            self.is_waiting_independent if self.iterations is None else self.apart
+        )
         variables = {id(one): one for one in self.stepped}
         values = {key: one.value for key, one in self.waiting.items()}
         values |= {key: copy_of(one) for key, one in self.built.items()}
@@ -419,13 +382,13 @@ class OptimizerSlots:
         return made
 
     def follow(self, variable: Variable, copied: Variable) -> None:
-        """Let what waits for a variable wait for its copy."""
+        """Move the values that wait for a variable to its copy."""
         for owner, slot in [key for key in self.waiting if key[0] == id(variable)]:
             value = self.waiting.pop((owner, slot)).value
             self.waiting[id(copied), slot] = WaitingValue(copied, value)
 
     def waiting_by_name(self) -> dict[str, NDArray[Any]]:
-        """Return what waits for slots that do not exist yet, under the keys that `tracked` will have."""
+        """Return the waiting values, by their future keys of `tracked`."""
         return {
             self._tracked_key(slot, one.variable): one.value
             for (_, slot), one in self.waiting.items()
@@ -433,5 +396,5 @@ class OptimizerSlots:
 
 
 def _owner_id(variable: Variable | None) -> int:
-    """Return the number under which the slots of a variable are found; 0 for those of the optimizer itself."""
+    """Return the key of a variable's slots; 0 for those of the optimizer itself."""
     return 0 if variable is None else id(variable)

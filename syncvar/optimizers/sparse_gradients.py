@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
-    """Return the indices and values of a gradient that names rows, None for another gradient.
-
-    Args:
-        gradient: As the program passed it.
-        shape: Of the variable. Where it has two rows, a tuple of two such rows names none.
+    """Return the indices and values of a sparse gradient, None for a dense one.
 
     Example:
         >>> rows_of(([0, 2], np.ones((2, 3))), (5, 3))[0], rows_of(([1, 2], [3, 4]), (2, 2))
@@ -43,17 +39,13 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def dense_gradient(gradient: Any, variable: Variable) -> Any:
-    """Return a gradient of rows as an array of the variable's shape; another one as it is.
+    """Return a sparse gradient as an array of the variable's shape; a dense one unchanged.
 
-    Values of a row that is named several times are added up.
-
-    Args:
-        gradient: As the program passed it.
-        variable: Whose gradient it is.
+    Values of a row that is named several times are added.
 
     Raises:
         RowOutOfRange: An index outside [0, rows).
-        ConfigError: Indices that are no integers, values of a wrong shape or dtype.
+        ConfigError: Indices that are not integers, values of a wrong shape or dtype.
     """
     shape = variable.shape
     pair = rows_of(gradient, shape)

@@ -171,12 +171,11 @@ def rule_key_of(rule: list[Any]) -> RuleKey:
 
 def slots_of(operation: dict[str, Any], arrays: Arrays) -> dict[RuleKey, ShardSlots]:
     """Return the optimizers' slots in a `restore`."""
-    return {
-        rule_key_of(rule): ShardSlots(
-            steps, {name: arrays[number] for name, number in slots.items()}
-        )
-        for rule, steps, slots in operation["rules"]
-    }
+    found = {}
+    for rule, steps, slots in operation["rules"]:
+        named = {name: arrays[number] for name, number in slots.items()}
+        found[rule_key_of(rule)] = ShardSlots(steps, named)
+    return found
 
 
 def push_of(operation: dict[str, Any], arrays: Arrays) -> Push:
@@ -194,11 +193,5 @@ def push_of(operation: dict[str, Any], arrays: Arrays) -> Push:
 
 def spec_of(operation: dict[str, Any]) -> Spec:
     """Return the spec in a `create`, `expect` or `restore`."""
-    return Spec(
-        tuple(operation["shape"]),
-        operation["dtype"],
-        operation["aggregation"],
-        tuple(operation["whole"]),
-        operation["start"],
-        operation.get("shards", 1),
-    )
+    spec = Spec(*(operation[name] for name in Spec._fields))
+    return spec._replace(shape=tuple(spec.shape), whole=tuple(spec.whole))

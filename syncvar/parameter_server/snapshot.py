@@ -1,7 +1,7 @@
 """Saves all server-side state at one version, and restores it as one transaction, for checkpoints.
 
-Rank 0 restores. The other workers, and a rank 0 that was restarted alone, read the outcome: each
-restore has a number, the same on all workers, and server 0 keeps the report of rank 0.
+Rank 0 restores, and server 0 keeps its report under the number of the restore, which is the same on
+all workers. The other workers, and a rank 0 that was restarted alone, read the report.
 """
 
 from __future__ import annotations
@@ -130,12 +130,9 @@ def give_back(
                 )
                 for rule, one in slots.items()
             }
-            server, key, spec = (
-                variable.server_of(index),
-                variable.key_of(index),
-                variable.spec_of(index),
-            )
-            request.restore(server, key, spec, variable.staleness, _part(value, rows), rules)
+            server, key = variable.server_of(index), variable.key_of(index)
+            spec, part = variable.spec_of(index), _part(value, rows)
+            request.restore(server, key, spec, variable.staleness, part, rules)
     if pushes is not None:
         for server in range(strategy.server_count):
             request.add(server, "count", pushes=pushes if server == _HOME else {})

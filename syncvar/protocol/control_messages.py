@@ -21,84 +21,64 @@ Message = dict[str, Any]
 _Ranks = list[int]
 _Counts = dict[int, int]
 _Texts = dict[int, str]
+
+
+def _of(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
 _SCHEMA: dict[str, dict[str, Any]] = {
     # worker -> launcher
     "join": {
-        "rank": int,
-        "job": str,
-        "generation": int,
-        "address": str,
-        "pid": int,
-        "host": str,
+        **_of(int, "rank generation pid"),
+        **_of(str, "job address host"),
         "about": dict[str, int | str],
     },
     "report": {
-        "group": int,
-        "members": _Ranks,
-        "call": int,
-        "ordinal": int,
-        "fingerprint": int,
-        "what": str,
-        "site": str,
-        "awaiting": _Ranks,
+        **_of(int, "group call ordinal fingerprint"),
+        **_of(str, "what site"),
+        **_of(bool, "mismatch may_move"),
+        **_of(_Ranks, "members awaiting"),
         "waited_s": float,
-        "mismatch": bool,
-        "may_move": bool,
         "entered": _Counts,
     },
-    "resumed": {"group": int, "call": int},
-    "poison": {"group": int, "members": _Ranks, "call": int, "what": str, "reason": str},
-    "left_run": {"group": int, "members": _Ranks, "call": int, "epoch_end": int, "reason": str},
-    "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
+    "resumed": _of(int, "group call"),
+    "poison": {**_of(int, "group call"), **_of(str, "what reason"), "members": _Ranks},
+    "left_run": {**_of(int, "group call epoch_end"), "members": _Ranks, "reason": str},
+    "broke": {**_of(str, "kind_of_break reason"), **_of(int, "group call"), "missing": _Ranks},
     "failed": {"reason": str},
-    "here": {"last": str, "age_s": float, "is_over": bool, "stack": str},
-    "leaving": {"entered": _Counts, "skipped": list[int], "sent": list[int], "sites": _Texts},
+    "here": {**_of(str, "last stack"), "age_s": float, "is_over": bool},
+    "leaving": {"entered": _Counts, **_of(list[int], "skipped sent"), "sites": _Texts},
     # server -> launcher
     "serve": {
-        "server": int,
-        "job": str,
-        "generation": int,
-        "address": str,
-        "outside": str,
-        "host": str,
-        "host_index": int,
-        "pid": int,
+        **_of(int, "server generation host_index pid"),
+        **_of(str, "job address outside host"),
     },
-    "holds": {"server": int, "job": str, "generation": int, "of": int},
+    "holds": {**_of(int, "server generation of"), "job": str},
     # worker or server -> launcher
-    "find_servers": {"job": str, "generation": int, "host_index": int},
+    "find_servers": {"job": str, **_of(int, "generation host_index")},
     # launcher -> worker or server
     "servers": {
         "version": int,
-        "addresses": _Texts,
-        "hosts": _Texts,
-        "ended": _Texts,
+        **_of(_Texts, "addresses hosts ended"),
         "incarnations": _Counts,
     },
     # launcher -> worker
     "roll": {
         "generation": int,
-        "addresses": _Texts,
-        "hosts": _Texts,
+        **_of(_Texts, "addresses hosts without_shm"),
         "places": _Counts,
-        "without_shm": _Texts,
     },
-    "refused": {"error": str, "reason": str, "missing": _Ranks},
+    "refused": {**_of(str, "error reason"), "missing": _Ranks},
     "abort": {
-        "rank": int,
-        "host": str,
-        "reason": str,
-        "kind_of_break": str,
-        "group": int,
-        "call": int,
+        **_of(int, "rank group call"),
+        **_of(str, "host reason kind_of_break"),
         "missing": _Ranks,
     },
     "are_you_there": {},
     "left": {"rank": int, "entered": _Counts, "skipped": list[int]},
     "verdict": {
-        "group": int,
-        "call": int,
-        "last_call": int,
+        **_of(int, "group call last_call"),
         "text": str,
         "table": _Texts,
         "waits": bool,

@@ -35,10 +35,10 @@ class InputRecord(NamedTuple):
     def describe(self) -> str:
         """Return the input as text, for the table of a mismatch."""
         if self.kind == NOTHING:
-            return "brings nothing"
+            return "passes nothing"
         if self.kind == BYTES:
-            return f"brings {self.nbytes} bytes"
-        return f"brings {DTYPE_NAMES[self.dtype]}{list(self.shape)}"
+            return f"passes {self.nbytes} bytes"
+        return f"passes {DTYPE_NAMES[self.dtype]}{list(self.shape)}"
 
 
 def array_record(array: NDArray[Any], digest: int = 0) -> InputRecord:

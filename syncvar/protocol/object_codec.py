@@ -17,11 +17,13 @@ import msgpack
 from syncvar.core.array_interop import NAMED, library_of
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.protocol.datetime_codec import MOMENTS, pack_moment, unpack_moment
 from syncvar.protocol.standard_type_codec import (
+    MOMENTS,
     STANDARD_CODES,
     is_standard,
+    pack_moment,
     pack_standard,
+    unpack_moment,
     unpack_standard,
 )
 
@@ -43,21 +45,8 @@ _KINDS = (
     "Counter, set, frozenset, date, time, datetime, timedelta, NumPy arrays and dtypes, tensors of "
     "PyTorch and JAX, range, Path and Decimal (nothing is pickled)"
 )
-_LIBRARIES = frozenset(
-    (
-        "numpy",
-        "ml_dtypes",
-        "torch",
-        "jax",
-        "jaxlib",
-        "typing",
-        "collections",
-        "pathlib",
-        "os",
-        "decimal",
-        "_decimal",
-    )
-)
+_LIBRARIES = {"numpy", "ml_dtypes", "torch", "jax", "jaxlib"}
+_LIBRARIES |= {"typing", "collections", "pathlib", "os", "decimal", "_decimal"}
 _OF_FRAMES = {
     "pandas.DataFrame": "df.to_dict('list')",
     "polars.DataFrame": "df.to_dict(as_series=False)",
@@ -67,22 +56,10 @@ _OF_FRAMES = {
     "pandas.Timedelta": "x.to_pytimedelta()",
 }
 
+_UNPACK_ERRORS = (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException)
 _FLAT = frozenset((type(None), bool, int, float, str, bytes))
-PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    list,
-    tuple,
-    dict,
-    set,
-    frozenset,
-    *MOMENTS,
-)
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+PLAIN = (*_SCALARS, list, tuple, dict, set, frozenset, *MOMENTS)
 
 
 def is_plain(value: Any) -> bool:
@@ -192,14 +169,7 @@ def _unpack(data: bytes, depth: int) -> Any:
         )
     except WireError:
         raise
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-        struct.error,
-        msgpack.UnpackException,
-        RecursionError,
-    ) as error:
+    except (*_UNPACK_ERRORS, RecursionError) as error:
         raise WireError(f"the bytes are no packed object: {error}") from error
 
 

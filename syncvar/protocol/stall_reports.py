@@ -1,8 +1,8 @@
 """Decide when to warn about a stalled call: a few times, at growing intervals.
 
 The coordinator calls `Stalls.tick`. Before each warning it asks the late ranks for their last
-call and their stack. A rank that does not answer within a second is reported too: something,
-for instance a C call that holds the GIL, keeps Python from running in that process.
+call and their stack. A rank that does not answer within a second is reported too. In its
+process something keeps Python from running, for instance a C call that holds the GIL.
 """
 
 from __future__ import annotations

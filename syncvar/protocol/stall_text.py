@@ -35,7 +35,7 @@ def deadlock_row(call: str, next_rank: int) -> str:
 
 
 def stall_sentence(
-    waiting: list[int], waited_s: float, call: str, late: list[int], elsewhere: dict[int, str]
+    waiting: list[int], waited_s: float, call: str, late: list[int], other_calls: dict[int, str]
 ) -> str:
     """Return which ranks wait in a call, for how long, and for which ranks.
 
@@ -44,14 +44,14 @@ def stall_sentence(
         waited_s: Time since the first of them began to wait, in seconds.
         call: Text of the call.
         late: Ranks that have not entered the call.
-        elsewhere: For each late rank that waits in another call: text of that call.
+        other_calls: For each late rank that waits in another call: text of that call.
     """
     waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in {call}: "
     if late:
         waits += f"{rank_list(late)} {_have(late)} not entered it"
     else:
         waits += "all ranks have entered it, and data are missing"
-    return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in elsewhere.items())
+    return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in other_calls.items())
 
 
 def _have(ranks: list[int]) -> str:

@@ -46,7 +46,7 @@ def pack_counts(counts: Iterable[SentCount]) -> dict[str, list[int] | dict[int, 
 
 
 def unreceived_text(source: int, one: SentCount, missing: int) -> str:
-    """Return the sentence that names messages which nobody has received."""
+    """Return the sentence about messages that no rank has received."""
     many = missing > 1
     receiver = "it" if source == one.dest else f"rank {one.dest}"
     dest = "itself" if source == one.dest else receiver

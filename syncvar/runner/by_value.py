@@ -41,27 +41,25 @@ def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
         data, places = _dumped(fn, pickler, ())
     except Exception as error:  # captured objects raise anything
         raise ConfigError(_refusal(fn, error, pickler)) from None
-    cells = {
-        place: "".join(linecache.getlines(place)) for place in places if not os.path.isfile(place)
-    }
-    return data, {place: source for place, source in cells.items() if source}
+    cells = {cell: "".join(linecache.getlines(cell)) for cell in places if not os.path.isfile(cell)}
+    return data, {cell: source for cell, source in cells.items() if source}
 
 
 def unpack_function(data: bytes, cells: Mapping[str, str]) -> Callable[..., Any]:
     """Return the function that `pack_function` of the parent process has pickled."""
     import cloudpickle
 
-    for place, source in cells.items():
-        linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)
+    for cell, source in cells.items():
+        linecache.cache[cell] = (len(source), None, source.splitlines(keepends=True), cell)
     return cast("Callable[..., Any]", cloudpickle.loads(data))
 
 
-def pack_values(values: Any, what: str, main_names: Sequence[str]) -> bytes:
+def pack_values(values: Any, label: str, main_names: Sequence[str]) -> bytes:
     """Return pickled values.
 
     Args:
         values: Anything that cloudpickle accepts.
-        what: Name of the values, for the error.
+        label: Name of the values, for the error.
         main_names: Names of the module that is the caller's `__main__`; its classes and functions
             travel by name. Empty if the other side does not import it.
 
@@ -72,10 +70,10 @@ def pack_values(values: Any, what: str, main_names: Sequence[str]) -> bytes:
     try:
         return _dumped(values, pickler, main_names)[0]
     except Exception as error:  # objects raise anything
-        raise ConfigError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{label} cannot be pickled: {type(error).__name__}: {error}") from None
 
 
-def unpack_values(data: bytes, what: str) -> Any:
+def unpack_values(data: bytes, label: str) -> Any:
     """Return the values that `pack_values` has pickled.
 
     Raises:
@@ -87,7 +85,7 @@ def unpack_values(data: bytes, what: str) -> Any:
         return cloudpickle.loads(data)
     except Exception as error:  # likewise
         raise ConfigError(
-            f"{what} cannot be unpickled here: {type(error).__name__}: {error}"
+            f"{label} cannot be unpickled here: {type(error).__name__}: {error}"
         ) from None
 
 
@@ -108,7 +106,7 @@ def loaded_main(namespace: Any) -> Iterator[None]:
 def _refusal(fn: Any, error: Exception, pickler: Any) -> str:
     """Return which variable of a function cannot be copied, and what to do."""
     shown = repr(getattr(fn, "__qualname__", fn))
-    name, value, why = _found_culprit(fn, pickler, set()) or ("", None, error)
+    name, value, cause = _found_culprit(fn, pickler, set()) or ("", None, error)
     if not name:
         return f"{shown} cannot be copied to the workers: {error}"
     if type(value).__module__.partition(".")[0] == "syncvar":
@@ -117,8 +115,8 @@ def _refusal(fn: Any, error: Exception, pickler: Any) -> str:
             f"cannot be copied to the workers: make strategies and variables inside the function"
         )
     return (
-        f"{shown} uses {name!r}, which cannot be copied to the workers "
-        f"({type(why).__name__}: {why}): make it inside the function, as strategies and variables"
+        f"{shown} uses {name!r}, which cannot be copied to the workers ({type(cause).__name__}: "
+        f"{cause}): make it inside the function, as strategies and variables"
     )
 
 

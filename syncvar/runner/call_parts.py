@@ -79,9 +79,9 @@ def packed(value: EnginePlace | CallPart | End) -> bytes:
     return pack_object(list(value))
 
 
-def unpacked(kind: type[_Carried], data: bytes) -> _Carried:
+def unpacked(message_type: type[_Carried], data: bytes) -> _Carried:
     """Return a message of `packed`."""
-    return kind(*unpack_object(data))
+    return message_type(*unpack_object(data))
 
 
 def parts(
@@ -105,14 +105,14 @@ def parts(
         [(0, '0', 'a'), (2, '0', 'a'), (1, '1', 'a')]
     """
     hosts: dict[str, list[int]] = {}
-    for number, place in enumerate(places):
-        hosts.setdefault(place.ground, []).append(number)
+    for number, entry in enumerate(places):
+        hosts.setdefault(entry.ground, []).append(number)
     first = places[0]
-    made: list[CallPart | None] = [None] * len(places)
+    created: list[CallPart | None] = [None] * len(places)
     rank = 0
     for host_index, numbers in enumerate(hosts.values()):
         for local_rank, number in enumerate(numbers):
-            told: dict[str, Any] = {
+            variables: dict[str, Any] = {
                 "RANK": rank,
                 "WORLD_SIZE": len(places),
                 "LOCAL_RANK": local_rank,
@@ -126,7 +126,7 @@ def parts(
                 "TORCHELASTIC_RESTART_COUNT": restarts,
                 "SYNCVAR_KEY": secret,
             }
-            environ = {**settings, **{name: str(value) for name, value in told.items()}}
-            made[number] = CallPart(rank, environ, call, list(folders), places[number].pid)
+            environ = {**settings, **{name: str(value) for name, value in variables.items()}}
+            created[number] = CallPart(rank, environ, call, list(folders), places[number].pid)
             rank += 1
-    return [one for one in made if one is not None]
+    return [one for one in created if one is not None]

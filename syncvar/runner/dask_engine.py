@@ -68,15 +68,16 @@ class Dask:
         coming_s = timeout_s if self._is_again else min(_COMING_S, timeout_s)
         self._connect(workers)
         self._is_again = True
-        asked: dict[tuple[str, str], Any] = {}  # worker (address, identity) -> future of its answer
+        # Worker (address, identity) -> future of its answer.
+        requests: dict[tuple[str, str], Any] = {}
         while True:
             found = self._workers()
-            asked = {
+            requests = {
                 one: answer
-                for one, answer in asked.items()
+                for one, answer in requests.items()
                 if one in found and answer.status in ("pending", "finished")
             }
-            ready = [one for one, answer in asked.items() if answer.done()]
+            ready = [one for one, answer in requests.items() if answer.done()]
             if len(ready) == workers:
                 break
             waited_s = time.monotonic() - began
@@ -84,13 +85,13 @@ class Dask:
                 raise LaunchError(self._too_few(workers, len(found), len(ready), waited_s))
             processing = self._client.processing()
             free = sorted(
-                (one for one in found if one not in asked),
+                (one for one in found if one not in requests),
                 key=lambda one: len(processing.get(one[0], ())),
             )
-            for one in free[: workers - len(asked)]:
-                asked[one] = self._submit(_arrive, f"syncvar-{secrets.token_hex(8)}", one[0])
-            self._wait([answer for answer in asked.values() if not answer.done()], _LOOK_S)
-            for answer in asked.values():
+            for one in free[: workers - len(requests)]:
+                requests[one] = self._submit(_arrive, f"syncvar-{secrets.token_hex(8)}", one[0])
+            self._wait([answer for answer in requests.values() if not answer.done()], _LOOK_S)
+            for answer in requests.values():
                 if (
                     answer.status == "error"
                     and isinstance(answer.exception(), Exception)
@@ -101,7 +102,7 @@ class Dask:
                         "this version of syncvar?"
                     )
         self._ids = sorted(ready)
-        return [asked[one].result() for one in self._ids]
+        return [requests[one].result() for one in self._ids]
 
     def _too_few(self, workers: int, found: int, ready: int, waited_s: float) -> str:
         where = (
@@ -133,16 +134,16 @@ class Dask:
         until = time.monotonic() + timeout_s
         while True:
             self._wait(list(self._plays), min(_LOOK_S, timeout_s))
-            told = {number: _answer(one) for one, number in self._plays.items() if one.done()}
+            reports = {number: _answer(one) for one, number in self._plays.items() if one.done()}
             workers = self._workers()
             for number in self._plays.values():
-                if number not in told and self._ids[number] not in workers:
-                    told[number] = f"its Dask worker {self._ids[number][0]} is gone"
-            if told or time.monotonic() >= until:
+                if number not in reports and self._ids[number] not in workers:
+                    reports[number] = f"its Dask worker {self._ids[number][0]} is gone"
+            if reports or time.monotonic() >= until:
                 self._plays = {
-                    one: number for one, number in self._plays.items() if number not in told
+                    one: number for one, number in self._plays.items() if number not in reports
                 }
-                return told
+                return reports
 
     def end(self, grace_s: float) -> None:
         """Terminate the ranks that still run; a nanny restarts workers that do not end in time."""
@@ -154,9 +155,10 @@ class Dask:
                 if self._ids[number] in there
             }
             if left:
+                # A worker may disappear just now.
                 self._client.run(
                     _interrupt, list(left.values()), workers=list(left), on_error="ignore"
-                )  # a worker may disappear just now
+                )
             self._wait(list(self._plays), grace_s, "ALL_COMPLETED")
             late = [self._ids[number][0] for one, number in self._plays.items() if not one.done()]
             self._client.cancel(list(self._plays), force=True)
@@ -199,20 +201,22 @@ class Dask:
 
         A restarted worker has a new identity.
         """
-        told = self._client.scheduler_info(n_workers=-1)["workers"]
+        reports = self._client.scheduler_info(n_workers=-1)["workers"]
         return {
             (address, about["id"])
-            for address, about in told.items()
+            for address, about in reports.items()
             if about.get("status") == "running"
             and (self._only is None or not self._only.isdisjoint((address, str(about["name"]))))
         }
 
-    def _wait(self, answers: list[Any], timeout_s: float, how: str = "FIRST_COMPLETED") -> None:
+    def _wait(
+        self, answers: list[Any], timeout_s: float, condition: str = "FIRST_COMPLETED"
+    ) -> None:
         if not answers:
             time.sleep(timeout_s)
             return
         with contextlib.suppress(TimeoutError), self._client.as_current():
-            distributed.wait(answers, timeout=timeout_s, return_when=how)
+            distributed.wait(answers, timeout=timeout_s, return_when=condition)
 
     def _submit(
         self, function: Callable[..., bytes], key: str, address: str, *arguments: Any

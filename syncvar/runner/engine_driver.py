@@ -21,7 +21,7 @@ from syncvar.protocol.exception_codec import unpack_exception
 from syncvar.runner.call_parts import End, EnginePlace, packed, parts, unpacked
 
 if TYPE_CHECKING:
-    from syncvar.runner.base import Engine
+    from syncvar.runner.engines import Engine
 
 _log = logging.getLogger("syncvar")
 _LOOK_S = 1.0
@@ -90,7 +90,7 @@ class _Start:
         """Return the results by rank; raise the failure that caused the others."""
         limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
         places = [unpacked(EnginePlace, data) for data in self._engine.gather(workers, limit_s)]
-        pids = {(place.ground, place.pid) for place in places}
+        pids = {(entry.ground, entry.pid) for entry in places}
         if len(pids) < workers:
             raise LaunchError(
                 f"{workers} ranks were given {len(pids)} processes: each rank needs one of its "
@@ -110,18 +110,18 @@ class _Start:
         ends: dict[int, End] = {}  # by rank, in order of arrival
         stop = self._until
         while len(ends) < workers and (now := time.monotonic()) < stop:
-            for number, told in self._engine.ended(min(_LOOK_S, stop - now)).items():
+            for number, answer in self._engine.ended(min(_LOOK_S, stop - now)).items():
                 end = (
-                    unpacked(End, told)
-                    if isinstance(told, bytes)
-                    else End(error="", message=told, exit_code=INTERNAL)
+                    unpacked(End, answer)
+                    if isinstance(answer, bytes)
+                    else End(error="", message=answer, exit_code=INTERNAL)
                 )
                 ends[handed[number].rank] = end
                 # the others notice by their links, except for ranks that compute on and on
                 if not end.result:
                     stop = min(stop, time.monotonic() + self._config.abort_grace_s)
         self.has_met = bool(ends) and all(end.has_met for end in ends.values())
-        hosts = {part.rank: place.host for part, place in zip(handed, places, strict=True)}
+        hosts = {part.rank: entry.host for part, entry in zip(handed, places, strict=True)}
         failed = [rank for rank, end in ends.items() if not end.result]
         if failed:
             rank = min(failed, key=lambda one: weight_of(ends[one].error))
@@ -135,10 +135,10 @@ class _Start:
 
     def ending(self, failure: RankFailed, *, had_met: bool) -> Ending:
         """Return the facts that decide about a restart."""
-        why = str(failure).split("\n", 1)[0]
+        reason = str(failure).split("\n", 1)[0]
         lasted_s = time.monotonic() - self._began
         return Ending(
-            failure.exit_code, why, self._error, failure.exit_code == TIMEOUT, had_met, lasted_s
+            failure.exit_code, reason, self._error, failure.exit_code == TIMEOUT, had_met, lasted_s
         )
 
     def _failure(self, rank: int, host: str, end: End) -> LaunchError:

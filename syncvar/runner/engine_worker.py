@@ -24,7 +24,7 @@ from syncvar.runtime.flight_recorder.recorder import boot_identity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_KEPT = ("XDG_RUNTIME_DIR", "TMPDIR")
+_INHERITED = ("XDG_RUNTIME_DIR", "TMPDIR")
 _held: list[socket.socket] = []  # at most one
 
 
@@ -67,7 +67,7 @@ def play(data: bytes) -> bytes:
                 exit_code=70,
             )
         )
-    environ = {name: os.environ[name] for name in _KEPT if name in os.environ} | part.environ
+    environ = {name: os.environ[name] for name in _INHERITED if name in os.environ} | part.environ
     patience_s, has_met = 0.0, False
     try:
         with _looking_in(part.folders), member(environ):

@@ -38,7 +38,7 @@ class RunOptions(NamedTuple):
 
     def command_line(self) -> list[str]:
         """Return the options of the launcher; it copies the variables of `env` from its own."""
-        given: list[tuple[str, Any]] = [
+        pairs: list[tuple[str, Any]] = [
             ("--workers", self.workers),
             ("--timeout", None if self.limit_s == math.inf else self.limit_s),
             ("--max-restarts", self.max_restarts or None),
@@ -49,7 +49,7 @@ class RunOptions(NamedTuple):
             ("--log-dir", self.log_dir),
             *(("--env", name) for name in self.env),
         ]
-        return [f"{name}={value}" for name, value in given if value is not None]
+        return [f"{name}={value}" for name, value in pairs if value is not None]
 
     def check_engine(self) -> None:
         """Check that an engine supports the options.

@@ -56,15 +56,15 @@ _finding: list[
 
 
 @contextlib.contextmanager
-def finding(place: str, folder: Path | None) -> Iterator[None]:
+def finding(module_name: str, folder: Path | None) -> Iterator[None]:
     """Refuse calls of `run` while a worker imports the module of its function.
 
     Args:
-        place: The file or module.
+        module_name: The file or module.
         folder: Folder of results, for the error text to the caller of `run`. None if exceptions
             reach the caller.
     """
-    _finding.append((place, folder))
+    _finding.append((module_name, folder))
     try:
         yield
     finally:
@@ -189,10 +189,10 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
             f"{kwargs!r:.100}"
         )
     if _finding:
-        place, results = _finding[0]
+        module_name, results = _finding[0]
         sentence = (
-            f"a worker that imported {place}, to find the function that it is to call, came to a "
-            "call of sv.run there: put the call under if __name__ == '__main__':"
+            f"a worker that imported {module_name}, to find the function that it is to call, came "
+            "to a call of sv.run there: put the call under if __name__ == '__main__':"
         )
         if results is not None:
             partial = results / f"{_UNGUARDED}.{os.getpid()}.part"  # all ranks write it at once
@@ -210,30 +210,32 @@ def _packed_call(
     pickle: bool,
 ) -> bytes:
     """Return a call as `remote_call.called` takes it; raise for values that cannot travel."""
-    where, *_ = how = _describe(fn, has_files=has_files)
+    where, *_ = description = _describe(fn, has_files=has_files)
     if pickle:
         from syncvar.runner.by_value import pack_values
 
         is_main = where != "copy" and fn.__module__ == "__main__"
         names = ("__main__",) if is_main else ()
         data = pack_values((args, kwargs), "the arguments of the function", names)
-        return pack_object({"fn": how, "is_main": is_main, "pickled": data})
+        return pack_object({"fn": description, "is_main": is_main, "pickled": data})
     _check_annotation(fn)
     packed = [
-        pack_object(values, place=place, advice="sv.run(..., pickle=True)")
-        for place, values in (("args", args), ("kwargs", kwargs))
+        pack_object(values, place=part, advice="sv.run(..., pickle=True)")
+        for part, values in (("args", args), ("kwargs", kwargs))
     ]
-    return pack_object({"fn": how, "args": packed[0], "kwargs": packed[1]})
+    return pack_object({"fn": description, "args": packed[0], "kwargs": packed[1]})
 
 
 def _check_annotation(fn: Callable[..., Any]) -> None:
     """Raise ConfigError if the annotated result of a function cannot travel."""
-    kind: Any = getattr(fn, "__annotations__", {}).get("return")
-    is_class = type(kind) in (type, ABCMeta)  # other metaclasses may accept more instances
-    if is_class and not may_travel(kind):
+    result_type: Any = getattr(fn, "__annotations__", {}).get("return")
+    # Other metaclasses may accept more instances.
+    is_class = type(result_type) in (type, ABCMeta)
+    if is_class and not may_travel(result_type):
         raise ConfigError(
-            f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation "
-            f"says, which cannot travel as plain data: write sv.run(..., pickle=True)"
+            f"the function returns a {result_type.__module__}.{result_type.__qualname__}, "
+            "as its annotation says, which cannot travel as plain data: write sv.run(..., "
+            "pickle=True)"
         )
 
 
@@ -351,8 +353,10 @@ def _failure(folder: Path, code: int) -> SyncvarError:
     except OSError:
         return LaunchError(f"the launcher ended with exit code {code}")
     if "refused" in outcome:
-        kind = ConfigError if code in (exit_codes.USAGE, exit_codes.CONFIGURATION) else LaunchError
-        return kind(outcome["refused"])
+        result_type = (
+            ConfigError if code in (exit_codes.USAGE, exit_codes.CONFIGURATION) else LaunchError
+        )
+        return result_type(outcome["refused"])
     failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
     with contextlib.suppress(OSError):  # absent if its process was killed
         failure.__cause__ = unpack_exception((folder / f"error.{failure.rank}").read_bytes())

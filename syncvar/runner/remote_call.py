@@ -90,29 +90,29 @@ def _packed_result(result: Any, rank: int) -> bytes:
         ) from None
 
 
-def _find(folder: Path | None, how: str, *where: Any) -> tuple[Any, Any]:
+def _find(folder: Path | None, method: str, *where: Any) -> tuple[Any, Any]:
     """Return the function, and its module or the names of its script; None for a copy."""
-    if how == "copy":
+    if method == "copy":
         from syncvar.runner.by_value import unpack_function
 
         return unpack_function(*where), None
-    place, name = where
-    with finding(place, folder):
-        if how == "module":
-            module: Any = importlib.import_module(place)
+    module_name, name = where
+    with finding(module_name, folder):
+        if method == "module":
+            module: Any = importlib.import_module(module_name)
         else:
-            script_folder = str(Path(place).parent)
+            script_folder = str(Path(module_name).parent)
             if script_folder not in sys.path:
                 sys.path.insert(0, script_folder)
-            module = SimpleNamespace(**runpy.run_path(place, run_name=CALLER_MAIN))
+            module = SimpleNamespace(**runpy.run_path(module_name, run_name=CALLER_MAIN))
     found = module
     try:
         for part in name.split("."):
             found = getattr(found, part)
     except AttributeError:
         raise ConfigError(
-            f"a worker has imported {place} and found no {name!r} in it: define it at the top of "
-            "the file, not under if __name__ == '__main__':, which workers do not run"
+            f"a worker has imported {module_name} and found no {name!r} in it: define it at the "
+            "top of the file, not under if __name__ == '__main__':, which workers do not run"
         ) from None
     return found, module
 

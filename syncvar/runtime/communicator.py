@@ -185,22 +185,18 @@ class Communicator(CommunicatorState):
             self.members, self.rank, dict(forced or {}), is_shared=self.is_shared, host_sizes=sizes
         )
         self.streams: dict[tuple[int, int, int], Any] = {}  # `P2PChannel` by (source, dest, tag)
-        self.last_parts: dict[
-            int, NDArray[Any]
-        ] = {}  # by root: an array like the latest result of a scatter
-        self.own_messages: dict[
-            int, Any
-        ] = {}  # by tag: messages to this rank itself, see p2p.self_messages
+        # By root: an array like the latest result of a scatter.
+        self.last_parts: dict[int, NDArray[Any]] = {}
+        # By tag: messages to this rank itself, see p2p.self_messages.
+        self.own_messages: dict[int, Any] = {}
         self.prepares = True
-        self.prepared_calls: dict[
-            Any, PreparedCall
-        ] = {}  # by (name, op, dtype, shape, reproducible) or another key
+        # By (name, op, dtype, shape, reproducible) or another key.
+        self.prepared_calls: dict[Any, PreparedCall] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
-            self.next_call = engine.book.following(
-                identity
-            )  # 0, except for a pair that was released and is used again
+            # 0, except for a pair that was released and is used again.
+            self.next_call = engine.book.following(identity)
             engine.book.announce(identity, self.next_call)
             if channel is not None:
                 engine.book.count_by(self)
@@ -392,9 +388,8 @@ class Communicator(CommunicatorState):
                 return Work(engine, operation, sends=not after_queued)
             if not async_op:
                 return engine.run(operation, allowed)
-            with contextlib.suppress(
-                MismatchError
-            ):  # blocks of sv.uneven run asynchronous calls at once
+            # Blocks of sv.uneven run asynchronous calls at once.
+            with contextlib.suppress(MismatchError):
                 engine.run(operation, allowed)
             return Work(None, operation)
 

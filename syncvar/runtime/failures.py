@@ -34,9 +34,8 @@ class Verdicts:
         self._book = core.book
         self._started = started
         self._questions = questions
-        self._suspects: dict[
-            int, tuple[str, float]
-        ] = {}  # disconnected peers: reason, and when to believe it
+        # Disconnected peers: reason, and when to believe it.
+        self._suspects: dict[int, tuple[str, float]] = {}
         self._cut: dict[int, str] = {}  # disconnected peers that had finished: reason
 
     # -- messages of the launcher
@@ -94,7 +93,9 @@ class Verdicts:
         if verdict["waits"]:  # a rank waits in that call, and the deadlock detector saw it first
             block = self._book.overtaken(group, verdict["call"], self._core.active)
             if block is not None:
-                self._refuse_following(group, block, block.epoch_end, self._gone_on(group, block))
+                self._refuse_following(
+                    group, block, block.epoch_end, self._activity_text(group, block)
+                )
         self._book.doom(verdict)
         self._core.is_quiet = False
         for operation in list(self._core.active.values()):
@@ -184,13 +185,13 @@ class Verdicts:
         for (group, call), late in list(self.late.items()):
             if now >= late:
                 del self.late[group, call]
-                self._tell_passed(group, call)
+                self._report_skipped(group, call)
                 due = now
             else:
                 due = min(due, late)
         return self._expire_suspects(now, due)
 
-    def _tell_passed(self, group: int, call: int) -> None:
+    def _report_skipped(self, group: int, call: int) -> None:
         """Report a peer that waits in a call which this rank skipped at a begin or end of a run."""
         block = (
             None
@@ -199,14 +200,14 @@ class Verdicts:
         )
         if block is None:
             return
-        self._refuse_following(group, block, block.last, self._gone_on(group, block))
+        self._refuse_following(group, block, block.last, self._activity_text(group, block))
 
-    def _gone_on(self, group: int, block: SkippedCall) -> str:
-        place = "computes"
+    def _activity_text(self, group: int, block: SkippedCall) -> str:
+        activity = "computes"
         operation = self._core.active.get((group, block.following))
         if operation is not None:
-            place = f"is in {self._call(operation)} at {call_site(operation.thread)}"
-        return f"{GONE_ON}, and {place}"
+            activity = f"is in {self._call(operation)} at {call_site(operation.thread)}"
+        return f"{GONE_ON}, and {activity}"
 
     def _refuse_following(self, group: int, block: SkippedCall, last: int, reason: str) -> None:
         """Fail all calls after `last` on the other ranks, and here the call after the block.

@@ -47,12 +47,12 @@ _log = logging.getLogger("syncvar")
 _APPEAR_S = 2.0  # how long `ask` retries while the key is not published
 _APPEAR_LOOK_S = 0.001
 _CALLER_RECENT_S = 0.005
-_HEAR_S = 0.005  # interval at which waiting calls poll the launcher
+_CONTROL_POLL_S = 0.005  # interval at which waiting calls poll the launcher
 _IDLE_S = 1.0
-_KEPT_S = 0.1  # a cached call belongs to its caller for this long
+_CACHED_OWN_S = 0.1  # a cached call belongs to its caller for this long
 _IDLE_SHARED_S = 0.002  # polling interval while started calls use shared memory
 _IDLE_MOVING_S = 0.0002  # polling interval while one of them makes progress
-_BEGUN_S = 0.001  # a started call belongs to its caller for this long
+_STARTED_OWN_S = 0.001  # a started call belongs to its caller for this long
 _MOVES_S = 0.02
 _LOOK_S = 0.005  # spin time of a wait in shared memory, before it sleeps
 _SLEEP_MIN_S = 0.001  # shorter waits do not use the transport
@@ -324,7 +324,7 @@ class ProgressEngine(Core):
                 idled = not self.under_way
                 transport.wait_idle(self._idle_s())
                 if idled and self.under_way:
-                    time.sleep(_BEGUN_S)
+                    time.sleep(_STARTED_OWN_S)
             if self._stopped.is_set():
                 return
             if not self.active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
@@ -335,8 +335,8 @@ class ProgressEngine(Core):
                 continue
             try:
                 with self.around():
-                    self._hear()
-                    self.adopt(_KEPT_S)
+                    self._poll_control()
+                    self.adopt(_CACHED_OWN_S)
                     self.look()
                     self.timers(time.monotonic())
             except Exception as error:  # no call's own error: those fail their call
@@ -363,8 +363,8 @@ class ProgressEngine(Core):
 
     def _drive(self, operation: Awaited) -> None:
         look, timers, wait, started = self.look, self.timers, self.transport.wait, self._started
-        if time.monotonic() - self._heard > _HEAR_S:
-            self._hear()
+        if time.monotonic() - self._heard > _CONTROL_POLL_S:
+            self._poll_control()
         while True:
             look(operation)
             if operation.is_over:
@@ -381,11 +381,11 @@ class ProgressEngine(Core):
                 pause = min(pause, pause_after(waited))
                 if pause < _SLEEP_MIN_S:
                     time.sleep(pause)
-                    if now - self._heard > _HEAR_S:
-                        self._hear()
+                    if now - self._heard > _CONTROL_POLL_S:
+                        self._poll_control()
                     continue
             if wait(pause):
-                self._hear()
+                self._poll_control()
 
     def look(self, until: Awaited | None = None) -> None:
         """Handle arrived frames and advance their operations.
@@ -409,10 +409,8 @@ class ProgressEngine(Core):
                 self._verdicts.suspect(arrival.peer, arrival.reason)
                 continue
             header = arrival.header
-            if header.kind in (
-                FrameType.DATA,
-                FrameType.KNOCK,
-            ):  # a peer that knocks waits in a call that this rank may have skipped
+            # A peer that knocks waits in a call that this rank may have skipped.
+            if header.kind in (FrameType.DATA, FrameType.KNOCK):
                 operation = self.active.get((header.group, header.call))
                 if operation is None:
                     if not self.book.keep(arrival):
@@ -437,8 +435,8 @@ class ProgressEngine(Core):
         due = self._verdicts.expire(now, due)
         return self._questions.expire(now, due)
 
-    def _hear(self) -> None:
-        self.run_errands()
+    def _poll_control(self) -> None:
+        self.run_posted()
         self._heard = time.monotonic()
         while True:
             message = self.control.receive()

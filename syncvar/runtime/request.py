@@ -133,15 +133,13 @@ class Request:
         self.what = told.what
         self.channel = channel
         self.links = links
-        self.is_shared = (
-            channel is not None
-        )  # No frame arrives for calls in shared memory, so they need polling.
+        # No frame arrives for calls in shared memory, so they need polling.
+        self.is_shared = channel is not None
         self.state = RequestState.CREATED
         self.result: Any = None
         self.error: BaseException | None = None
-        self.accident: Exception | None = (
-            None  # an error of this rank only, to report to the others
-        )
+        # An error of this rank only, to report to the others.
+        self.accident: Exception | None = None
         self.held: Any = None  # buffers that others may read until the call is over
         self.abandon: Callable[[], None] | None = None
         self.deadline = 0.0
@@ -345,18 +343,16 @@ class Request:
         if channel is not None and not (is_agreed and self.links is None):
             channel.is_settled = False
             if self.held is not None and not isinstance(error, MismatchError):
-                channel.keep(
-                    self.held
-                )  # Others may still read it; after a mismatch no rank reads anything.
+                # Others may still read it; after a mismatch no rank reads anything.
+                channel.keep(self.held)
         self._leave_queue()
         self.state = RequestState.FAILED
         self.entry.end(error)
         if self.abandon is not None:
             self.abandon()
         if self._steps is not None:
-            with contextlib.suppress(
-                ValueError
-            ):  # another thread executes a step and closes them after it
+            # Another thread executes a step and closes them after it.
+            with contextlib.suppress(ValueError):
                 self._steps.close()
 
     def _leave_queue(self) -> None:

@@ -31,7 +31,7 @@ Answer = tuple[bytes, memoryview]  # a description, and the bytes; nobody writes
 
 
 class GetRequest:
-    """A remote get that waits for its answer; it has the attributes that the engine's `wait` needs."""
+    """A remote get that waits for its answer; it is an `Awaited`."""
 
     __slots__ = (
         "_parts",
@@ -100,9 +100,8 @@ class GetRequests:
     def __init__(self, core: Core) -> None:
         self.frames_sent = 0
         self.find: Callable[[int], Answer | None] = _nothing
-        self.asked: collections.deque[GetRequest] = (
-            collections.deque()
-        )  # appended by any thread, sent by the driver
+        # Appended by any thread, sent by the driver.
+        self.asked: collections.deque[GetRequest] = collections.deque()
         self._core = core
         self._segment_bytes = core.config.segment_bytes
         self._numbers = itertools.count()

@@ -151,9 +151,9 @@ class SequenceTracker:
         with self._lock:
             passed = [(group, list(blocks)) for group, blocks in self._passed.items()]
         found = [
-            (-place, group, block)
+            (-position, group, block)
             for group, blocks in passed
-            for place, block in enumerate(reversed(blocks))
+            for position, block in enumerate(reversed(blocks))
         ]
         found.sort(key=lambda one: one[0])  # the newest block of each group last
         return [
@@ -266,9 +266,8 @@ class SequenceTracker:
             blocks.append(block)
         else:
             block.is_gone = True
-        if not any(
-            old["waits"] for old in overlapping
-        ):  # otherwise the ranks have left the block, and no rank waits
+        # Otherwise the ranks have left the block, and no rank waits.
+        if not any(old["waits"] for old in overlapping):
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
@@ -314,9 +313,8 @@ class SequenceTracker:
             blocks = self._passed.get(verdict["group"], deque())
             for block in list(blocks):
                 if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
-                    block.epoch_end = (
-                        verdict["call"] - 1
-                    )  # the group knows it; later calls must not fail because of it
+                    # The group knows it; later calls must not fail because of it.
+                    block.epoch_end = verdict["call"] - 1
                     if block.epoch_end <= block.last:
                         _remove(blocks, block)
             # Decisions on calls that are over are of no use any more.

@@ -50,9 +50,8 @@ def stage_steps(
         is_begun: Phase 0 is over.
     """
     check = check_of(entry.told.fingerprint, entry.call)
-    opening = (
-        None if channel is None or is_begun else (entry.call, check)
-    )  # arguments of phase 0, which the first stage on the host executes
+    # Arguments of phase 0, which the first stage on the host executes.
+    opening = None if channel is None or is_begun else (entry.call, check)
     is_read = True  # all ranks have read what this rank published in the stage before
     try:
         if channel is not None and opening is not None and links is None:

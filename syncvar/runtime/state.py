@@ -121,7 +121,7 @@ class Core(AdmissionState):
         self._adopting = threading.RLock()
         self._failure_raised = False
         self._followers: list[threading.Event] = []
-        self._errands: collections.deque[Callable[[], None]] = collections.deque()
+        self._posted: collections.deque[Callable[[], None]] = collections.deque()
 
     # -- whether a call may begin ------------------------------------------------------------------
 
@@ -214,16 +214,16 @@ class Core(AdmissionState):
         self.lock.release()
         self.driver = 0
 
-    def leave_errand(self, errand: Callable[[], None]) -> None:
+    def post_to_driver(self, callback: Callable[[], None]) -> None:
         """Let the driver call a function, from any thread; call it now if no thread drives."""
-        self._errands.append(errand)
+        self._posted.append(callback)
         self.transport.wake()
         self.hand_over()
 
-    def run_errands(self) -> None:
+    def run_posted(self) -> None:
         """Call the posted functions, as the driver."""
-        while self._errands:
-            self._errands.popleft()()
+        while self._posted:
+            self._posted.popleft()()
 
     def follow(self, operation: Awaited) -> None:
         """Wait until the driver stops driving or has completed this operation."""
@@ -251,9 +251,9 @@ class Core(AdmissionState):
 
     def hand_over(self) -> None:
         """Wake waiting threads and run posted callbacks, after the lock has been released."""
-        while self._errands and self.seize():
+        while self._posted and self.seize():
             try:
-                self.run_errands()
+                self.run_posted()
             finally:
                 self.let_go()
         for event in list(self._followers):
@@ -270,7 +270,7 @@ class Core(AdmissionState):
     def tell_beside(self, kind: str, **fields: Any) -> None:
         """Send a message to the launcher from any thread; only the driver may use the channel."""
         data = pack_message(kind, **fields)
-        self.leave_errand(lambda: self.control.send(data))
+        self.post_to_driver(lambda: self.control.send(data))
 
     def poison(
         self, group: int, members: tuple[int, ...], call: int, what: str, reason: str
@@ -339,13 +339,13 @@ class Core(AdmissionState):
         """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
         group = operation.entry.told.group
-        place = self.recorder.numbers.text(operation.what, group, operation.call)
-        self.fall(error, place, but=operation)
+        location = self.recorder.numbers.text(operation.what, group, operation.call)
+        self.fall(error, location, but=operation)
 
-    def fall(self, error: BaseException, place: str, but: Awaited | None = None) -> None:
+    def fall(self, error: BaseException, location: str, but: Awaited | None = None) -> None:
         """Break the group because of an exception on this rank, and inform the other ranks."""
         if self.failure is None:
-            reason = f"interrupted by {type(error).__name__} in {place}"
+            reason = f"interrupted by {type(error).__name__} in {location}"
             self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
             self.tell_beside(
                 "broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[]

@@ -60,9 +60,9 @@ class Work(MigrationHintsMixin):
         """
         begun = self._begun
         if begun is not None:
-            made = self._taken(begun, waits=True)
-            if made is not None:
-                return made if self._finish is None else self._finish(made)
+            result = self._take_result(begun, waits=True)
+            if result is not None:
+                return result if self._finish is None else self._finish(result)
         operation = self._operation
         if self._engine is None:
             if operation.error is not None:
@@ -87,13 +87,13 @@ class Work(MigrationHintsMixin):
                 operation.deadline, operation.timeout_s = until, allowed
         return engine.wait(operation)
 
-    def _taken(self, begun: AsyncCall, *, waits: bool) -> Any:
+    def _take_result(self, begun: AsyncCall, *, waits: bool) -> Any:
         """Return the result of a call unknown to the engine.
 
         None if the engine continues it now.
         """
-        made = begun.end(waits)
-        if made is None:
+        result = begun.end(waits)
+        if result is None:
             assert self._engine is not None
             operation = self._engine.adopted(begun)
             if operation is None:
@@ -101,7 +101,7 @@ class Work(MigrationHintsMixin):
             # set before `_begun`: another thread may wait for the same call
             self._operation = operation
             self._begun = None
-        return made
+        return result
 
     def done(self) -> bool:
         """Return whether the collective has ended, with or without error.
@@ -109,7 +109,7 @@ class Work(MigrationHintsMixin):
         Makes a little progress.
         """
         begun = self._begun
-        if begun is not None and self._taken(begun, waits=False) is not None:
+        if begun is not None and self._take_result(begun, waits=False) is not None:
             return True
         operation = self._operation
         if self._engine is not None and not operation.is_over:

@@ -169,17 +169,14 @@ class Extents:
         return self._take_pages(size)
 
     def free(self, offset: int) -> list[Range]:
-        """Free an allocation.
-
-        Return the page ranges that the caller must give back to the system.
-        """
+        """Free an allocation; return the page ranges to give back to the system."""
         self._release(offset)
         return self.trim(self.reserve_bytes)
 
-    def cancel(self, taken: Taken) -> list[Range]:
+    def cancel(self, allocation: Taken) -> list[Range]:
         """Undo an allocation whose missing pages the caller could not populate."""
-        self._release(taken.offset)
-        for start, stop in taken.missing:
+        self._release(allocation.offset)
+        for start, stop in allocation.missing:
             self._kept.remove(start, stop)
         return self.trim(self.reserve_bytes)
 
@@ -220,13 +217,13 @@ class Extents:
         )
 
     def _take_pages(self, size: int) -> Taken | None:
-        taken = self._find(size, HUGE_BYTES) if size >= HUGE_BYTES else None
-        taken = taken or self._find(size, PAGE_BYTES)
-        if taken is None:
+        allocation = self._find(size, HUGE_BYTES) if size >= HUGE_BYTES else None
+        allocation = allocation or self._find(size, PAGE_BYTES)
+        if allocation is None:
             return None
-        offset = taken.offset + LINE_BYTES
-        self._large[offset] = taken.offset, taken.offset + size
-        return taken._replace(offset=offset, nbytes=size - LINE_BYTES)
+        offset = allocation.offset + LINE_BYTES
+        self._large[offset] = allocation.offset, allocation.offset + size
+        return allocation._replace(offset=offset, nbytes=size - LINE_BYTES)
 
     def _find(self, size: int, align: int) -> Taken | None:
         """Take free pages, populated ones first."""
@@ -245,9 +242,9 @@ class Extents:
         if offset in self._large:
             self._give(*self._large.pop(offset))
             return
-        taken, extent = self._small.pop(offset)
+        block, extent = self._small.pop(offset)
         room = self._shared[extent]
-        room.add(*taken)
+        room.add(*block)
         if room.total == EXTENT_BYTES:
             del self._shared[extent]
             self._give(extent, extent + EXTENT_BYTES)

@@ -137,12 +137,12 @@ class Channels:
         tables = [self.shm.table(region) // 8 for region in regions]
         if not all(self.words[table + _PROCESS] for table in tables):
             return None
-        made = ProcessReader([self.words[table + _PROCESS] for table in tables])
+        reader = ProcessReader([self.words[table + _PROCESS] for table in tables])
         found = all(
-            made.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER])
+            reader.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER])
             for rank, table in enumerate(tables)
         )
-        return made if found else None
+        return reader if found else None
 
     def are_native(self, regions: Sequence[int]) -> bool:
         """Return whether all ranks of these regions run programs in C."""

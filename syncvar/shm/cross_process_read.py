@@ -31,10 +31,7 @@ class _IoVec(ctypes.Structure):
 
 @cache
 def _functions() -> tuple[Any, Any] | None:
-    """Return process_vm_readv without and with the interpreter lock.
-
-    None if the system has none.
-    """
+    """Return process_vm_readv without and with the interpreter lock; None if unsupported."""
     found = []
     for library in (ctypes.CDLL, ctypes.PyDLL):
         try:
@@ -111,10 +108,7 @@ class ProcessReader:
         return is_read and value.value == number
 
     def can_read(self, rank: int, address: int, nbytes: int) -> bool:
-        """Return whether the first and the last of these bytes are readable.
-
-        Device memory is not.
-        """
+        """Return whether the first and last of these bytes are readable; device memory is not."""
         byte = ctypes.c_uint64()
         into = ctypes.addressof(byte)
         ends = (address, address + max(1, nbytes) - 1)

@@ -129,10 +129,7 @@ class Handing:
         return found
 
     def abort(self, generation: int | None = None) -> None:
-        """Set the abort word of a generation's segment.
-
-        Without a generation, of all present and later ones.
-        """
+        """Set the abort word of a generation; without one, of all present and later segments."""
         if generation is None:
             self._aborts_all = True
         for number, (shm, _) in self._segments.items():

@@ -147,7 +147,11 @@ class Channel(ChannelState):
     # -- publishing and waiting --------------------------------------------------------------------
 
     def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
-        """Publish phase 0 of a call, and return the word that the others have to reach."""
+        """Publish phase 0 of a call, and return the word that the others have to reach.
+
+        `check` is the call's `check_of`; `source` and `target` describe its input and output
+        (`ShmRef`).
+        """
         words, entry = self.words, self.entry
         side = self.side = self.side ^ 1
         words[entry + CHECK + side] = check
@@ -177,10 +181,7 @@ class Channel(ChannelState):
         return words[entry + (DONE if word >= self.last + 2 else PHASE)] >= -need
 
     def is_reached(self, need: int) -> bool:
-        """Return whether all other ranks have published `need`.
-
-        It is a word, or minus a phase of this rank's last call.
-        """
+        """Return whether all others have published `need`: a word, or minus a phase."""
         return all(self._is_at(other, need) for other in self.others)
 
     def missing(self, need: int) -> tuple[int, ...]:
@@ -249,10 +250,7 @@ class Channel(ChannelState):
         self._kept.append(arrays)
 
     def _bind(self) -> bool:
-        """Pass the words of all ranks to the C runner.
-
-        Return whether it accepts the group's size.
-        """
+        """Pass the words of all ranks to the C runner; return whether it accepts the size."""
         looks, shares_cores = self._channels.patience(self.regions)
         return bind(
             self,
@@ -289,8 +287,8 @@ class Channel(ChannelState):
         found = []
         for rank, entry in enumerate(self._entries):
             side = self.side_of(rank)
-            told = self.words[entry + TARGET + side] if nbytes > WIDE_BYTES else 0
-            found.append(told or self.small_offset(rank, side))
+            offset = self.words[entry + TARGET + side] if nbytes > WIDE_BYTES else 0
+            found.append(offset or self.small_offset(rank, side))
         return tuple(found)
 
     # -- memory ------------------------------------------------------------------------------------
@@ -312,9 +310,9 @@ class Channel(ChannelState):
     def reserve_segments(self) -> None:
         """Allocate this rank's segments; call it before publishing the call that needs them."""
         if not self._segments[self.rank]:
-            made = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
-            self.words[self.entry + SEGMENTS] = made
-            self._segments[self.rank] = made
+            offset = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
+            self.words[self.entry + SEGMENTS] = offset
+            self._segments[self.rank] = offset
 
     def segment(self, rank: int, number: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a view of a rank's segment; 0 and 1 hold inputs, by side; 2 and 3 hold results."""

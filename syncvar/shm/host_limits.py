@@ -86,10 +86,7 @@ class MemoryLimits:
 
 
 def core_quota(membership: str | None = None, root: str = CONTROL_GROUPS) -> int | None:
-    """Return how many cores the control groups of this process allow, rounded up.
-
-    None for no limit.
-    """
+    """Return how many cores the control groups allow, rounded up; None for no limit."""
     quotas = []
     for version, folder in control_groups("cpu", membership, root):
         if version == 2:

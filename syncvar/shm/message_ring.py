@@ -117,16 +117,7 @@ class RingWriter(_Ring):
     def put(
         self, what: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int
     ) -> bool:
-        """Put a whole message in; return False if there is no room now.
-
-        Args:
-            what: Type of the message and index of its dtype, from `array_code`.
-            stream: Identity of the pair's calls.
-            call: Sequence number of the message in the stream.
-            shape: Shape of the array.
-            data: The bytes: one contiguous buffer.
-            nbytes: Length of the message.
-        """
+        """Put a whole message in; return False if there is no room now."""
         at = _data_at(_FIXED_WORDS + len(shape), nbytes)
         start = self._room(at + nbytes)
         if start < 0:
@@ -155,15 +146,8 @@ class RingWriter(_Ring):
     ) -> int:
         """Publish the location of a long message; return its number, or 0 if there is no room now.
 
-        Args:
-            what: As in `put`, like `stream`, `call` and `shape`.
-            stream: As in `put`.
-            call: As in `put`.
-            shape: As in `put`.
-            nbytes: Length of the message.
-            address: Its address in this process; the bytes stay there until the receiver answers or
-                the sender cancels.
-            offset: 1 + its offset in the segment, or 0 for private memory.
+        The bytes stay at `address` until the receiver answers or the sender cancels. `offset` is 1
+        + their offset in the segment, or 0 for private memory.
         """
         words, number = self.words, self.words[self.base + NUMBER] + 1
         before = number - PLACES
@@ -188,10 +172,7 @@ class RingWriter(_Ring):
         return number
 
     def part(self, stream: int, call: int, start: int, data: memoryview) -> int:
-        """Put a part of a long message in, from byte `start` on.
-
-        Return its length, 0 without room.
-        """
+        """Put a part of a message in, from byte `start` on; return its length, 0 without room."""
         nbytes = min(len(data) - start, _PART_BYTES)
         at = _data_at(_FIXED_WORDS + 1, nbytes)
         begin = self._room(at + nbytes)
@@ -208,10 +189,7 @@ class RingWriter(_Ring):
         return nbytes
 
     def count_link(self) -> None:
-        """Count a message that goes over a link.
-
-        Only the driver of this rank's engine calls this.
-        """
+        """Count a message that goes over a link; only the engine's driver calls this."""
         self.words[self.base + BY_LINK] += 1
 
     def note_news(self) -> None:

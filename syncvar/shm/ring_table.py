@@ -2,8 +2,8 @@
 
 An ordered pair of ranks has one ring for all groups and tags, in the sender's region. The sender
 makes it with its first message, so pairs that send nothing cost nothing. Word 5 of a rank's table
-is the offset of its list of rings. The list has a word for each receiver: 0 while there is no ring, 1
-if the segment had no room and all messages go over links.
+is the offset of its list of rings. The list has a word for each receiver: 0 while there is no ring,
+1 if the segment had no room and all messages go over links.
 
 Cost: 2 MiB of shared memory for each pair; down to 256 KiB with more than eight ranks on the host,
     or without room.
@@ -53,10 +53,7 @@ class Boxes:
         self._ring_bytes = min(ring_bytes, max(RING_BYTES_LEAST, fair))
 
     def outbox(self, dest: int) -> RingWriter | None:
-        """Make the ring for messages to a world rank of this host.
-
-        None if the segment has no room.
-        """
+        """Make the ring for messages to a world rank of this host; None without room."""
         shm, words = self._shm, self._shm.words
         table = shm.table(shm.local_rank) // 8
         place = self.channels.places[dest]
@@ -70,13 +67,13 @@ class Boxes:
                 else:
                     self._list = listed
                     words[table + _RINGS] = listed
-            made, ring_bytes = self._allocate()
+            start, ring_bytes = self._allocate()
         except SharedMemoryFull:
             words[self._list // 8 + place if self._list else table + _RINGS] = _NEVER
             return None
-        words[made // 8 + RING] = ring_bytes  # all else reads as zeros
-        words[self._list // 8 + place] = made
-        return RingWriter(shm, made)
+        words[start // 8 + RING] = ring_bytes  # all else reads as zeros
+        words[self._list // 8 + place] = start
+        return RingWriter(shm, start)
 
     def _allocate(self) -> tuple[int, int]:
         """Return the offset of a new ring, and its size."""
@@ -87,12 +84,12 @@ class Boxes:
     def inbox(self, source: int) -> RingReader | None:
         """Return the ring of messages from a world rank of this host; None while there is none."""
         found = self._word_of(source)
-        where = self._shm.words[found] if found else 0
-        if where in (0, _NEVER):
+        start = self._shm.words[found] if found else 0
+        if start in (0, _NEVER):
             return None
-        made = RingReader(self._shm, where)
-        self._shm.check(where, HEADER_WORDS * 8 + made.ring_bytes)
-        return made
+        reader = RingReader(self._shm, start)
+        self._shm.check(start, HEADER_WORDS * 8 + reader.ring_bytes)
+        return reader
 
     def has_none(self, source: int) -> bool:
         """Return whether a rank will never have a ring to this one."""
@@ -105,10 +102,7 @@ class Boxes:
         return self._word_of(source) or self._shm.table(self.channels.places[source]) // 8 + _RINGS
 
     def reach(self, source: int) -> ProcessReader | None:
-        """Return the reader of a rank's memory, which is rank 0 there.
-
-        None if it is not readable.
-        """
+        """Return the reader of a rank's memory, as rank 0; None if it is not readable."""
         places = self.channels.places
         return self.channels.reach((places[source], self._shm.local_rank))
 
@@ -145,10 +139,7 @@ class Boxes:
         )
 
     def _word_of(self, source: int) -> int:
-        """Return the index of the list word of the ring from a rank.
-
-        0 while that rank has no list.
-        """
+        """Return the index of the list word of the ring from a rank; 0 without a list."""
         shm = self._shm
         listed = shm.words[shm.table(self.channels.places[source]) // 8 + _RINGS]
         return 0 if listed in (0, _NEVER) else listed // 8 + shm.local_rank

@@ -149,7 +149,10 @@ class SharedSegment:
         local_rank: int,
         config: RuntimeConfig,
     ) -> SharedSegment | str:
-        """Fetch the segment of a generation from the launcher's socket and map it."""
+        """Fetch a generation's segment from the launcher and map it.
+
+        Return a reason if there is none.
+        """
         from syncvar.shm.fd_passing import fetch  # imports socket
 
         timeout_s = min(config.handshake_timeout_s, _WAIT_MAX_S)
@@ -170,9 +173,11 @@ class SharedSegment:
     def attach(
         cls, fd: int, local_rank: int, *, room: MemoryLimits | None = None, checks: bool = False
     ) -> SharedSegment:
-        """Map the segment behind a descriptor.
+        """Map the segment behind a descriptor, which it owns from now on, also after a failure.
 
-        The segment owns the descriptor, also after a failure.
+        It raises SharedMemoryUnavailable if this is no segment, has another version, can shrink, or
+        does not fit into the address space. `checks` compares each use of the memory with what the
+        ranks allocated.
         """
         try:
             check_machine()
@@ -260,7 +265,8 @@ class SharedSegment:
     def allocate(self, nbytes: int) -> int:
         """Allocate zeroed memory in this rank's region; return its offset, a multiple of 64.
 
-        Blocks of a page or more begin one cache line into a page, see `allocator`.
+        Blocks of a page or more begin one cache line into a page, see `allocator`. It raises
+        SharedMemoryFull if the region, the container or the machine has no room.
 
         Cost: one or two microseconds for reused memory, else 0.2 ms for each MiB.
         """
@@ -276,10 +282,7 @@ class SharedSegment:
             self._released.append(offset)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a new uninitialized array in this rank's region.
-
-        Its last view frees the memory.
-        """
+        """Return a new uninitialized array in this rank's region; its last view frees it."""
         kind = np.dtype(dtype)
         if kind.hasobject:
             reason = "its elements are references"

@@ -48,10 +48,7 @@ class CreatedSegment:
         self.is_aborted = False
 
     def abort(self) -> None:
-        """Set the abort word, which all waiting ranks read.
-
-        Costs a microsecond and never raises.
-        """
+        """Set the abort word, which all waiting ranks read. Never raises."""
         if not self.is_aborted and self.fd >= 0:
             self.is_aborted = True
             with contextlib.suppress(OSError):
@@ -88,35 +85,17 @@ def create(
 ) -> tuple[CreatedSegment | None, str]:
     """Create a segment; return (segment, "") or (None, reason).
 
-    Args:
-        shm_bytes: Virtual size in bytes, rounded up to whole pages.
-        local_world_size: Number of ranks that share it.
-        usable_cores: Number of cores that these ranks may use together.
-        generation: Version of the membership.
-        directory: Private folder for a file if nothing else works; empty for none.
-        host: Index of the host in the job.
-
-    Raises:
-        ConfigError: It is too small for so many ranks.
-
     Example:
         >>> shm, reason = create(16 << 20, 2, 2)
         >>> shm.how, reason, shm.close()
         ('memfd', '', None)
     """
     size = -(-shm_bytes // segment_layout.PAGE_BYTES) * segment_layout.PAGE_BYTES
-    plan = SegmentLayout(size, local_world_size)
-    header = struct.pack(
-        "=8Q",
-        segment_layout.MAGIC_VALUE,
-        segment_layout.LAYOUT_VERSION,
-        size,
-        local_world_size,
-        usable_cores,
-        generation,
-        host,
-        int.from_bytes(os.urandom(8), "little") or 1,
-    )
+    layout = SegmentLayout(size, local_world_size)
+    version = segment_layout.MAGIC_VALUE, segment_layout.LAYOUT_VERSION
+    token = int.from_bytes(os.urandom(8), "little") or 1
+    fields = (size, local_world_size, usable_cores, generation, host, token)
+    header = struct.pack("=8Q", *version, *fields)
     ways: list[tuple[str, Callable[[], int]]] = [
         ("memfd", _open_memfd),
         (f"a file in {_SHARED_FOLDER}", lambda: _open_unlinked(_SHARED_FOLDER)),
@@ -131,11 +110,7 @@ def create(
             failed.append(f"{how} ({error.strerror})")
             continue
         try:
-            os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, segment_layout.HEADER_BYTES)
-            for rank in range(local_world_size):  # others may read a table before its rank starts
-                os.posix_fallocate(fd, plan.table(rank), segment_layout.PAGE_BYTES)
-            os.pwrite(fd, header, 0)
+            _initialize(fd, layout, header)
             if how == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
@@ -145,6 +120,14 @@ def create(
         said = f"shared memory: {how} instead of {' or '.join(failed)}" if failed else ""
         return CreatedSegment(fd, how, said, generation), ""
     return None, f"it cannot be made: {', '.join(failed)}"
+
+
+def _initialize(fd: int, layout: SegmentLayout, header: bytes) -> None:
+    os.ftruncate(fd, layout.shm_bytes)
+    os.posix_fallocate(fd, 0, segment_layout.HEADER_BYTES)
+    for rank in range(layout.local_world_size):  # others may read a table before its rank starts
+        os.posix_fallocate(fd, layout.table(rank), segment_layout.PAGE_BYTES)
+    os.pwrite(fd, header, 0)
 
 
 def _open_memfd() -> int:

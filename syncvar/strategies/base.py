@@ -220,19 +220,17 @@ class Strategy(MigrationHintsMixin):
             3
         """
         if not isinstance(args, tuple | list):
-            given = type(args).__name__
-            raise ConfigError(f"args must be a tuple or list, not {given}: write args=(x,)")
+            found = type(args).__name__
+            raise ConfigError(f"args must be a tuple or list, not {found}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
-        stack = self.places.stack
-        if stack or self.context.is_closed or self._communicator.rank is None:
+        if self.places.stack or self.context.is_closed or self._communicator.rank is None:
             self._require("run")
-        roster, queue = self.roster, self.queue
-        if roster is not None:
-            roster.runs += 1  # failed runs count too: the number is the same on all replicas
+        if self.roster is not None:
+            self.roster.runs += 1  # failed runs count too: the number is the same on all replicas
         own_args = [own_part(one) for one in args] if args else ()
         own_kwargs = {name: own_part(one) for name, one in kwargs.items()} if kwargs else {}
-        aligned = self._aligned
+        aligned, queue = self._aligned, self.queue
         flush_error: SyncvarError | None = None
         if queue is not None:
             try:
@@ -242,29 +240,42 @@ class Strategy(MigrationHintsMixin):
             queue.begin()
             aligned = (*aligned, queue.calls)
         begin_epochs(aligned)
+        try:
+            result = self._call(fn, own_args, own_kwargs, flush_error)
+        except BaseException as error:
+            for communicator in aligned:
+                communicator.leave_epoch(error)
+            raise
+        begin_epochs(aligned)
+        return result
+
+    def _call(
+        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], error: SyncvarError | None
+    ) -> Any:
+        """Call `fn` in replica context, between the checks and flushes of a run.
+
+        An earlier error is raised here, inside the epoch, so that call numbers stay the same.
+        """
+        roster, stack = self.roster, self.places.stack
         depth = len(stack)
         stack.append(self._replica)
         try:
-            # Raised only here, inside the epoch: the call numbers of all replicas stay the same.
-            if flush_error is not None:
-                raise flush_error
+            if error is not None:
+                raise error
             if roster is not None:
                 roster.begin_run(self._check_every)
-            result = fn(*own_args, **own_kwargs)
+            result = fn(*args, **kwargs)
             if self.queue is not None:  # `fn` may have made the queue
                 self._send_queued()
             if roster is not None:
                 roster.end_run(self._check_every)
-        except BaseException as error:
-            self._flush_after(error)
-            for communicator in aligned:
-                communicator.leave_epoch(error)
+        except BaseException as raised:
+            self._flush_after(raised)
             raise
         finally:
             del stack[depth:]
             if roster is not None:
                 roster.leave_run()
-        begin_epochs(aligned)
         return result
 
     # -- values ------------------------------------------------------------------------------------

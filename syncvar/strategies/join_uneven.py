@@ -6,19 +6,23 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.bootstrap.process import current
-from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.broadcast import broadcast
+from syncvar.collectives.groups import Group, communicator_of
+from syncvar.collectives.object_collectives import broadcast_object
 from syncvar.collectives.sync_points import gather_objects
+from syncvar.core.array_interop import library_of
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of
-from syncvar.strategies.library_state import checked_modules, update_modules
 from syncvar.variables.policy import CallContext
 from syncvar.variables.resync import catch_up
 from syncvar.variables.scope import current_place
+from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncvar.bootstrap.context import ProcessContext
-    from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.strategies.base import Strategy
     from syncvar.variables.registry import VariableRegistry
@@ -97,7 +101,7 @@ def uneven(
     """
     if not isinstance(stop_at_first, bool):
         raise ConfigError(f"stop_at_first must be True or False, not {stop_at_first!r}")
-    checked = checked_modules(modules, _NAME)
+    checked = _checked_modules(modules, _NAME)
     return Uneven(checked, group, stop_at_first=stop_at_first, timeout=timeout)
 
 
@@ -220,7 +224,7 @@ class Uneven:
         everyone = gather_objects(communicator, "modules of sv.uneven", lambda: mine, self._timeout)
         if any(one != everyone[0] for one in everyone):
             newest, rank = everyone.index(max(everyone)), communicator.member_rank
-            update_modules(self._modules, newest, self._group, rank, self._timeout)
+            _broadcast_modules(self._modules, newest, self._group, rank, self._timeout)
 
     def end(self, reason: str, why: str = "") -> None:
         """End the block and send `reason` to the others; `why` if another rank ended it first."""
@@ -286,3 +290,53 @@ def _refuse_inside(context: ProcessContext) -> None:
             "`with sv.uneven():` is inside strategy.run; put it around the loop that calls "
             "strategy.run"
         )
+
+
+def _checked_modules(modules: Sequence[Any], call: str) -> tuple[Any, ...]:
+    """Return the modules as a tuple; raise ConfigError for one whose state has no accessors."""
+    for one in modules:
+        if isinstance(one, Group):
+            raise ConfigError(
+                f"{call} takes modules by position, and a group by its keyword: "
+                f"write {call}(group=group)"
+            )
+        if isinstance(one, Variable):
+            raise ConfigError(
+                f"{call} got the variable {one.name!r}: leave it out, {call} updates all "
+                f"variables by itself"
+            )
+        is_torch = _has_methods(one, "state_dict", "load_state_dict")
+        if isinstance(one, type) or not (
+            is_torch or _has_methods(one, "get_weights", "set_weights")
+        ):
+            raise ConfigError(
+                f"{call} takes modules and optimizers of PyTorch and models of Keras (with "
+                f"state_dict and load_state_dict, or get_weights and set_weights), not "
+                f"{one!r:.80}: pass the module itself, or broadcast arrays yourself after the block"
+            )
+    return tuple(modules)
+
+
+def _has_methods(module: Any, read: str, write: str) -> bool:
+    return callable(getattr(module, read, None)) and callable(getattr(module, write, None))
+
+
+def _broadcast_modules(
+    modules: Sequence[Any], root: int, group: Group | None, rank: int, timeout: float | None
+) -> None:
+    """Broadcast the modules' state from `root` to all ranks of a group. Collective."""
+    arguments: dict[str, Any] = {"root": root, "group": group, "timeout": timeout}
+    for module in modules:
+        if not _has_methods(module, "state_dict", "load_state_dict"):
+            weights = broadcast(module.get_weights(), **arguments)
+            if rank != root:
+                module.set_weights(weights)
+            continue
+        state = module.state_dict()
+        has_only_arrays = not hasattr(module, "param_groups") and all(
+            library_of(one) is not None for one in state.values()
+        )
+        send: Any = broadcast if has_only_arrays else broadcast_object
+        newest = send(state, **arguments)
+        if rank != root:
+            module.load_state_dict(newest)

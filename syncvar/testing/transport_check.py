@@ -97,7 +97,7 @@ def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory)
                     assert numbers == list(range(count)), f"rank {source} to {target}: {numbers}"
                     for one in got:
                         _check_payload(one)
-        seen.check_nobody_lost()
+        seen.check_no_disconnect()
 
 
 def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
@@ -154,7 +154,7 @@ def _many_peers_receive_from_each_other(factory: TransportFactory) -> None:
                 assert numbers == ([] if source == target else [0, 1, 2]), (
                     f"rank {source} to {target}: {numbers}"
                 )
-        seen.check_nobody_lost()
+        seen.check_no_disconnect()
 
 
 # -- ownership of memory ---------------------------------------------------------------------------
@@ -335,14 +335,12 @@ def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) ->
             for number in range(40):
                 _send(world, 1, 0, number, min(60_000, factory.nbytes_max), borrow=number % 2 == 1)
             world[1].close(5.0)
-            time.sleep(
-                _QUIET_S
-            )  # the frames and the close have arrived, and nobody has received them
+            time.sleep(_QUIET_S)  # frames and close have arrived, and no rank has received them
             world[0].wait(0.0)
             seen.until(lambda: len(seen.frames[0]) == 40, "what was sent before the close", [0, 2])  # noqa: B023
             assert [one.header.call for one in seen.frames[0]] == list(range(40))
             seen.quietly([0, 2])
-            seen.check_nobody_lost()
+            seen.check_no_disconnect()
             for number in range(3):
                 _send(world, 0, 1, number, 10)  # the peer is closed: dropped
             _send(world, 0, 2, 0, 10)
@@ -359,7 +357,7 @@ def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: Transpo
         )
         for number in range(1, 31):
             _send(world, 1, 0, number, 1000)
-        time.sleep(_QUIET_S)  # they arrive, and nobody receives them
+        time.sleep(_QUIET_S)  # they arrive, and no rank receives them
         seen.take([1])
         factory.lose(world, 1)
         time.sleep(_QUIET_S)  # the disconnect arrives too
@@ -379,7 +377,7 @@ def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: Transpo
             )
             assert loan is None or loan.is_done(), "the transport borrowed memory for a closed link"
         _send(world, 0, 2, 1, 10)
-        seen.until(lambda: len(seen.frames[2]) == 2, "another link to go on", [0, 2])
+        seen.until(lambda: len(seen.frames[2]) == 2, "another link to continue", [0, 2])
         seen.quietly([0, 2])
         assert [one.peer for one in seen.lost[0]] == [1], seen.lost[0]
         assert all(one.reason for one in seen.lost[0]), "a disconnect needs a reason"
@@ -478,7 +476,7 @@ class _Arrivals:
         deadline = time.monotonic() + _QUIET_S
         self.until(lambda: time.monotonic() >= deadline, "the clock", ranks)
 
-    def check_nobody_lost(self) -> None:
+    def check_no_disconnect(self) -> None:
         assert not any(self.lost), f"disconnects were reported: {self.lost}"
 
 

@@ -23,6 +23,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from syncvar.core.errors import WireError
+from syncvar.protocol.frame import CARRIERS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -123,3 +126,17 @@ class Control(Protocol):
 
     def close(self, linger_s: float) -> None:
         """Close the channel. Idempotent."""
+
+
+def check_sender(header: Header, source: int, generation: int) -> None:
+    """Raise WireError if a frame of `source` claims another rank or another generation."""
+    if (header.source, header.generation) != (source, generation):
+        claim = f"rank {header.source}, generation {header.generation}"
+        raise WireError(f"a frame of rank {source} claims {claim}")
+
+
+def check_length(header: Header, source: int, nbytes: int) -> None:
+    """Raise WireError if the payload of `nbytes` bytes has another length than announced."""
+    if header.kind in CARRIERS and header.nbytes != nbytes:
+        lengths = f"announces {header.nbytes} bytes and has {nbytes}"
+        raise WireError(f"a frame of rank {source} {lengths}")

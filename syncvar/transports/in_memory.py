@@ -156,10 +156,7 @@ class MemoryNetwork:
                     self.arrived[b].notify_all()
 
     def take(self, rank: int) -> Arrival | None:
-        """Return the next arrival of a rank.
-
-        Frames of a link keep their order unless faults reorder them.
-        """
+        """Return a rank's next arrival; frames of a link keep their order without faults."""
         with self.lock:
             self.looks[rank] += 1
             look = self.looks[rank]

@@ -28,7 +28,14 @@ from syncvar.protocol.frame import (
     pack_header,
     parse_header,
 )
-from syncvar.transports.base import Arrival, BorrowedFrame, Frame, PeerDisconnected
+from syncvar.transports.base import (
+    Arrival,
+    BorrowedFrame,
+    Frame,
+    PeerDisconnected,
+    check_length,
+    check_sender,
+)
 from syncvar.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -150,10 +157,7 @@ class Fabric:
                 message.Irecv([bytearray(status.Get_count(self.mpi.BYTE)), self.mpi.BYTE]).Test()
 
     def is_complete(self, sending: _Sending) -> bool:
-        """Return whether MPI has done with a message, also after an error.
-
-        The caller holds the lock.
-        """
+        """Return whether MPI has done with a message, also after an error; needs the lock."""
         try:
             return bool(sending.request.Test())
         except self.mpi.Exception:
@@ -416,15 +420,11 @@ class MpiTransport:
         if header is None:
             header = parse_header(bytes(payload[:HEADER_NBYTES]), self._nbytes_max)
             payload = payload[HEADER_NBYTES:]
-            if header.source != one.rank or header.generation != self._generation:
-                claim = f"rank {header.source}, generation {header.generation}"
-                raise WireError(f"a frame of rank {one.rank} claims {claim}")
+            check_sender(header, one.rank, self._generation)
             if header.kind in CARRIERS and header.nbytes > _JOINED_NBYTES_MAX and not payload:
                 one.header = header
                 return
-        if header.kind in CARRIERS and header.nbytes != len(payload):
-            sizes = f"announces {header.nbytes} bytes and has {len(payload)}"
-            raise WireError(f"a frame of rank {one.rank} {sizes}")
+        check_length(header, one.rank, len(payload))
         self._linked.add(one.rank)
         if header.kind != FrameType.BYE:
             self._ready.append(Frame(header, payload))

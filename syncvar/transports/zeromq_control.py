@@ -38,10 +38,7 @@ _REFUSALS_MAX = 5
 
 
 def control_identity(rank: int, kind: bytes = b"C") -> bytes:
-    """Return a fresh routing identity for a rank's control channel.
-
-    Kind `b"S"` asks for servers.
-    """
+    """Return a fresh routing identity for a control channel; kind `b"S"` asks for servers."""
     return _IDENTITY.pack(kind, rank, os.urandom(8))
 
 
@@ -109,10 +106,7 @@ class ZeromqControl:
         self._has_keys = keys is not None
 
     def send(self, data: bytes) -> None:
-        """Send a control message.
-
-        Drop it if the launcher is gone, because this process ends soon.
-        """
+        """Send a control message; drop it if the launcher is gone."""
         self._has_sent = True
         with contextlib.suppress(zmq.Again):
             self.socket.send(data, zmq.NOBLOCK)
@@ -127,11 +121,7 @@ class ZeromqControl:
         return has_sent
 
     def receive(self) -> Message | None:
-        """Return the next control message, or None.
-
-        Raises:
-            HandshakeError: The listener refuses this process.
-        """
+        """Return the next control message, or None."""
         if self.monitor is not None:  # before messages: those from before the end come first
             self._watch()
         if self.socket.getsockopt(zmq.EVENTS) & _POLLIN:

@@ -23,12 +23,18 @@ import zmq
 from zmq.backend import zmq_poll
 
 from syncvar.core.errors import TransportError, WireError
-from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, FrameType, pack_header, parse_header
-from syncvar.transports.base import Arrival, BorrowedFrame, Frame, PeerDisconnected
-from syncvar.transports.delivery_check import Delivery
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header, parse_header
+from syncvar.transports.base import (
+    Arrival,
+    BorrowedFrame,
+    Frame,
+    PeerDisconnected,
+    check_length,
+    check_sender,
+)
 from syncvar.transports.wakeup import Wakeup
 from syncvar.transports.zeromq_connections import Connections
-from syncvar.transports.zeromq_sender import SendLink
+from syncvar.transports.zeromq_sender import Delivery, SendLink
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
@@ -112,24 +118,9 @@ class ZeromqTransport:
         self._connections = Connections(context, config)
         self._router = self._connections.socket
         try:
-            self._configure(self._router, endpoint)
-            # The DEALERs send heartbeats, the ROUTER only answers. Its own timer could fire on a
-            # connection that is just ending, and then libzmq 4.3.5 aborts the process ("Assertion
-            # failed: !_io_error").
-            self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.address = self._bind(endpoint)
-            self.outside = ""
-            if outside:
-                from syncvar.transports.curve import gate_for_hosts
-
-                name = f"rank {rank}"
-                gate = gate_for_hosts(context, self._router, keys, config, rank, name)
-                self._connections.gate = gate
-                self._configure(self._router, outside)
-                self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
-                self.outside = self._bind(outside)
-                gate.guard(self.outside)
+            self.outside = self._bind_outside(outside) if outside else ""
         except BaseException:
             self.close(0)
             raise
@@ -293,6 +284,11 @@ class ZeromqTransport:
             ask_for_signs_of_life(socket, config)
 
     def _bind(self, endpoint: str) -> str:
+        self._configure(self._router, endpoint)
+        # The DEALERs send heartbeats, the ROUTER only answers. Its own timer could fire on a
+        # connection that is just ending, and then libzmq 4.3.5 aborts the process ("Assertion
+        # failed: !_io_error").
+        self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
         scheme, _, place = endpoint.partition("://")
         try:
             if scheme == "ipc":
@@ -302,6 +298,18 @@ class ZeromqTransport:
         except zmq.ZMQError as error:
             raise TransportError(f"cannot listen on {endpoint}: {error}") from error
         return f"tcp://{place}:{port}"
+
+    def _bind_outside(self, endpoint: str) -> str:
+        from syncvar.transports.curve import gate_for_hosts
+
+        name = f"rank {self._rank}"
+        gate = gate_for_hosts(
+            self._context, self._router, self._keys, self._config, self._rank, name
+        )
+        self._connections.gate = gate
+        address = self._bind(endpoint)
+        gate.guard(address)
+        return address
 
     def _open_link(self, peer: int) -> SendLink:
         address = self._addresses.get(peer)
@@ -382,12 +390,8 @@ class ZeromqTransport:
         self, source: int, data: bytes, payload: bytes | memoryview, checksum: bytes | None
     ) -> Header:
         header = parse_header(data, self._config.segment_bytes)
-        if header.source != source or header.generation != self._generation:
-            claim = f"rank {header.source}, generation {header.generation}"
-            raise WireError(f"a frame of rank {source} claims {claim}")
-        if header.kind in CARRIERS and header.nbytes != len(payload):
-            sizes = f"announces {header.nbytes} bytes and has {len(payload)}"
-            raise WireError(f"a frame of rank {source} {sizes}")
+        check_sender(header, source, self._generation)
+        check_length(header, source, len(payload))
         if checksum is not None and checksum != _CHECKSUM.pack(zlib.crc32(payload)):
             raise WireError(f"the checksum of a payload of rank {source} is wrong")
         return header

@@ -1,4 +1,4 @@
-"""The Python and NumPy protocols of a variable: it behaves as the array that reading it gives."""
+"""The Python and NumPy protocols of a variable: it behaves like the array that reading returns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ def _refused(symbol: str, instead: str) -> Callable[[Any, Any], NoReturn]:
         del other
         raise TypeError(
             f"`v {symbol} x` is not supported: it would make the name v an array. Write "
-            f"`{instead}` "
-            f"to write to the variable {self.name!r}"
+            f"`{instead}` to write to the variable {self.name!r}"
         )
 
     return refuse
 
 
 class ArrayProtocol(NDArrayOperatorsMixin):
-    """Operators, conversions and NumPy functions, all by way of `read_value`."""
+    """Operators, conversions and NumPy functions on the result of `read_value`."""
 
     @property
     def name(self) -> str:
@@ -54,13 +53,14 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         dl_device: Any = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a copy of the value for another library: `torch.from_dlpack(v)`. What reading costs, and one copy.
+        """Return a copy of the value for another library: `torch.from_dlpack(v)`.
 
-        It is a copy because the value may not be written to, and what some libraries make of it may
-        be.
+        It is a copy, because the value is read-only and arrays of other libraries may not be.
 
         Raises:
-            BufferError: No copy is wanted, or DLPack of NumPy does not know the dtype.
+            BufferError: `copy=False`, or NumPy's DLPack does not support the dtype.
+
+        Cost: that of reading, and one copy.
         """
         if copy is False:
             raise BufferError(
@@ -71,7 +71,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         if value.dtype.kind == "V":
             raise BufferError(
                 f"NumPy's DLPack does not know {value.dtype}: write np.asarray(v), or "
-                f"torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
+                "torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
             )
         options = (
             {"stream": stream}
@@ -81,15 +81,14 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         return value.copy().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the number of DLPack for the memory of the CPU."""
+        """Return DLPack's number for CPU memory."""
         return 1, 0
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(one, ArrayProtocol) for one in kwargs.get("out") or ()) or method == "at":
             raise TypeError(
                 f"np.{ufunc.__name__} cannot write into a variable; write v.assign(x), "
-                "v.assign_add(x) or "
-                f"v.assign_sub(x)"
+                "v.assign_add(x) or v.assign_sub(x)"
             )
         plain = [one.read_value() if isinstance(one, ArrayProtocol) else one for one in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
@@ -116,7 +115,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(
             f"a part of the variable {self.name!r} cannot be assigned by indexing; write "
-            f"v.scatter_update(rows, values), or v.assign(x)"
+            "v.scatter_update(rows, values), or v.assign(x)"
         )
 
     def __len__(self) -> int:
@@ -148,6 +147,5 @@ class ArrayProtocol(NDArrayOperatorsMixin):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"the variable {self.name!r} cannot be pickled: its copies live in several processes. "
-            "Save it with "
-            f"sv.Checkpoint(v=v).save(path), or pickle v.numpy()"
+            "Save it with sv.Checkpoint(v=v).save(path), or pickle v.numpy()"
         )

@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 _CALL = "check_equal"
 _REMEDY = (
     "Make the ranks equal again, for instance by "
-    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a "
-    "step that used local gradients: sv.all_reduce returns new arrays, and out=grads writes into "
-    "them"
+    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a step that "
+    "used local gradients: sv.all_reduce returns new arrays, and out=grads writes into them"
 )
 _counts: weakref.WeakKeyDictionary[Communicator, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
 class NamedArray(NamedTuple):
-    """An array to compare, and its name within the value that holds it."""
+    """An array to compare, with its name in the value that holds it."""
 
     name: str
     array: NDArray[Any]
@@ -52,14 +51,13 @@ def check_equal(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> bool:
-    """Compare a module or arrays with those of the other ranks, byte by byte, and raise where they differ. Collective.
+    """Compare a module or arrays with those of the other ranks, byte by byte. Collective.
 
     Args:
         value: A module or optimizer of PyTorch (anything with `state_dict()`), a model of Keras
-            (anything with `get_weights()`), a variable, an array or tensor of any shape and dtype,
-            a number or a text; also dicts, lists and tuples that hold such values. It compares this
-            replica's own copy of a variable.
-        name: What the error calls the value.
+            (anything with `get_weights()`), a variable (this replica's copy), an array or tensor of
+            any shape and dtype, a number or a text; also dicts, lists and tuples of such values.
+        name: Name of the value in errors.
         every: Compare at the first call and then at every `every`-th one. Calls from one line with
             one name count together. Every rank makes each call; the calls between send nothing.
         group: The ranks that compare; None means the world.
@@ -71,10 +69,10 @@ def check_equal(
     Raises:
         MismatchError: The values differ; on all ranks. It names the first array that differs, the
             index, and each rank's value.
-        ConfigError: `value` holds something that cannot be compared, or `every` is no whole number
-            of at least 1.
+        ConfigError: `value` holds something that cannot be compared, or `every` is not a whole
+            number of at least 1.
 
-    Cost: 0.1 to 0.2 ns for each byte and an exchange of 16 bytes between all ranks; where values
+    Cost: 0.1 to 0.2 ns for each byte and an exchange of 16 bytes between all ranks; if values
         differ, three more exchanges.
 
     Example:
@@ -106,11 +104,7 @@ def check_equal(
 
 
 def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield each array in a value with its name, in an order that all ranks share.
-
-    Raises:
-        ConfigError: Something in the value cannot be compared.
-    """
+    """Yield each array in a value with its name, in an order that all ranks share."""
     if isinstance(value, Variable):
         yield value.name, np.asarray(value.local_value(), order="C")
     elif callable(getattr(value, "state_dict", None)):
@@ -128,7 +122,7 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
             yield from _named_arrays(item, f"{place}[{number}]")
     elif value is None or isinstance(value, str | bytes):
         text = value.encode(errors="surrogatepass") if isinstance(value, str) else value or b""
-        # The name shows only how a text begins: two long ones may have the same.
+        # Two long texts may have the same name, which shows only the beginning.
         yield f"{place} = {value!r:.60}", np.frombuffer(text, np.uint8)
     else:
         yield place, np.asarray(as_array(value, place), order="C")
@@ -137,7 +131,7 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
 def _compare(
     communicator: Communicator, arrays: list[NamedArray], what: str
 ) -> Generator[Stage, None, None]:
-    """Compare arrays with those of the other ranks: all by one digest, then only what differs."""
+    """Compare arrays with those of the other ranks: first one digest of all, then what differs."""
     names = [[one.name, one.array.dtype.name, list(one.array.shape)] for one in arrays]
     digests = np.array([digest_of(one.array) for one in arrays], np.uint64)
     mine = np.array([fingerprint(repr(names)), digest_of(digests)], np.uint64)
@@ -192,8 +186,8 @@ def _different_names(communicator: Communicator, everyone: list[Any], what: str)
         )
     return MismatchError(
         f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first "
-        f"difference is array number {place}. "
-        f"Build the same model with the same arguments on every rank",
+        f"difference is array number {place}. Build the same model with the same arguments on "
+        "every rank",
         table,
     )
 

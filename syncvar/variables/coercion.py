@@ -26,11 +26,7 @@ _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return `dtype` as a dtype that can be communicated.
-
-    Raises:
-        ConfigError: Not a dtype, or not supported.
-    """
+    """Return `dtype` as a dtype that can be communicated."""
     try:
         made: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
@@ -79,8 +75,7 @@ def operand_array(
     if array.shape != shape:
         raise ConfigError(
             f"{what}: the value has shape {array.shape}, the variable {shape}; nothing is "
-            "broadcast. Write "
-            f"np.broadcast_to(x, {shape}) if that is meant"
+            f"broadcast. Write np.broadcast_to(x, {shape}) if that is meant"
         )
     return _cast(array, dtype, what, weak=_is_weak(value))
 
@@ -141,15 +136,13 @@ def plain_array(value: Any, what: str) -> NDArray[Any]:
     """
     if isinstance(value, PerReplica):
         raise UsageError(
-            f"{what}: a PerReplica holds one value for each replica; reduce it first: "
-            "x = strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, "
-            "args=(x,))"
+            f"{what}: a PerReplica holds one value for each replica; reduce it first: x = "
+            "strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, args=(x,))"
         )
     if value is None:
         raise ConfigError(
             f"{what} must be an array or a number, not None. Every replica passes one: write "
-            "np.zeros(shape), or 0.0, "
-            f"where a replica has nothing to bring"
+            "np.zeros(shape), or 0.0, where a replica has nothing to bring"
         )
     if isinstance(value, str | bytes):
         raise ConfigError(
@@ -172,8 +165,7 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
         if not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ConfigError(
                 f"{what}: {array.dtype.name} does not go into {dtype.name} (NumPy's same_kind "
-                "rule). Write "
-                f"x.astype('{dtype.name}') if that is meant"
+                f"rule). Write x.astype('{dtype.name}') if that is meant"
             )
         return array.astype(dtype)
     if not array.size:  # NumPy calls an empty list float64, but it holds no float
@@ -189,8 +181,7 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise ConfigError(
                 f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not "
-                f"{array.tolist()!s:.120}. Make the "
-                "variable with "
+                f"{array.tolist()!s:.120}. Make the variable with "
                 f"dtype='{'uint64' if int(array.max()) > np.iinfo(np.int64).max else 'int64'}'"
             )
     with np.errstate(over="ignore"):

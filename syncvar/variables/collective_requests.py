@@ -1,4 +1,4 @@
-"""Requests of the collectives for accesses of variables; each access is one collective of the replicas."""
+"""Requests of the collectives for accesses of variables."""
 
 from __future__ import annotations
 
@@ -48,18 +48,7 @@ def request_of(
     out: NDArray[Any] | None = None,
     apply: np.ufunc | None = None,
 ) -> CollectiveSpec:
-    """Return the request that carries `x`; its result combines the inputs of all replicas.
-
-    Args:
-        action: Its travel is SUM, MEAN, FIRST, SAME or MEETING.
-        communicator: The replicas' group.
-        x: Input of this replica; shape and dtype are the same everywhere.
-        what: Description of the access; compared between the replicas.
-        hint: What to do about values that differ (SAME).
-        reproducible: Sum by the tree.
-        out: Output of the sum (SUM and MEAN).
-        apply: `out` becomes apply(out, sum).
-    """
+    """Return the request that carries `x`; its result combines the inputs of all replicas."""
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
@@ -87,19 +76,7 @@ def together_request(
     reproducible: bool,
     are_apart: bool,
 ) -> CollectiveSpec:
-    """Return the request that writes several variables, one transfer for each dtype and op.
-
-    Args:
-        communicator: The replicas' group.
-        name: Name of the call.
-        names: Names of the variables; compared between the replicas.
-        arrays: Inputs of this replica.
-        ops: "sum" or "mean", for each variable.
-        targets: The copies, changed in place.
-        apply: A copy becomes apply(copy, combination); None sets it.
-        reproducible: Sum by the tree.
-        are_apart: No input overlaps a copy.
-    """
+    """Return the request that writes several variables, one transfer for each dtype and op."""
     dtypes = [array.dtype for array in arrays]
     if len(set(dtypes)) == len(set(ops)) == 1:
         hows = [reduction(ops[0], dtypes[0])] * len(arrays)
@@ -137,16 +114,7 @@ def rows_request(
     *,
     reproducible: bool,
 ) -> CollectiveSpec:
-    """Return the request that carries rows; its result is (copy to change, rows to apply).
-
-    Args:
-        action: Its travel is ALL_ROWS, MEAN_ROWS, FIRST_ROWS or SAME.
-        communicator: The replicas' group.
-        x: This replica's copy and rows.
-        what: Description of the access; compared between the replicas.
-        hint: What to do about rows that differ.
-        reproducible: Sum by the tree.
-    """
+    """Return the request that carries rows; its result is (copy to change, rows to apply)."""
     travel = action.travel
     copy, rows = x
     brought: Any = {"indices": rows.indices, "values": rows.values}
@@ -208,7 +176,7 @@ def _same_label(what: str, x: NDArray[Any]) -> CallLabel:
 
 
 def is_compared_first(communicator: Communicator) -> bool:
-    """Return whether inputs that must be equal are first compared by a cached call of their digests."""
+    """Return whether a cached call first compares digests of inputs that must be equal."""
     return moves(communicator, "all_gather")
 
 
@@ -233,14 +201,7 @@ def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Tra
 def are_alike(
     communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None
 ) -> bool | None:
-    """Return the result of `alike_request` by a cached call; None if nothing was done.
-
-    Args:
-        communicator: The replicas' group, for which `is_compared_first` holds.
-        x: Input of this replica.
-        what: As for `request_of`.
-        timeout: Seconds; None for the job's default.
-    """
+    """Return the result of `alike_request` by a cached call; None if nothing was done."""
     key = "all_gather", "alike", what
     if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
         return None

@@ -1,4 +1,4 @@
-"""Creation of variables: unique names, the comparison of the replicas' arguments, the chief's value."""
+"""Creation of variables: unique names, comparison of the arguments, the chief's value."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class VariableProposal(NamedTuple):
         """Return the arguments in words."""
         value = "a callable" if self.shape is None else f"{self.dtype}{list(self.shape)}"
         kind = "trainable" if self.trainable else "not trainable"
-        return f"{self.name!r}: {value}, {self.synchronization} + {self.aggregation}, {kind}, strategy with {self.options}"
+        mode = f"{self.synchronization} + {self.aggregation}"
+        return f"{self.name!r}: {value}, {mode}, {kind}, strategy with {self.options}"
 
 
 class VariableSpec(NamedTuple):
@@ -87,7 +88,7 @@ class VariableInit(NamedTuple):
     aggregation: VariableAggregation
 
 
-class _Checked(NamedTuple):
+class _CheckedSpec(NamedTuple):
     """Checked arguments; no value if only the chief has one."""
 
     base: str
@@ -99,50 +100,44 @@ class _Checked(NamedTuple):
 
 
 def make_on_replicas(
-    owner: VariableOwner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1
+    owner: VariableOwner, spec: VariableSpec, *, own: bool = False, stacklevel: int = 1
 ) -> VariableInit:
     """Check the arguments, compare them with the other replicas', and return the initial state.
 
     Collective, except under NONE. A replica with a wrong argument informs the others.
-
-    Args:
-        owner: The strategy.
-        wish: The arguments of `Variable`.
-        own: Each replica keeps its own value (a copy of an existing variable).
-        stacklevel: Frames between the program and this function, for warnings.
 
     Raises:
         ConfigError: A wrong argument.
         MismatchError: The replicas ask for different variables.
     """
     communicator = owner.communicator
-    if not _is_apart(wish.synchronization):
+    if not _is_local(spec.synchronization):
         communicator.require_all(
             "making a variable",
             "for the slots of an optimizer write optimizer.build([v, …]) before the block",
         )
-    checked: _Checked | None = None
+    checked: _CheckedSpec | None = None
     failure: Exception | None = None
     try:
-        checked = _checked(owner, wish)
+        checked = _checked(owner, spec)
     except Exception as error:  # told to the other replicas by the call below
         failure = error
-    apart = _is_apart(wish.synchronization)
-    namespace = "NONE" if apart else communicator.members
+    is_local = _is_local(spec.synchronization)
+    namespace = "NONE" if is_local else communicator.members
     names = _names(namespace)
 
     def check() -> CollectiveSpec:
         if checked is None:
-            raise failure or InternalError("a wish was neither checked nor refused")
+            raise failure or InternalError("the arguments were neither checked nor rejected")
         return _create_request(owner, names.free(checked.base), checked, own=own)
 
     value: Any
     value, differ = (
-        (None, []) if apart else communicator.perform("create variable", check, owner.timeout)
+        (None, []) if is_local else communicator.perform("create variable", check, owner.timeout)
     )
     if checked is None:
-        raise failure or InternalError("a wish was neither checked nor refused")
-    value = checked.value if apart else value
+        raise failure or InternalError("the arguments were neither checked nor rejected")
+    value = checked.value if is_local else value
     name = names.take(checked.base)
     roster = owner.roster
     if roster is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
@@ -165,7 +160,7 @@ def make_on_replicas(
     )
 
 
-def _is_apart(synchronization: Any) -> bool:
+def _is_local(synchronization: Any) -> bool:
     """Return whether creating the variable must not send anything."""
     none = VariableSynchronization.NONE
     return synchronization is none or (
@@ -173,12 +168,12 @@ def _is_apart(synchronization: Any) -> bool:
     )
 
 
-def _checked(owner: VariableOwner, wish: VariableSpec) -> _Checked:
-    requested = as_member(VariableSynchronization, wish.synchronization, "synchronization")
-    aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
-    base = checked_name(wish.name)
-    dtype = None if wish.dtype is None else checked_dtype(wish.dtype)
-    trainable = checked_trainable(wish.trainable, requested is not VariableSynchronization.ON_READ)
+def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
+    requested = as_member(VariableSynchronization, spec.synchronization, "synchronization")
+    aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
+    base = checked_name(spec.name)
+    dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
+    trainable = checked_trainable(spec.trainable, requested is not VariableSynchronization.ON_READ)
     action = decide(
         resolve(requested)[0],
         aggregation,
@@ -186,19 +181,15 @@ def _checked(owner: VariableOwner, wish: VariableSpec) -> _Checked:
         AccessKind.CREATE,
     )
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
-    given, shape = wish.initial_value, checked_shape(base, wish.shape)
+    given, shape = spec.initial_value, checked_shape(base, spec.shape)
     if takes_shard_info(given):
         given = whole(given, require_shape(base, shape, dtype)[0])
     value = checked_value(base, given, dtype, aggregation, calls=calls, shape=shape)
-    return _Checked(base, value, trainable, requested, aggregation, action)
+    return _CheckedSpec(base, value, trainable, requested, aggregation, action)
 
 
 def checked_trainable(trainable: Any, usual: bool) -> bool:
-    """Return whether a variable is trainable; None means `usual`.
-
-    Raises:
-        ConfigError: Not True, False or None.
-    """
+    """Return whether a variable is trainable; None means `usual`."""
     if trainable is None:
         return usual
     if not isinstance(trainable, bool | np.bool_):
@@ -219,14 +210,6 @@ def checked_value(
 ) -> NDArray[Any] | None:
     """Return the initial value as an array; None if a function makes it and is not called here.
 
-    Args:
-        base: Name of the variable, for errors.
-        given: An array, a number, another variable, or a function that returns one.
-        dtype: Required dtype, or None for that of the value.
-        aggregation: Aggregation of the variable.
-        calls: Call a function here.
-        shape: Required shape, or None for any.
-
     Raises:
         ConfigError: Not an array, another shape, or no mean of its dtype.
     """
@@ -244,18 +227,13 @@ def checked_value(
     if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fcV":
         raise ConfigError(
             f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a "
-            "floating dtype "
-            f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
+            "floating dtype (dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
         )
     return value
 
 
 def checked_name(name: Any) -> str:
-    """Return a name, or "Variable" for None.
-
-    Raises:
-        ConfigError: It breaks the rule for names.
-    """
+    """Return a name, or "Variable" for None."""
     if name is None:
         return "Variable"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -274,17 +252,11 @@ def _names(namespace: Any) -> Names:
 
 
 def _create_request(
-    owner: VariableOwner, name: str, checked: _Checked, *, own: bool
+    owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
 ) -> CollectiveSpec:
     """Return the request that compares the arguments and gives every replica the chief's value.
 
     Its result is (value, replicas whose initial bytes differ from the chief's).
-
-    Args:
-        owner: The strategy.
-        name: Name of the new variable.
-        checked: The arguments of this replica.
-        own: Each replica keeps its own value.
     """
     communicator = owner.communicator
     value = checked.value
@@ -335,10 +307,8 @@ def _create_request(
             }
             raise MismatchError(
                 f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "
-                "Pass the same "
-                "everywhere: np.random.default_rng(seed) with one seed, or a callable, "
-                "sv.Variable(lambda: x, …), "
-                f"which only the chief calls",
+                "Pass the same everywhere: np.random.default_rng(seed) with one seed, or a "
+                "callable, sv.Variable(lambda: x, …), which only the chief calls",
                 table,
             )
         return made, differ
@@ -351,10 +321,8 @@ def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
     shown = ", ".join(map(str, differ[:8])) + (", …" if len(differ) > 8 else "")
     warnings.warn(
         f"variable {name!r}: the initial value of replica {shown} differs from replica 0's, which "
-        "every replica takes. "
-        "Pass the same value everywhere (same seed), or a callable, or "
-        "MirroredStrategy(strict=True) to make this an "
-        f"error",
+        "every replica takes. Pass the same value everywhere (same seed), or a callable, or "
+        "MirroredStrategy(strict=True) to make this an error",
         stacklevel=stacklevel + 1,
     )
 
@@ -378,8 +346,7 @@ def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> Non
         if known != chief:
             table = {members[replica]: one.describe() for replica, one in enumerate(manifests)}
             raise MismatchError(
-                "the replicas do not create the same variable; none was created. Every rank has to "
-                "write the same line "
-                "sv.Variable(…), with a value of the same shape and dtype",
+                "the replicas do not create the same variable; none was created. Every rank has "
+                "to write the same line sv.Variable(…), with a value of the same shape and dtype",
                 table,
             )

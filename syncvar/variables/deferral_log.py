@@ -1,11 +1,10 @@
-"""The log of AUTO's decisions: JSON lines, written by the first rank of each group, read to replay a job.
+"""The log of AUTO's decisions: JSON lines, to read and to replay.
 
 A line is one change: {"strategy": …, "at": "run", "step": 12, "of": "", "variable": "w", "from":
-    "eager",
-"to": "deferred", "why": …}. "at" and "step" are the end of run 12, or with "write" increment 12 of
-the variable "of" outside every scope. A line {"strategy": …, "begins": true} starts the record of a
-strategy. The identity of a strategy comes from its ranks and their order, so the same program finds
-its own lines.
+"eager", "to": "deferred", "why": …}. "at" and "step" are the end of run 12, or with "write"
+increment 12 of the variable "of" outside every scope. A line {"strategy": …, "begins": true} starts
+the record of a strategy. The identity of a strategy comes from its ranks and their order, so the
+same program finds its own lines.
 """
 
 from __future__ import annotations
@@ -39,14 +38,7 @@ class DeferralChange(NamedTuple):
 
 
 def append(path: str, strategy: int, changes: list[DeferralChange], *, begins: bool) -> bool:
-    """Append changes to a log of JSON lines, and return whether that succeeded.
-
-    Args:
-        path: The file.
-        strategy: Identity of the strategy's group, so that several can share a file.
-        changes: In order.
-        begins: First record of this strategy in this job; earlier lines belong to earlier jobs.
-    """
+    """Append changes to a log of JSON lines, and return whether that succeeded."""
     key = f"{strategy:016x}"
     lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
     for (at, step, of), name, before, after, why in changes:

@@ -1,10 +1,10 @@
-"""AUTO's tuner: whether a variable's increments are sent at once (eager) or wait in the queue (deferred).
+"""AUTO's tuner: are increments of a variable sent at once (eager) or queued (deferred)?
 
 Eager, each increment is one all-reduce. Deferred increments travel together at the end of a run, or
 before a read of the variable or another kind of write (a *break*). Deferring pays where many
 increments come between two breaks. The rule, `choose`, is a pure function of counters that all
-replicas have agreed on, so all replicas change at the same point. The registry calls the tuner; a
-file can record and replay its decisions.
+replicas have agreed on, so all replicas change at the same point. The registry calls the tuner;
+`deferral_log` records and replays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("syncvar")
 
 
 class Costs(NamedTuple):
-    """Costs of one path: the runs between two decisions, then microseconds, and nanoseconds a byte."""
+    """Costs of one path: runs between decisions, then microseconds, and nanoseconds a byte."""
 
     runs: int  # at most half of the 20 runs within which a change must be answered
     eager_us: float
@@ -111,14 +111,6 @@ def choose(
     others. The remaining variables share the cost of sending, so they are deferred together or not
     at all.
 
-    Args:
-        windows: Counters of all AUTO variables of a strategy that are not pinned.
-        runs: Runs ended since the last decision; 0 outside runs.
-        sends: Sends of the queue since then; the largest on any replica.
-        bar: Back-off of the last decision.
-        costs: Costs of the path.
-        bucket_bytes: Size at which the queue is sent.
-
     Example:
         >>> busy, mixed = SampleWindow(4, False, 400, 4), SampleWindow(4, False, 40, 40)
         >>> choices, _ = choose([busy, mixed], 4, 0, Hysteresis(), COSTS["links", False])
@@ -180,12 +172,7 @@ def choose(
 
 
 class DeferralTuner:
-    """Decides for the AUTO variables of one strategy, and records or replays the decisions.
-
-    Args:
-        owner: The strategy, of more than one replica.
-        entries: The registry's entries by name; shared with it.
-    """
+    """Decides for the AUTO variables of one strategy, and records or replays the decisions."""
 
     def __init__(self, owner: VariableOwner, entries: Mapping[str, RegistryEntry]) -> None:
         self._owner, self._entries = weakref.ref(owner), entries
@@ -196,7 +183,7 @@ class DeferralTuner:
         config = owner.context.config
         self._log_path, self.replay_path = config.auto_log, config.auto_replay
         self._replay: dict[ProgramPoint, list[tuple[str, str]]] | None = None
-        self._has_begun = False
+        self._has_logged = False
         self._is_logging = bool(self._log_path) and owner.communicator.member_rank == 0
         if self._is_logging:
             check_file(self._log_path, AUTO_LOG)
@@ -265,9 +252,9 @@ class DeferralTuner:
         for (at, step, _), *change in changes:
             _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
         if self._is_logging:  # stops after a failure: a log with a hole would mislead a replay
-            begins = not self._has_begun
+            begins = not self._has_logged
             self._is_logging = append(self._log_path, identity, changes, begins=begins)
-            self._has_begun = True
+            self._has_logged = True
 
     def replay(self, point: ProgramPoint, runs: int) -> None:
         """Repeat the changes that were recorded for a point of the program."""

@@ -43,7 +43,7 @@ BUCKET_WRITES = 4096
 _PATIENCE_S = 0.0005
 _TEXT_BYTES = 400
 _WHAT = "queued writes"
-_TOLD = struct.Struct("<QQQQ")
+_RECORD = struct.Struct("<QQQQ")
 _MASK = (1 << 64) - 1
 _FACTOR = 0x100000001B3  # of the FNV hash
 
@@ -106,11 +106,7 @@ class FlushResult(NamedTuple):
 
 
 class WriteQueue:
-    """The queue of one strategy.
-
-    Args:
-        owner: The strategy.
-    """
+    """The queue of one strategy."""
 
     def __init__(self, owner: VariableOwner) -> None:
         main = owner.communicator
@@ -191,9 +187,8 @@ class WriteQueue:
         if self._broken is not None:
             raise GroupBroken(
                 f"{one.describe()}: queued writes of the replicas did not match, so later ones "
-                "would be "
-                "combined with the wrong writes. The next strategy.run starts with an empty queue; "
-                f"v.pin('eager') writes at once. The error was: {self._broken}",
+                "would be combined with the wrong writes. The next strategy.run starts with an "
+                f"empty queue; v.pin('eager') writes at once. The error was: {self._broken}",
                 self._broken,
             )
         if not self._waiting:
@@ -283,19 +278,23 @@ class WriteQueue:
         mine = QueuePrefix(
             sent + len(waiting), refused, waiting[-1].chain, (calls.epoch << 20) + self._resets
         )
-        told = [unpack_told(data) for data in (yield from exchange_bytes(calls, pack_told(mine)))]
-        if any(one.block != mine.block for one in told):
-            self._resets = max(one.block for one in told) & ((1 << 20) - 1)
+        queues = [
+            unpack_prefix(data) for data in (yield from exchange_bytes(calls, pack_prefix(mine)))
+        ]
+        if any(one.block != mine.block for one in queues):
+            self._resets = max(one.block for one in queues) & ((1 << 20) - 1)
             table = yield from self._table(
                 f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run"
             )
-            text = "some replicas had dropped queued writes that others had not; now all have dropped them"
+            text = "some replicas had dropped queued writes; now all have dropped them"
             return FlushResult(-1, [], MismatchError(text, table))
-        last, is_refused = common_prefix(sent, told)
+        last, is_refused = common_prefix(sent, queues)
         count = last - sent
         if not count:
             return FlushResult(0, [])
-        if any(one.made != last for one in told) or any(one.chain != told[0].chain for one in told):
+        if any(one.made != last for one in queues) or any(
+            one.chain != queues[0].chain for one in queues
+        ):
             chains = np.array([one.chain for one in waiting[:count]], np.uint64).tobytes()
             everyone = yield from exchange_bytes(calls, chains)
             number = first_difference(
@@ -304,8 +303,8 @@ class WriteQueue:
             if number:
                 table = yield from self._table(waiting[number - sent - 1].describe())
                 text = (
-                    f"queued write {number - sent} of {count} is not the same on all replicas; "
-                    "all queued writes were dropped"
+                    f"queued write {number - sent} of {count} is not the same on all replicas; all "
+                    "queued writes were dropped"
                 )
                 return FlushResult(-1, [], MismatchError(text, table))
         if is_refused:
@@ -382,7 +381,7 @@ def _wide(one: Increment) -> NDArray[Any]:
 
 
 def queue_of(owner: VariableOwner) -> WriteQueue:
-    """Return the queue of a strategy. All replicas create it at the same point, when first needed."""
+    """Return the queue of a strategy; all replicas create it at the same point."""
     queue: WriteQueue | None = owner.queue
     if queue is None:
         queue = owner.queue = WriteQueue(owner)
@@ -410,14 +409,14 @@ class QueuePrefix(NamedTuple):
     block: int = 0
 
 
-def pack_told(told: QueuePrefix) -> bytes:
+def pack_prefix(prefix: QueuePrefix) -> bytes:
     """Return the record as bytes of fixed length."""
-    return _TOLD.pack(*told)
+    return _RECORD.pack(*prefix)
 
 
-def unpack_told(data: bytes) -> QueuePrefix:
+def unpack_prefix(data: bytes) -> QueuePrefix:
     """Return the record in some bytes."""
-    return QueuePrefix(*_TOLD.unpack(data))
+    return QueuePrefix(*_RECORD.unpack(data))
 
 
 def chained(chain: int, digest: int) -> int:
@@ -430,14 +429,10 @@ def chained(chain: int, digest: int) -> int:
     return ((chain ^ digest) * _FACTOR + 1) & _MASK
 
 
-def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
+def common_prefix(sent: int, queues: Sequence[QueuePrefix]) -> tuple[int, bool]:
     """Return (number of the last write to send now, whether all drop that write).
 
     A rejected write is handled alone, after those before it.
-
-    Args:
-        sent: Number of the last write that was sent; the same on all replicas.
-        told: The queues, by replica.
 
     Example:
         >>> common_prefix(2, [QueuePrefix(5, 0, 0), QueuePrefix(4, 0, 0)])
@@ -446,8 +441,8 @@ def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
         >>> common_prefix(2, rejected), common_prefix(3, rejected)
         ((3, False), (4, True))
     """
-    last = min(one.made for one in told)
-    refused = min((one.refused for one in told if one.refused), default=0)
+    last = min(one.made for one in queues)
+    refused = min((one.refused for one in queues if one.refused), default=0)
     if not refused or refused > last:
         return last, False
     return (refused, True) if refused == sent + 1 else (refused - 1, False)
@@ -455,10 +450,6 @@ def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
 
 def first_difference(sent: int, chains: Sequence[Sequence[int]]) -> int:
     """Return the number of the first write in which replicas differ, or 0.
-
-    Args:
-        sent: Number of the write before the first of the chains.
-        chains: By replica, the chain after each write.
 
     Example:
         >>> first_difference(4, [[1, 2, 3], [1, 9, 8]])

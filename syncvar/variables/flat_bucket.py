@@ -40,14 +40,7 @@ _REPLICA = CallContext.REPLICA
 
 
 class PyFlatBucket:
-    """Checks and loads the variables of a group; `_native/variable_access.c` does the same in C.
-
-    Args:
-        variables: Weak references to them.
-        storages: Their memory.
-        tallies: Their counters.
-        parts: The parts of the flat input array.
-    """
+    """Checks and loads the variables of a group; `_native/variable_access.c` does the same in C."""
 
     def __init__(
         self,
@@ -78,7 +71,7 @@ class PyFlatBucket:
         self._moves = [-1 if storage.moves % 2 else storage.moves for storage in self._storages]
 
     def begin(self) -> bool:
-        """Mark the copies as being written; False, without marks, if they are not flat or a view is alive."""
+        """Mark the copies as being written; False if they are not flat or a view is alive."""
         for number, storage in enumerate(self._storages):
             if not storage.mark():  # it is another thread's
                 for one in self._storages[:number]:
@@ -101,15 +94,7 @@ class PyFlatBucket:
 
 
 class FlatBucket:
-    """Variables of one dtype that are written together, by one operation and op.
-
-    Args:
-        owner: Their strategy.
-        variables: The variables, in the order of the pairs.
-        name: Name of the call.
-        op: "sum" or "mean".
-        ufunc: A copy becomes ufunc(copy, combination); None sets it.
-    """
+    """Variables of one dtype that are written together, by one operation and op."""
 
     def __init__(
         self,
@@ -213,28 +198,23 @@ class FlatBucket:
         try:
             if not self._group.load(pairs):
                 return False
-            is_made, is_begun = False, self._group.begin()
-            target = self._flat if is_begun else self._gathered()
+            is_done, is_flat = False, self._group.begin()
+            target = self._flat if is_flat else self._gathered()
             try:
-                is_made = call(self._staging, target, None, owner.timeout) is not None
+                is_done = call(self._staging, target, None, owner.timeout) is not None
             finally:
-                if is_begun:
-                    self._group.end(is_made)
-            if is_made and not is_begun:
+                if is_flat:
+                    self._group.end(is_done)
+            if is_done and not is_flat:
                 self._spread()
-            if is_made and is_counted:
+            if is_done and is_counted:
                 roster.count(tally)  # type: ignore[union-attr]
-            return is_made
+            return is_done
         finally:
             self._turn.release()
 
     def perform(self, name: str, operand: Callable[[int], NDArray[Any]]) -> None:
-        """Make the checked write by the same call.
-
-        Args:
-            name: Name of the call.
-            operand: Returns the value for the variable of a number, or raises.
-        """
+        """Make the checked write by the same call."""
         owner = self._owner
 
         def check() -> CollectiveSpec:

@@ -1,4 +1,4 @@
-"""Local changes of copies, for optimizers: every replica makes the same change, and nothing is sent.
+"""Local changes of copies, for optimizers: the same on all replicas, without communication.
 
 `assign` compares or combines what the replicas pass, because it may differ. A step has combined the
 gradients already, so every copy changes in the same way. Only optimizers and checkpoints use this
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def change_copies(
     variables: Sequence[Variable], change: Callable[..., None], *arguments: Any
 ) -> None:
-    """Call `change([array, …], *arguments)` to change this replica's copies in place; sends nothing.
+    """Call `change([array, …], *arguments)` to change this replica's copies in place.
 
-    If the replicas of a host share copies, all replicas meet and each shared copy changes once. A
-    view that a program has read before does not change; a one-sided read sees the whole change or
-    nothing.
+    This sends nothing; if the replicas of a host share copies, they meet, and each shared copy
+    changes once. A view that a program has read before does not change; a one-sided read sees the
+    whole change or nothing.
 
     Args:
         variables: Each at most once, always in the same order (their locks are taken in it).
@@ -65,7 +65,7 @@ def copy_of(variable: Variable) -> NDArray[Any]:
 
 
 def replace_copy(variable: Variable, value: NDArray[Any]) -> None:
-    """Replace this replica's copy, for state from a checkpoint or another variable; sends nothing."""
+    """Replace this replica's copy, for restored or copied state; sends nothing."""
     state_of(variable).keep(value)
 
 
@@ -74,19 +74,12 @@ def are_parts(variable: Variable) -> bool:
     return state_of(variable).are_parts
 
 
-def make_beside(owner: VariableOwner, wish: VariableSpec, *, parts: bool = False) -> Variable:
-    """Create a variable of a strategy that need not be the current one. Collective, except under NONE.
+def make_beside(owner: VariableOwner, spec: VariableSpec, *, parts: bool = False) -> Variable:
+    """Create a variable of any strategy. Collective, except under NONE.
 
-    Args:
-        owner: The strategy.
-        wish: The arguments of `Variable`.
-        parts: The copies are parts of a whole: restored on another number of replicas, each takes
-            the mean.
-
-    Raises:
-        ConfigError: A wrong argument.
-        MismatchError: The replicas ask for different variables.
+    With `parts` the copies are parts of a whole: restored on another number of replicas, each takes
+    the mean.
     """
-    made = Variable.from_init(make_on_replicas(owner, wish, stacklevel=2))
+    made = Variable.from_init(make_on_replicas(owner, spec, stacklevel=2))
     state_of(made).are_parts = parts
     return made

@@ -79,8 +79,8 @@ def _deferral_reason(state: VariableState) -> str:
         return f"v.pin({state.pace!r}) fixes it"
     if not state.is_counted:
         return (
-            f"{state.dtype.name} with aggregation {state.aggregation.name} has no increments "
-            "that could wait"
+            f"{state.dtype.name} with aggregation {state.aggregation.name} has no increments that "
+            "could wait"
         )
     if state.decided is not None:
         return "decided at step {}: {}".format(*state.decided)
@@ -88,6 +88,6 @@ def _deferral_reason(state: VariableState) -> str:
     if not owner.context.is_closed and owner.roster is not None and not owner.roster.may_defer:
         return "in shared memory an increment is sent in less time than it takes to let it wait"
     return (
-        "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope at "
-        "every 64th increment"
+        "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope "
+        "at every 64th increment"
     )

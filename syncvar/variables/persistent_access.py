@@ -55,13 +55,7 @@ def unlooked(_copy: bool) -> None:
 
 
 def prepared_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
-    """Return a cached local read. It returns None if nothing was done, and the policy table has to decide.
-
-    Args:
-        owner: The strategy.
-        storage: The memory of the copy.
-        tally: The variable's counters.
-    """
+    """Return a cached local read; its result is None if the policy table has to decide."""
     local, is_default = owner.places, owner.is_default
 
     def look(copy: bool) -> NDArray[Any] | None:
@@ -93,13 +87,6 @@ def prepared_write(
     """Return a cached write: a function of the operand that returns a `WriteResult`.
 
     With `is_seen=True` the caller has checked whether a comparison of the copies is due.
-
-    Args:
-        owner: The strategy.
-        storage: The memory of the copy.
-        tally: The variable's counters.
-        call: The persistent all-reduce, which applies its result to the copy.
-        counts: The write is an increment of an AUTO variable.
     """
     local, roster, is_default, communicator = (
         owner.places,
@@ -178,12 +165,6 @@ def prepared_read(
 
     The first is for a known context; the second checks the scope of the thread, and counts the
     read.
-
-    Args:
-        owner: The strategy.
-        storage: The memory of the copy.
-        tally: The variable's counters.
-        call: The persistent all-reduce.
     """
     communicator = owner.communicator
     channel = communicator.channel

@@ -1,8 +1,8 @@
-"""The one table of the variable layer: what a call on a variable does, for each mode and context, and why.
+"""The policy table of variables: what an access does, for each mode and context, and why.
 
-Pure data. `decide` looks a call up; `table` lists every row for people and for programs. A row says
-what travels between the replicas and what happens to this replica's copy with the outcome;
-`variable.py` only carries it out.
+Pure data. `decide` looks an access up; `table` yields every cell, for documents and programs. A row
+says what travels between the replicas, and what happens to this replica's copy. The reads and
+writes carry it out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncvar.core.enum_arguments import word_of
+from syncvar.core.array_arguments import word_of
 from syncvar.core.errors import ConfigError, NoAggregation, UsageError
 from syncvar.core.settings import nearest
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Named(Enum):
-    """A member is hashed as the one object that it is: the table is asked in every call."""
+    """Members are hashed by identity, because every access looks into the table."""
 
     __hash__ = object.__hash__
 
 
 class VariableSynchronization(Named):
-    """When the copies of a variable are made to agree.
+    """When the copies of a variable are made equal.
 
     Example:
         >>> import syncvar as sv
@@ -58,7 +58,7 @@ class VariableAggregation(Named):
 
 
 class CallContext(Named):
-    """Where a call is made."""
+    """The context of an access."""
 
     REPLICA = "replica"  # inside strategy.run: each replica with its own values
     # inside scope(), or a variable of an explicit strategy outside any: the same values everywhere
@@ -69,7 +69,7 @@ class CallContext(Named):
 
 
 class AccessKind(Named):
-    """What is asked of a variable."""
+    """The kind of an access to a variable."""
 
     CREATE = "create"
     READ = "read"
@@ -89,7 +89,7 @@ class AccessKind(Named):
 
 
 class Travel(Named):
-    """What goes between the replicas."""
+    """What travels between the replicas."""
 
     NOTHING = "nothing"
     QUESTION = "a question to one replica, which takes no part"
@@ -104,7 +104,7 @@ class Travel(Named):
 
 
 class Effect(Named):
-    """What happens to this replica's copy, or with what has travelled."""
+    """What happens to this replica's copy, or to the result."""
 
     RETURN = "is returned"
     CHANGE = "changes the copy"
@@ -114,15 +114,14 @@ class Effect(Named):
 
 
 class Action(NamedTuple):
-    """What a call does.
+    """What an access does.
 
     Args:
-        travel: What goes between the replicas.
-        effect: What is done with it.
-        rule: Why, in a sentence.
-        error: What a refusal raises; None for an action that is allowed.
-        fix: What to write instead of a refused call; `{name}` stands for the variable, `{call}` for
-            the call.
+        travel: What travels between the replicas.
+        effect: What happens with it.
+        rule: The reason, in a sentence.
+        error: Error of an access that is not allowed; else None.
+        fix: What to write instead; `{name}` stands for the variable, `{call}` for the access.
     """
 
     travel: Travel
@@ -138,7 +137,7 @@ _AUTO, _NONE = VariableSynchronization.AUTO, VariableSynchronization.NONE
 _ON_WRITE, _ON_READ = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
 _WRITTEN = (_AUTO, _ON_WRITE)
 _SHARED = (_AUTO, _ON_WRITE, _ON_READ)
-_APART = VariableAggregation.NONE
+_NO_AGG = VariableAggregation.NONE
 _SUM, _MEAN, _FIRST = (
     VariableAggregation.SUM,
     VariableAggregation.MEAN,
@@ -150,7 +149,7 @@ _ANY_SYNC, _ANY_AGG, _ANYWHERE = (
     tuple(CallContext),
 )
 OWN_VALUES = (CallContext.REPLICA, CallContext.SPMD)
-"""Where each replica writes its own value: the rows of these contexts are the same, but for aggregation NONE."""
+"""Contexts in which each replica writes its own value; rows differ for aggregation NONE only."""
 _SAME_VALUES = (CallContext.CROSS, CallContext.MERGE)
 _THE_VALUE = (CallContext.CROSS, CallContext.MERGE, CallContext.SPMD)
 _IN_REPLICA, _IN_SPMD = (CallContext.REPLICA,), (CallContext.SPMD,)
@@ -187,8 +186,7 @@ _NO_ORDER = Action(
     "the replicas' rows would have to be combined, which has no meaning for this operation",
     UsageError,
     "sv.Variable(…, name='{name}', aggregation=sv.VariableAggregation.ONLY_FIRST_REPLICA)   # or "
-    "{call} in "
-    "`with strategy.scope():`, with the same rows on every replica",
+    "{call} in `with strategy.scope():`, with the same rows on every replica",
 )
 
 # (synchronizations, aggregations, contexts, operations) -> action. Every call matches exactly one
@@ -207,27 +205,31 @@ _TABLE: tuple[
     (_WRITTEN, _ANY_AGG, _ANYWHERE, _CREATE,
      Action(Travel.FIRST, Effect.CHANGE, "every copy starts with the chief's value")),
     ((_ON_READ,), (_SUM,), _ANYWHERE, _CREATE,
-     Action(Travel.FIRST, Effect.SHARE, "the chief's value is split over the copies, so that reading gives it back")),
-    ((_ON_READ,), (_APART, _MEAN, _FIRST), _ANYWHERE, _CREATE,
+     Action(Travel.FIRST, Effect.SHARE,
+            "the chief's value is split over the copies, so that reading gives it back")),
+    ((_ON_READ,), (_NO_AGG, _MEAN, _FIRST), _ANYWHERE, _CREATE,
      Action(Travel.FIRST, Effect.CHANGE, "every copy starts with the chief's value")),
     ((_NONE,), _ANY_AGG, _ANYWHERE, _CREATE,
-     Action(Travel.NOTHING, Effect.CHANGE, "each replica keeps its own value; NONE never sends a message")),
+     Action(Travel.NOTHING, Effect.CHANGE,
+            "each replica keeps its own value; NONE never sends a message")),
     # -- reading (SEMANTICS 3)
     (_ANY_SYNC, _ANY_AGG, _ANYWHERE, _LOCAL,
      Action(Travel.NOTHING, Effect.RETURN, "this replica's copy, in every context")),
     (_WRITTEN, _ANY_AGG, _ANYWHERE, (*_READ, *_READ_FROM),
      Action(Travel.NOTHING, Effect.RETURN, "all copies are equal: every write made them so")),
     ((_ON_READ, _NONE), _ANY_AGG, _ANYWHERE, _READ_FROM,
-     Action(Travel.QUESTION, Effect.RETURN, "the copy of the replica that is named, which takes no part in the call")),
+     Action(Travel.QUESTION, Effect.RETURN,
+            "the copy of the replica that is named, which takes no part in the call")),
     ((_ON_READ,), _ANY_AGG, _IN_REPLICA, _READ,
      Action(Travel.NOTHING, Effect.RETURN, "a replica reads its own copy")),
     ((_ON_READ,), (_SUM,), _THE_VALUE, _READ,
      Action(Travel.SUM, Effect.RETURN, "reading the variable sums the copies of all replicas")),
     ((_ON_READ,), (_MEAN,), _THE_VALUE, _READ,
-     Action(Travel.MEAN, Effect.RETURN, "reading the variable averages the copies of all replicas")),
+     Action(Travel.MEAN, Effect.RETURN,
+            "reading the variable averages the copies of all replicas")),
     ((_ON_READ,), (_FIRST,), _THE_VALUE, _READ,
      Action(Travel.FIRST, Effect.RETURN, "the value is replica 0's copy")),
-    ((_ON_READ,), (_APART,), _THE_VALUE, _READ, _NO_COMBINATION),
+    ((_ON_READ,), (_NO_AGG,), _THE_VALUE, _READ, _NO_COMBINATION),
     ((_NONE,), _ANY_AGG, _ANYWHERE, (*_READ, *_SYNC),
      Action(Travel.NOTHING, Effect.RETURN, "NONE: the copies are independent on purpose")),
     (_WRITTEN, _ANY_AGG, _ANYWHERE, _SYNC,
@@ -238,37 +240,43 @@ _TABLE: tuple[
      Action(Travel.MEAN, Effect.RETURN, "sync averages the copies, in every context")),
     ((_ON_READ,), (_FIRST,), _ANYWHERE, _SYNC,
      Action(Travel.FIRST, Effect.RETURN, "sync gives replica 0's copy, in every context")),
-    ((_ON_READ,), (_APART,), _ANYWHERE, _SYNC, _NO_COMBINATION),
+    ((_ON_READ,), (_NO_AGG,), _ANYWHERE, _SYNC, _NO_COMBINATION),
     # -- writing own values (SEMANTICS 4)
     (_WRITTEN, (_SUM,), OWN_VALUES, _ASSIGNS,
-     Action(Travel.SUM, Effect.CHANGE, "the sum of what the replicas pass is written to every copy")),
+     Action(Travel.SUM, Effect.CHANGE,
+            "the sum of what the replicas pass is written to every copy")),
     (_WRITTEN, (_MEAN,), OWN_VALUES, _ASSIGNS,
-     Action(Travel.MEAN, Effect.CHANGE, "the mean of what the replicas pass is written to every copy")),
+     Action(Travel.MEAN, Effect.CHANGE,
+            "the mean of what the replicas pass is written to every copy")),
     (_WRITTEN, (_FIRST,), OWN_VALUES, _ASSIGNS,
      Action(Travel.FIRST, Effect.CHANGE, "what replica 0 passes is written to every copy")),
-    (_WRITTEN, (_APART,), _IN_REPLICA, _WRITES, _NO_AGREEMENT),
-    (_WRITTEN, (_APART,), _IN_SPMD, _WRITES,
+    (_WRITTEN, (_NO_AGG,), _IN_REPLICA, _WRITES, _NO_AGREEMENT),
+    (_WRITTEN, (_NO_AGG,), _IN_SPMD, _WRITES,
      Action(Travel.SAME, Effect.CHANGE, "with aggregation NONE all replicas must write the same")),
     ((_ON_READ,), _ANY_AGG, OWN_VALUES, _WRITES,
      Action(Travel.NOTHING, Effect.CHANGE, "a replica writes its own copy; reading combines")),
     ((_NONE,), _ANY_AGG, _ANYWHERE, _WRITES,
-     Action(Travel.NOTHING, Effect.CHANGE, "NONE: each replica writes its own copy and never sends a message")),
+     Action(Travel.NOTHING, Effect.CHANGE,
+            "NONE: each replica writes its own copy and never sends a message")),
     # -- writing the variable's value (SEMANTICS 5)
     (_WRITTEN, _ANY_AGG, _SAME_VALUES, _WRITES,
      Action(Travel.SAME, Effect.CHANGE, "every replica writes the same value to its copy")),
     ((_ON_READ,), (_SUM,), _SAME_VALUES, _ASSIGNS,
-     Action(Travel.SAME, Effect.SHARE, "the value is split over the copies, so that reading gives it back")),
+     Action(Travel.SAME, Effect.SHARE,
+            "the value is split over the copies, so that reading gives it back")),
     ((_ON_READ,), (_SUM,), _SAME_VALUES, _SCATTERS,
      Action(Travel.SAME, Effect.SPLIT_ANEW, "the copies are summed, changed once and split anew")),
-    ((_ON_READ,), (_APART, _MEAN, _FIRST), _SAME_VALUES, _WRITES,
+    ((_ON_READ,), (_NO_AGG, _MEAN, _FIRST), _SAME_VALUES, _WRITES,
      Action(Travel.SAME, Effect.CHANGE, "the same write is made to every copy")),
     # -- rows (SEMANTICS 6)
     (_WRITTEN, (_SUM,), OWN_VALUES, (*_ADDING, *_BOUNDS),
-     Action(Travel.ALL_ROWS, Effect.CHANGE, "all replicas' rows are applied, in the order of replicas")),
+     Action(Travel.ALL_ROWS, Effect.CHANGE,
+            "all replicas' rows are applied, in the order of replicas")),
     (_WRITTEN, (_MEAN,), OWN_VALUES, _ADDING,
      Action(Travel.MEAN_ROWS, Effect.CHANGE, "all replicas' rows are scaled by 1/N and applied")),
     (_WRITTEN, (_MEAN,), OWN_VALUES, _BOUNDS,
-     Action(Travel.ALL_ROWS, Effect.CHANGE, "all replicas' rows are applied, in the order of replicas")),
+     Action(Travel.ALL_ROWS, Effect.CHANGE,
+            "all replicas' rows are applied, in the order of replicas")),
     (_WRITTEN, (_FIRST,), OWN_VALUES, _SCATTERS,
      Action(Travel.FIRST_ROWS, Effect.CHANGE, "replica 0's rows are applied to every copy")),
     (_WRITTEN, (_SUM, _MEAN), OWN_VALUES, (*_FACTORS, *_REPLACING), _NO_ORDER),
@@ -287,7 +295,8 @@ class PolicyCell:
 
     def __str__(self) -> str:
         action = self.action
-        call = f"{self.operation.value} on {self.synchronization.name} + {self.aggregation.name} in {self.context.value}"
+        mode = f"{self.synchronization.name} + {self.aggregation.name}"
+        call = f"{self.operation.value} on {mode} in {self.context.value}"
         if action.error is not None:
             return f"{call}: {action.error.__name__}, because {action.rule}"
         return f"{call}: {action.travel.value}; it {action.effect.value}: {action.rule}"
@@ -300,10 +309,11 @@ def decide(
     context: CallContext,
     operation: AccessKind,
 ) -> Action:
-    """Return what a call does, and why.
+    """Return what an access does, and why.
 
     Example:
-        >>> decide(VariableSynchronization.ON_WRITE, VariableAggregation.SUM, CallContext.REPLICA, AccessKind.ASSIGN).rule
+        >>> mode = VariableSynchronization.ON_WRITE, VariableAggregation.SUM
+        >>> decide(*mode, CallContext.REPLICA, AccessKind.ASSIGN).rule
         'the sum of what the replicas pass is written to every copy'
     """
     for synchronizations, aggregations, contexts, operations, action in _TABLE:
@@ -347,10 +357,10 @@ def resolve(synchronization: VariableSynchronization) -> tuple[VariableSynchroni
 
 
 def as_member(kind: type[_E], given: Any, what: str) -> _E:
-    """Return a member of an enumeration, given as its name or as that member of another one.
+    """Return a member of an enumeration, given by its name or as a member of another one.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: Neither of them.
 
     Example:
         >>> as_member(VariableAggregation, "Mean", "aggregation").name

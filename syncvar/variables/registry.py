@@ -35,17 +35,13 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_state import VariableState
 
 _AT_ONCE = -1
-_TOLD_MAX = 16  # names of variables that no longer exist, in each creation of another one
+_GONE_MAX = 16  # names of variables that no longer exist, in each creation of another one
 _WHAT = "counters of AUTO variables, and which variables still exist"
 _log = logging.getLogger("syncvar")
 
 
 class VariableRegistry(CheckGate):
-    """The replicated variables of one strategy; C reads `is_free` and `until`.
-
-    Args:
-        owner: The strategy, of more than one replica.
-    """
+    """The replicated variables of one strategy; C reads `is_free` and `until`."""
 
     def __init__(self, owner: VariableOwner) -> None:
         self._owner = weakref.ref(owner)
@@ -98,18 +94,18 @@ class VariableRegistry(CheckGate):
         return entry
 
     def gone(self) -> list[str]:
-        """Return some names whose variables no longer exist here, to send to all; each only once."""
-        count = min(len(self._gone), _TOLD_MAX)
+        """Return some names whose variables no longer exist here, each once, to send to all."""
+        count = min(len(self._gone), _GONE_MAX)
         return [self._gone.popleft() for _ in range(count)]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Remove variables that no longer exist on a replica; all replicas do so at the same point."""
+        """Remove variables that some replica no longer has, on all at the same point."""
         for name in names:
             self.entries.pop(name, None)
         self.look_again()
 
     def look_again(self) -> None:
-        """Rebuild the schedule of comparisons: there are other variables, or another `check_every`."""
+        """Rebuild the schedule: there are other variables, or another `check_every`."""
         self._schedule.invalidate()
         self._next_due = 0
         self.until = _AT_ONCE
@@ -117,7 +113,7 @@ class VariableRegistry(CheckGate):
     def pinned(
         self, entry: RegistryEntry, counts: tuple[int, int, int], *, is_pinned: bool
     ) -> None:
-        """Record that a program has pinned or released a variable, and its counters at that moment."""
+        """Record that a program has pinned or released a variable, and its counters."""
         if entry.is_pinned and not is_pinned:
             self.tuner.schedule(self.runs)
         entry.is_pinned = is_pinned
@@ -134,7 +130,7 @@ class VariableRegistry(CheckGate):
         return {name: state for name, state in found.items() if state is not None}
 
     def pause(self) -> None:
-        """Stop comparing, deciding and deferring: some replicas may make no more steps (`sv.uneven`)."""
+        """Stop checks, decisions and deferral: some replicas may not go on (`sv.uneven`)."""
         if not self._is_paused:
             self._is_paused = self.is_free = True
             living = self.living()
@@ -186,9 +182,6 @@ class VariableRegistry(CheckGate):
         """Return whether `before_write` has to be called before a write.
 
         Cached writes skip this call while their number is at most `until`.
-
-        Args:
-            tally: Counters of the variable; of several that are written together, of the first.
         """
         if self._is_paused or self._is_running:
             return not self._is_paused
@@ -258,7 +251,7 @@ class VariableRegistry(CheckGate):
         self._compared.update(entry.number for entry, _ in pairs)
 
     def end_run(self, check_every: int) -> None:
-        """Decide and compare what is due at the end of a run, when the queue is empty. Collective.
+        """Decide and compare what is due at the end of a run, with an empty queue. Collective.
 
         Raises:
             MismatchError: Copies of a variable differ.
@@ -299,14 +292,7 @@ class VariableRegistry(CheckGate):
         checked: Container[int] = frozenset(),
         mended: Container[int] = frozenset(),
     ) -> None:
-        """Agree which variables exist and what was counted; then decide, and compare copies.
-
-        Args:
-            point: The point of the program.
-            is_decision: Let the tuner decide.
-            checked: Numbers of the entries to compare.
-            mended: Of these, numbers not to compare: this write perhaps repairs them.
-        """
+        """Agree which variables exist and what was counted; then decide, and compare copies."""
         asked = [
             one
             for one in self.entries.values()

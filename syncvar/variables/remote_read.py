@@ -43,13 +43,6 @@ def publish(owner: VariableOwner, namespace: Any, state: Any) -> None:
 def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: str) -> NDArray[Any]:
     """Return another replica's copy, read-only.
 
-    Args:
-        owner: The strategy.
-        namespace: Namespace of the name.
-        name: Name of the variable.
-        replica: Number of the other replica.
-        what: Description of the call.
-
     Raises:
         UsageError: That replica has no such variable.
         DeadlineExceeded: It does not answer; the group stays usable.
@@ -63,8 +56,8 @@ def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: s
     if answer is None:
         raise UsageError(
             f"{what}: replica {replica} (rank {rank}) has no variable of this name and mode now. "
-            "Make it there too "
-            f"(a NONE variable may exist on some replicas only), under the same name: name={name!r}"
+            "Make it there too (a NONE variable may exist on some replicas only), under the same "
+            f"name: name={name!r}"
         )
     index, shape = unpack_object(answer[0])
     made: NDArray[Any] = np.frombuffer(answer[1], dtype_from_index(index)).reshape(shape)
@@ -78,14 +71,6 @@ def with_absent(
     """Return the aggregate of all copies, where some replicas have left a block of sv.uneven.
 
     Collective over the active replicas; the others' copies are fetched.
-
-    Args:
-        owner: The strategy.
-        namespace: Namespace of the name.
-        name: Name of the variable.
-        mine: This replica's copy.
-        travel: SUM, MEAN or FIRST.
-        what: Description of the call.
     """
     communicator = owner.communicator
 
@@ -104,11 +89,7 @@ def with_absent(
 
 
 def checked_replica(rank: Any, count: int, what: str) -> int:
-    """Return a replica's number.
-
-    Raises:
-        ConfigError: Not 0 to `count` - 1.
-    """
+    """Return a replica's number."""
     try:
         replica = operator.index(rank)
     except TypeError:

@@ -28,13 +28,6 @@ def combine(
     """Make one collective of the replicas, and return its result.
 
     If `operand` raises on a rank, that rank informs the others and no copy changes.
-
-    Args:
-        state: The variable.
-        action: The row of the policy table.
-        what: Description of the access.
-        operand: Returns the checked input of this replica.
-        request: Builds the collective from the input.
     """
     owner = state.owner
     communicator = owner.communicator
@@ -62,7 +55,8 @@ def combine(
 def _difference_hint(state: VariableState) -> str:
     """Return what to write instead when replicas assign different values outside `run`."""
     owner, aggregation = state.owner, state.aggregation
-    hint = "Write the same on every replica, for instance x = strategy.reduce('MEAN', x, axis=None); or "
+    same = "x = strategy.reduce('MEAN', x, axis=None)"
+    hint = f"Write the same on every replica, for instance {same}; or "
     if aggregation is VariableAggregation.NONE:
         return hint + (
             "give the variable an aggregation that combines (it has NONE): "
@@ -70,9 +64,8 @@ def _difference_hint(state: VariableState) -> str:
         )
     if owner.is_default and places(owner.context):
         return hint + (
-            "make the variable under `with strategy.scope():`. It belongs to the default strategy, "
-            "and "
-            "is written in another strategy's run as outside of it"
+            "make the variable under `with strategy.scope():`. It belongs to the default "
+            "strategy, and is written in another strategy's run as outside of it"
         )
     is_first = aggregation is VariableAggregation.ONLY_FIRST_REPLICA
     taken = "replica 0's" if is_first else "each replica's own"

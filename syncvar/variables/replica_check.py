@@ -1,4 +1,4 @@
-"""The replica check: comparison of the copies of replicated variables by digests of all their bytes.
+"""The replica check: compare the copies of replicated variables by digests of all bytes.
 
 `CheckSchedule` says when which variables are compared; the registry calls `compare`. If digests
 differ, the replicas exchange them block by block, so that the error names the variable, the
@@ -48,9 +48,6 @@ class CheckSchedule:
 
     In every `check_every` runs each lot is compared once. A model of several lots is compared one
     lot in a run, so that no run takes much longer than others.
-
-    Args:
-        entries: The registry's entries by name; shared with it.
     """
 
     def __init__(self, entries: Mapping[str, RegistryEntry]) -> None:
@@ -66,7 +63,7 @@ class CheckSchedule:
         return lot
 
     def invalidate(self) -> None:
-        """Rebuild the lots before the next use: there are other variables or another `check_every`."""
+        """Rebuild the lots before their next use."""
         self._period = 0
 
     def due_at(self, number: int, check_every: int) -> list[RegistryEntry]:
@@ -130,9 +127,6 @@ def compare(
         good: The point at which the present values were last written, if the copies are equal; None
             for now.
         before: Description of the write that follows.
-
-    Raises:
-        MismatchError: Copies differ; on all replicas.
 
     Cost: each byte is read once, 0.1 to 0.2 ns each; an all-reduce of 16 bytes.
     """
@@ -247,11 +241,9 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
     more = f" Further variables that differ: {names}." if found.others else ""
     return MismatchError(
         f"the copies of variable {entry.name!r} are not the same on all replicas: {which} {whom}, "
-        f"in elements {found.first} to "
-        f"{found.last} of the flat array. They parted after {entry.good} and not later than "
-        f"{now}.{more} Memory or hardware "
-        "may have failed, or the program has changed copies by itself. Go on from a checkpoint "
-        f"that was saved by {entry.good}, or "
-        f"write v.assign(value) with one value on every replica",
+        f"in elements {found.first} to {found.last} of the flat array. They parted after "
+        f"{entry.good} and not later than {now}.{more} Memory or hardware may have failed, or the "
+        "program has changed copies by itself. Go on from a checkpoint that was saved by "
+        f"{entry.good}, or write v.assign(value) with one value on every replica",
         table,
     )

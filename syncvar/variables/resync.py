@@ -1,4 +1,4 @@
-"""Resynchronization after `sv.uneven`: replicas that left the block early take the variables' values."""
+"""Resynchronization of variables after `sv.uneven`, for replicas that left the block early."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ _TOGETHER_BYTES = 16 << 20
 
 
 def catch_up(owner: VariableOwner, roster: VariableRegistry, calls: int) -> None:
-    """Give every replica the values of the one that has made most calls. Collective over the replicas.
-
-    Args:
-        owner: The strategy.
-        roster: Its registry.
-        calls: Calls of this replica in the block.
+    """Give every replica the values of the one that has made most calls. Collective.
 
     Cost: an exchange of some bytes; if the numbers of calls differ, a broadcast of all values.
     """

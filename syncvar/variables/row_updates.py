@@ -104,14 +104,7 @@ def _beyond(indices: Any) -> int | None:
 def applied(
     operation: AccessKind, copy: NDArray[Any], rows: RowSelection, divisor: int = 1
 ) -> NDArray[Any]:
-    """Return a copy of the array with the rows applied one after another; half types are rounded once.
-
-    Args:
-        operation: The scatter operation.
-        copy: The array; not changed.
-        rows: The rows, in the order of (replica, position).
-        divisor: Divisor of the values.
-    """
+    """Return a copy with the rows applied one by one; half types are rounded once."""
     half = copy.dtype.itemsize == 2 and copy.dtype.kind in "fV"
     dtype = reduction("sum", copy.dtype).accumulate if half else copy.dtype
     made = np.array(copy, dtype=dtype, copy=True)

@@ -107,8 +107,7 @@ def context_of(owner: VariableOwner, what: str) -> CallContext:
     if context is None:
         raise UsageError(
             f"{what}: the variable belongs to another strategy than the scope it is used in; use "
-            "it under "
-            f"`with variable.strategy.scope():`, or outside every scope"
+            "it under `with variable.strategy.scope():`, or outside every scope"
         )
     return context
 

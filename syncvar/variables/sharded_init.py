@@ -1,4 +1,4 @@
-"""Initial values that a function makes part by part, so that no process holds a whole large variable."""
+"""Initial values that a function makes part by part, for large variables."""
 
 from __future__ import annotations
 
@@ -52,11 +52,7 @@ def takes_shard_info(given: Any) -> bool:
 
 
 def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
-    """Return the requested shape, or None for that of the value.
-
-    Raises:
-        ConfigError: Not a shape.
-    """
+    """Return the requested shape, or None for that of the value."""
     if shape is None:
         return None
     try:
@@ -75,19 +71,15 @@ def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
 def require_shape(
     base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of a variable that a function makes part by part.
-
-    Raises:
-        ConfigError: One of them is missing.
-    """
+    """Return shape and dtype of a variable that a function makes part by part."""
     if shape is None or dtype is None:
         missing = " and ".join(
             name for name, given in (("shape=", shape), ("dtype=", dtype)) if given is None
         )
         raise ConfigError(
             f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
-            f"so {missing} must say what the whole is: "
-            f"sv.Variable(fn, shape=(1000000, 64), dtype='float32')"
+            f"so {missing} must say what the whole is: sv.Variable(fn, shape=(1000000, 64), "
+            "dtype='float32')"
         )
     return shape, dtype
 

@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 
 class SharedCopy(Storage):
-    """The copy that this process shares with the other replicas of its host.
-
-    Args:
-        array: The copy.
-        part: Flat elements of it that this replica stores.
-    """
+    """The copy that this process shares with the other replicas of its host."""
 
     __slots__ = ("_part", "_staged", "is_staging")
 
@@ -66,11 +61,7 @@ class SharedCopy(Storage):
         return copy, copy
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
-        """Return the array to write to: the private new value during a write, else the shared copy.
-
-        Args:
-            keep: It must hold the present value; otherwise any content.
-        """
+        """Return the array to write to: during a write the private new value, else the copy."""
         if not self.is_staging:
             return self.array
         if self._staged is None:
@@ -90,12 +81,7 @@ class SharedCopy(Storage):
 
 @contextmanager
 def written_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
-    """Make the writes in the block, which all replicas make, change each shared copy once.
-
-    Args:
-        owner: The strategy of the variables.
-        storages: Their memory; private ones are written at once.
-    """
+    """Make the writes in the block, which all replicas make, change each shared copy once."""
     shared = [storage for storage in storages if isinstance(storage, SharedCopy)]
     if not shared:
         yield
@@ -121,12 +107,6 @@ def shared_copy(
     """Create the copy that the replicas of this host share. Collective on the host.
 
     Without shared memory, or if it is full, each replica keeps a copy of its own.
-
-    Args:
-        context: The process context.
-        on_host: The replicas of this host; the first one allocates the memory.
-        value: Initial value, the same on all replicas.
-        timeout: Seconds; None for the job's default.
     """
     rank, size = on_host.member_rank, on_host.size
     if size == 1 or context.shm is None:

@@ -50,8 +50,8 @@ def refuse_overlap(communicator: Communicator, name: str) -> Never:
     """Raise UsageError: another collective of this process is writing the same variables."""
     communicator.require_free(name)  # names the other collective
     raise UsageError(
-        f"{name}: a collective in another thread is writing one of these variables; "
-        "serialize the writes with a threading.Lock"
+        f"{name}: a collective in another thread is writing one of these variables; serialize the "
+        "writes with a threading.Lock"
     )
 
 
@@ -81,11 +81,7 @@ _count = sys.getrefcount
 
 
 class Storage(CopyGuard):
-    """One array of fixed shape and dtype. As a context manager, it locks the array for local changes.
-
-    Args:
-        context: The process context, which has the shared memory.
-        value: Initial value; copied.
+    """One array of fixed shape and dtype; as a context manager, a lock for local changes.
 
     Example:
         >>> from syncvar.bootstrap.process import current
@@ -150,7 +146,7 @@ class Storage(CopyGuard):
         return array
 
     def move_to(self, array: NDArray[Any], value: NDArray[Any]) -> None:
-        """Move the copy to an array that nobody else writes, with a new value; readers keep the old one."""
+        """Move the copy to an array of its own with a new value; readers keep the old one."""
         self._go_to(array, value)
 
     def _go_to(self, array: NDArray[Any], value: NDArray[Any] | None) -> None:
@@ -196,11 +192,11 @@ class Storage(CopyGuard):
         return self._exposed_beside_a_write()
 
     def read(self, copy: bool) -> NDArray[Any]:
-        """Return what `expose` returns; without `copy`, a view that is valid until the next write."""
+        """Return what `expose` returns; without `copy`, a view valid until the next write."""
         return self.expose() if copy else self.view
 
     def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return (array or a copy of it, guard): it does not change while the guard is referenced."""
+        """Return (array or a copy of it, guard); it is constant while the guard is referenced."""
         array = self.array
         # Belongs to `array`, or to newer memory if a write has moved meanwhile: then nobody writes
         # `array`.
@@ -227,11 +223,7 @@ class Storage(CopyGuard):
         return not (type(below) is np.ndarray and below.base is None)
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
-        """Return the array to write to, of which no view is alive.
-
-        Args:
-            keep: It must hold the present value; otherwise any content.
-        """
+        """Return the array to write to, of which no view is alive."""
         if _count(self._ground) + _count(self._beneath) > self._references or (
             self._context.is_forked and self._is_parents
         ):

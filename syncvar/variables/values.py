@@ -1,4 +1,4 @@
-"""Values of all replicas, as one process holds them: its own part."""
+"""Values that each replica has one of, as one process holds them: its own part."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ def _refused(what: str) -> Callable[..., NoReturn]:
         del self, args, kwargs
         raise UsageError(
             f"{what} of a PerReplica has no single meaning, since every replica holds another "
-            "value. Pass it to "
-            "strategy.run(fn, args=(x,)), combine it with strategy.reduce('SUM', x, axis=None), "
-            "or take this "
-            f"process's part with strategy.experimental_local_results(x)"
+            "value. Pass it to strategy.run(fn, args=(x,)), combine it with "
+            "strategy.reduce('SUM', x, axis=None), or take this process's part with "
+            "strategy.experimental_local_results(x)"
         )
 
     return refuse

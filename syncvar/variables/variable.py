@@ -208,11 +208,11 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         return variable_reads.read(self._state, AccessKind.SYNC)
 
     def read_from(self, rank: int) -> NDArray[Any]:
-        """Return the copy of another replica, read-only, while its program goes on; for ON_WRITE the value.
+        """Return the copy of another replica, read-only; for ON_WRITE the value. One-sided.
 
-        One-sided: the other replica's engine answers while its program computes. The result never
-        changes. It is the copy at some moment during this call; for ON_WRITE see `read_value`.
-        NONE variables are found by their name.
+        The other replica's engine answers while its program computes. The result never changes. It
+        is the copy at some moment during this call; for ON_WRITE see `read_value`. NONE variables
+        are found by their name.
 
         Args:
             rank: Replica of the variable's strategy; this one's own copy needs no message.
@@ -319,7 +319,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     # -- explaining and steering -------------------------------------------------------------------
 
     def explain(self) -> Explanation:
-        """Return the mode in force, the requested one, the rule, numbers and changes; sends nothing.
+        """Return modes, rule, counters and changes of this variable; sends nothing.
 
         Example:
             >>> import syncvar as sv
@@ -359,8 +359,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         def check() -> None:
             if mode is not None and mode not in _PACES:
                 raise ConfigError(
-                    f"there is no pace {mode!r}: "
-                    "write v.pin('eager'), v.pin('deferred') or v.pin(None)"
+                    f"there is no pace {mode!r}: write v.pin('eager'), v.pin('deferred') or "
+                    "v.pin(None)"
                 )
 
         what = f"pin variable {self.name!r} to {mode}"

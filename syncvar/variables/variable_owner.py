@@ -1,4 +1,4 @@
-"""The protocols through which variables see the objects above them: their strategy, its registry, remote optimizers."""
+"""The protocols of what variables need from above: strategy, registry, remote optimizer."""
 
 from __future__ import annotations
 
@@ -105,21 +105,10 @@ class RemoteOptimizer(Protocol):
         pairs: list[tuple[Any, Any]],
         combine: str,
     ) -> None:
-        """Apply one step to each variable.
-
-        Args:
-            rule: Class name and hyperparameters of the optimizer.
-            rate: Learning rate.
-            pairs: Gradient and variable; a sparse gradient is (indices, values).
-            combine: "mean" or "sum" of the workers' gradients, where they are combined.
-        """
+        """Apply one step to each variable."""
 
     def prepare(self, rule: tuple[str, dict[str, Any]]) -> None:
-        """Check that such steps are possible.
-
-        Raises:
-            ConfigError: They are not.
-        """
+        """Check that such steps are possible."""
 
     def transaction(self) -> AbstractContextManager[None]:
         """Return a context manager that makes all writes in its block atomic."""

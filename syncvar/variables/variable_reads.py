@@ -1,4 +1,4 @@
-"""Reads of a variable: of the local copy, of all copies combined, or of one other replica's copy."""
+"""Reads of a variable: its local copy, all copies combined, or another replica's copy."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _read_together(
     action = state.decide(operation)
     travel = action.travel
     what = (
-        f"{operation.value} of {state.synchronization.name} variable {state.name!r} "
-        "(collective on every replica; local_value() is not)"
+        f"{operation.value} of {state.synchronization.name} variable {state.name!r} (collective on "
+        "every replica; local_value() is not)"
     )
 
     def operand() -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""The state of one variable on this replica: its copy, its counters, and whether its increments are deferred.
+"""The state of one variable on this replica: copy, counters, cached accesses, deferral.
 
 `Variable` is the public class. All other modules of this package work on its `VariableState`.
 """
@@ -46,14 +46,6 @@ class RegistryEntry:
     """The record of one variable in the registry of its strategy.
 
     All fields but `reference` and `counted` are equal on all replicas.
-
-    Args:
-        name: Name of the variable.
-        number: Number in the order of creation.
-        nbytes: Size of its value.
-        lot: Number of the part of all variables that is compared in one run.
-        good: Point of the program at which its copies were last equal: "run 7".
-        is_auto: AUTO may defer its increments.
     """
 
     __slots__ = (
@@ -92,11 +84,7 @@ class RegistryEntry:
 
 
 class VariableState:
-    """The copy, the counters and the deferral of one variable on this replica.
-
-    Args:
-        init: The values that the replicas have agreed on.
-    """
+    """The copy, the counters and the deferral of one variable on this replica."""
 
     def __init__(self, init: VariableInit) -> None:
         owner = init.owner

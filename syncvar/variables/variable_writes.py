@@ -1,4 +1,4 @@
-"""Writes of a variable by the policy table: `assign`, its increments, and the scatter operations."""
+"""Writes of a variable by the policy table: `assign`, increments, scatter operations."""
 
 from __future__ import annotations
 
@@ -40,14 +40,7 @@ _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it
 
 
 def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> None:
-    """Finish a write that the cached write has not finished.
-
-    Args:
-        state: The variable.
-        operation: ASSIGN, ASSIGN_ADD or ASSIGN_SUB.
-        x: The operand.
-        result: What the cached write has returned.
-    """
+    """Finish a write that the cached write has not finished."""
     if result == WriteResult.STORED_AND_SAMPLE:
         state.sample_deferral()
         return
@@ -64,17 +57,7 @@ def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> 
 def checked_operand(
     target: Any, operation: AccessKind, x: Any, *, is_reduced: bool
 ) -> NDArray[Any]:
-    """Return the operand of a write as an array of the variable's shape and dtype.
-
-    Args:
-        target: The variable or its state: `name`, `shape`, `dtype` and `aggregation`.
-        operation: The write.
-        x: The operand.
-        is_reduced: The replicas sum their operands.
-
-    Raises:
-        ConfigError: Wrong shape or dtype.
-    """
+    """Return the operand of a write as an array of the variable's shape and dtype."""
     what = f"{operation.value} of variable {target.name!r}"
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
@@ -137,14 +120,9 @@ def _defer(state: VariableState, queue: WriteQueue, operation: AccessKind, x: An
 
 
 class ReplicaWrite:
-    """One write by the policy table: `operand` checks the input, `store` applies the result.
+    """One write by the policy table: `operand` checks the input, `store` applies the result."""
 
-    Args:
-        state: The variable.
-        operation: The write.
-    """
-
-    is_in_place = False  # the collective itself writes the copy
+    is_direct = False  # the collective itself writes the copy
 
     def __init__(self, state: VariableState, operation: AccessKind) -> None:
         self.state, self.operation = state, operation
@@ -180,7 +158,7 @@ class ReplicaWrite:
         if is_local:
             state.count_step()  # also if `operand` raises: no other replica notices that
             together = self.operand()
-        elif not self.is_in_place:
+        elif not self.is_direct:
             together = self._combine()
         elif state.replicas == 1:
             with storage:
@@ -198,13 +176,7 @@ class ReplicaWrite:
 
 
 class WriteOp(ReplicaWrite):
-    """`assign`, `assign_add` or `assign_sub` by the policy table.
-
-    Args:
-        state: The variable.
-        operation: The write.
-        x: The operand.
-    """
+    """`assign`, `assign_add` or `assign_sub` by the policy table."""
 
     def __init__(self, state: VariableState, operation: AccessKind, x: Any) -> None:
         super().__init__(state, operation)
@@ -212,14 +184,14 @@ class WriteOp(ReplicaWrite):
         self._x = _value_of(x)
         self._ufunc = UFUNCS[operation]
         self._is_reduced = self.action.travel in _SUMS
-        self.is_in_place = self._is_reduced and self.action.effect is not Effect.SHARE
+        self.is_direct = self._is_reduced and self.action.effect is not Effect.SHARE
         self._op = "sum" if self.action.travel is Travel.SUM else "mean"
 
     def run(self) -> None:
         """Make the write, and cache the next one."""
         state, operation = self.state, self.operation
         cached = state.prepared[operation]
-        if self.is_in_place and cached is not unprepared:
+        if self.is_direct and cached is not unprepared:
             array = self._plain_operand()
             result: int = WriteResult.FALLBACK
             if array is not None:
@@ -229,7 +201,7 @@ class WriteOp(ReplicaWrite):
             if result != WriteResult.FALLBACK:
                 return
         self.execute()
-        if not self.is_in_place:
+        if not self.is_direct:
             return
         is_counted = state.is_counted and operation is not AccessKind.ASSIGN
         if cached is unprepared and not state.storage.is_shared:
@@ -264,9 +236,9 @@ class WriteOp(ReplicaWrite):
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return self._in_place_request if self.is_in_place else request_of
+        return self._build_in_place if self.is_direct else request_of
 
-    def _in_place_request(self, *arguments: Any, **options: Any) -> Any:
+    def _build_in_place(self, *arguments: Any, **options: Any) -> Any:
         # Keeps the old content: the replicas may disagree.
         out = self.state.storage.writable()
         return request_of(*arguments, **options, out=out, apply=self._ufunc)
@@ -277,14 +249,14 @@ class WriteOp(ReplicaWrite):
         if state.dtype.kind == "b" and self.action.effect is Effect.SHARE:
             raise ConfigError(f"{self.what}: {_NO_SHARE}")
         array = checked_operand(state, self.operation, self._x, is_reduced=self._is_reduced)
-        if self.is_in_place or not self._is_reduced:
+        if self.is_direct or not self._is_reduced:
             return array
         # Half types are summed in float32, and rounded once after the copy was added.
         return array.astype(reduction("sum", array.dtype).accumulate, copy=False)
 
     def store(self, together: NDArray[Any]) -> None:
         """Apply the result of the collective to the copy."""
-        if self.is_in_place:
+        if self.is_direct:
             return  # the collective has written the copy
         state, ufunc = self.state, self._ufunc
         if self.action.effect is Effect.SHARE:
@@ -298,14 +270,7 @@ class WriteOp(ReplicaWrite):
 
 
 class ScatterOp(ReplicaWrite):
-    """A write of rows by the policy table.
-
-    Args:
-        state: The variable.
-        operation: The scatter operation.
-        indices: Row numbers.
-        values: Values of the rows.
-    """
+    """A write of rows by the policy table."""
 
     def __init__(
         self, state: VariableState, operation: AccessKind, indices: Any, values: Any

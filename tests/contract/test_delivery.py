@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from syncvar.transports.delivery_check import Delivery
 from syncvar.transports.disconnect_reasons import ConnectionCopy, Sent
+from syncvar.transports.zeromq_sender import Delivery
 
 PING_NBYTES = 50
 

@@ -244,12 +244,12 @@ def test_of_messages_that_nobody_asks_for_no_more_is_kept_than_a_window():
             if number % 10 == 9:
                 assert sv.recv(0, tag=2) == number
                 inward = current().post.inward(0)
-                assert inward._kept_nbytes <= (1 << 18) + 32_000 + SHORT
+                assert inward._unexpected_nbytes <= (1 << 18) + 32_000 + SHORT
                 sv.send(0, 0, tag=3)
         for number in range(40):
             assert (sv.recv(0, tag=1) == number).all()
-        assert inward._kept_nbytes == 0
-        return not inward._kept
+        assert inward._unexpected_nbytes == 0
+        return not inward._unexpected
 
     assert everywhere(2, fn, shared=True, config=narrow) == [2, True]
 
@@ -297,7 +297,7 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
             if sv.rank() == 1:
                 sv.send(np.full(8000, number), other)
         post = current().post
-        return ways(), post.outward(other).box().ring_bytes, post.inward(other)._box.ring_bytes
+        return ways(), post.outward(other).box().ring_bytes, post.inward(other)._ring.ring_bytes
 
     assert everywhere(2, fn, shared=True, config=CHECKED) == [
         ({"shm message"}, SHORT, ring_table.RING_BYTES),
@@ -487,10 +487,10 @@ def test_what_has_come_of_a_failed_receive_is_dropped_by_whoever_has_the_box_nex
         assert (sv.recv(0, tag=2) == 2).all()
         with inward.lock:
             inward.forget(key)  # as of another thread, at any time
-            before = key in inward._kept, inward._kept_nbytes
+            before = key in inward._unexpected, inward._unexpected_nbytes
         assert (sv.recv(0, tag=3) == 3).all()
         sv.barrier()
-        return before, key in inward._kept, inward._kept_nbytes
+        return before, key in inward._unexpected, inward._unexpected_nbytes
 
     assert everywhere(2, fn, shared=True, config=SOON) == [None, ((True, 800), False, 0)]
 

@@ -527,7 +527,7 @@ def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(
         for turn in range(3):
             with pytest.raises(sv.MismatchError, match="pass different values") as info:
                 v.assign(ONES * sv.rank()) if turn == 1 else v.assign_add(ONES * (2 - sv.rank()))
-            found.append(str(info.value).count("brings float64[3] with digest"))
+            found.append(str(info.value).count("passes float64[3] with digest"))
             assert v.numpy().tolist() == [10.0 + turn] * 3
             v.assign_add(ONES)
         with pytest.raises((sv.ConfigError, sv.MismatchError)):

@@ -10,6 +10,8 @@ import syncvar.core.reduce_ops as ops_module
 import syncvar.variables.collective_requests as requests_module
 import syncvar.variables.create as creation_module
 import syncvar.variables.variable as variable_module
+import syncvar.variables.variable_state as state_module
+import syncvar.variables.variable_writes as writes_module
 from syncvar.core.errors import MismatchError
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.variables.policy import AccessKind, Effect, Travel
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:variable .*initial value:UserWar
 
 
 def sum_assigns_own_value(patch):
-    right = variable_module.request_of
+    right = writes_module.request_of
 
     def wrong(action, communicator, x, what, hint, **options):
         request = right(action, communicator, x, what, hint, **options)
@@ -34,7 +36,7 @@ def sum_assigns_own_value(patch):
 
         return CollectiveSpec(request.what, request.digest, body())
 
-    patch.setattr(variable_module, "request_of", wrong)
+    patch.setattr(writes_module, "request_of", wrong)
 
 
 def mean_divides_by_one_more(patch):
@@ -52,7 +54,7 @@ def split_loses_a_unit(patch):
         return share - share.dtype.type(1) if loses else share
 
     patch.setattr(creation_module, "share_of", wrong)
-    patch.setattr(variable_module, "share_of", wrong)
+    patch.setattr(state_module, "share_of", wrong)
 
 
 def first_replica_is_the_last(patch):
@@ -65,16 +67,16 @@ def first_replica_is_the_last(patch):
 
 
 def a_failed_write_changes_the_copy(patch):
-    right = variable_module.Variable._write
+    right = writes_module.ReplicaWrite.execute
 
     def wrong(self, *arguments):
         try:
             return right(self, *arguments)
         except MismatchError:
-            self._keep(np.zeros_like(self._copy))
+            self.state.keep(np.zeros_like(self.state.storage.array))
             raise
 
-    patch.setattr(variable_module.Variable, "_write", wrong)
+    patch.setattr(writes_module.ReplicaWrite, "execute", wrong)
 
 
 def cross_writes_are_not_compared(patch):
@@ -82,23 +84,23 @@ def cross_writes_are_not_compared(patch):
 
 
 def rows_of_a_mean_are_not_scaled(patch):
-    right = variable_module.applied
+    right = writes_module.applied
     patch.setattr(
-        variable_module,
+        writes_module,
         "applied",
         lambda operation, copy, rows, divisor=1: right(operation, copy, rows),
     )
 
 
 def row_update_takes_the_first_of_two(patch):
-    right = variable_module.applied
+    right = writes_module.applied
 
     def wrong(operation, copy, rows, divisor=1):
         if operation is AccessKind.SCATTER_UPDATE:
             rows = type(rows)(rows.indices[::-1], rows.values[::-1])
         return right(operation, copy, rows, divisor)
 
-    patch.setattr(variable_module, "applied", wrong)
+    patch.setattr(writes_module, "applied", wrong)
 
 
 def a_deep_copy_is_the_same_variable(patch):

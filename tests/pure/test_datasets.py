@@ -22,7 +22,7 @@ from syncvar.data.batches import (
     rows_of,
     stacked,
 )
-from syncvar.data.shuffle_order import permutation
+from syncvar.data.indexed_sources import permutation
 
 
 def kind_of(batch):

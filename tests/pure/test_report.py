@@ -1,13 +1,13 @@
 import pytest
 
 from syncvar.core import exit_codes
+from syncvar.core.exit_codes import exit_code_of
 from syncvar.core.rank_text import rank_spans, ranks_of
 from syncvar_launcher.job.failure_report import (
     FailureReport,
     SecondaryFailure,
     WorkerTraceback,
     describe_exit,
-    exit_code_of,
     failure_block,
     interrupted_block,
     mask_arguments,

@@ -14,7 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, whole
-from syncvar.bootstrap.launch_env.launcher_order import BY_HAND, ENGINES
+from syncvar.bootstrap.launch_env.kubernetes import IndexedJob
+from syncvar.bootstrap.launch_env.mpi_launchers import Horovod, Hydra, Mvapich, OpenMpi, Pmix
+from syncvar.bootstrap.launch_env.other_schedulers import Flux, Jsrun, Pals, Pbsdsh
+from syncvar.bootstrap.launch_env.slurm import Slurm
+from syncvar.bootstrap.launch_env.tf_config import TfConfig
 from syncvar.bootstrap.launch_env.torchrun import Torchrun
 from syncvar.core.errors import ConfigError
 
@@ -26,8 +30,27 @@ if TYPE_CHECKING:
 _OWN_SIZE = "SYNCVAR_WORLD_SIZE"
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+BY_HAND: tuple[type[LaunchEnvironment], ...] = (Torchrun, TfConfig)
+"""Launchers whose variables a user may have set by hand."""
 
-class _Said(NamedTuple):
+ENGINES: tuple[type[LaunchEnvironment], ...] = (
+    *BY_HAND,
+    Horovod,
+    OpenMpi,
+    Mvapich,
+    Hydra,
+    Pals,
+    Flux,
+    Jsrun,
+    Slurm,
+    Pmix,
+    Pbsdsh,
+    IndexedJob,
+)
+"""The innermost first, for instance mpirun under srun in a pod of Kubernetes."""
+
+
+class RankCounts(NamedTuple):
     """The numbers that are compared with another launcher."""
 
     rank: int
@@ -150,7 +173,11 @@ def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | No
 
 def _present(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
     """Return the launchers that are present, the innermost first."""
-    return [one for one in (kind(environ) for kind in ENGINES) if one.is_present()]
+    return [
+        one
+        for one in (environment_class(environ) for environment_class in ENGINES)
+        if one.is_present()
+    ]
 
 
 def _refusal(seen: str, workers: str, remedy: str) -> str:
@@ -177,11 +204,11 @@ def _compare_with_outer(
     size = outer.size()
     if not size or outer.rank not in outer.environ:
         return
-    said = _Said(whole(outer.environ, outer.rank), size)
+    counts = RankCounts(whole(outer.environ, outer.rank), size)
     if told.world_size < size:
-        _compare(told.source, told, outer.source(), said, ("world_size",))
+        _compare(told.source, told, outer.source(), counts, ("world_size",))
     if told.world_size == size and isinstance(inner, Torchrun) and not inner.is_torchrun:
-        _compare(told.source, told, outer.source(), said, ("rank",))
+        _compare(told.source, told, outer.source(), counts, ("rank",))
 
 
 def _compare(

@@ -26,10 +26,10 @@ class Horovod(LaunchEnvironment):
 
     def run(self) -> str:
         """Return the address of its rendezvous."""
-        place = [
+        address = [
             self.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")
         ]
-        return " ".join(place) if all(place) else ""
+        return " ".join(address) if all(address) else ""
 
 
 class OpenMpi(LaunchEnvironment):

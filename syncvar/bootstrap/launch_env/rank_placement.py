@@ -30,11 +30,11 @@ def placed(
             "do not follow each other: ranks 0, 1, … are on "
             f"{', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}. {remedy}"
         )
-    place = places[told.rank]
+    index = places[told.rank]
     return told._replace(
-        local_rank=told.rank - places.index(place),
-        local_world_size=places.count(place),
-        host_index=place,
+        local_rank=told.rank - places.index(index),
+        local_world_size=places.count(index),
+        host_index=index,
         host_count=len(order),
     )
 

@@ -71,9 +71,8 @@ class Slurm(LaunchEnvironment):
                 f"{self.named(self.sizes)}={size} and SLURM_NODEID={host}"
             )
         first = sum(on_hosts[:host])
-        here = environ.get("SLURM_GTIDS", "").split(
-            ","
-        )  # tasks of this host; all of them see a wrong order
+        # Tasks of this host; all of them see a wrong order.
+        here = environ.get("SLURM_GTIDS", "").split(",")
         if (
             rank != first + local_rank
             or here[0] not in ("", str(first))

@@ -44,7 +44,7 @@ class TfConfig(LaunchEnvironment):
         try:
             config = json.loads(self.environ["TF_CONFIG"])
             cluster, task = config["cluster"], config["task"]
-            kind, index = task["type"], task["index"]
+            task_type, index = task["type"], task["index"]
             tasks = {name: list(cluster[name]) for name in cluster}
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
@@ -53,32 +53,33 @@ class TfConfig(LaunchEnvironment):
                 '"task": {"type": "worker", "index": 0}}'
             ) from None
         others = sorted(set(tasks) - set(_KINDS))
-        if "ps" in (*others, kind):
+        if "ps" in (*others, task_type):
             servers = max(1, len(tasks.get("ps", [])))
             raise ConfigError(
                 "TF_CONFIG has tasks of type ps, and only syncvar-launch starts parameter servers: "
                 "leave TF_CONFIG out, and write syncvar-launch --workers "
                 f"{_workers(tasks)} --servers {servers} SCRIPT, with -H for several hosts"
             )
-        if others or kind not in _KINDS:
+        if others or task_type not in _KINDS:
             raise ConfigError(
-                f"TF_CONFIG has tasks of type {', '.join(others) or kind}: only chief and worker "
-                "become ranks; leave the others out"
+                f"TF_CONFIG has tasks of type {', '.join(others) or task_type}: only chief and "
+                "worker become ranks; leave the others out"
             )
         everyone: list[tuple[str, int]] = [
             (name, number) for name in _KINDS for number in range(len(tasks.get(name, [])))
         ]
         if isinstance(index, str) and index.isascii() and index.isdigit():
             index = int(index)
-        if (kind, index) not in everyone or isinstance(index, bool):
+        if (task_type, index) not in everyone or isinstance(index, bool):
             raise ConfigError(
-                f"TF_CONFIG: there is no task {kind} {index!r} in its cluster of {len(everyone)}"
+                f"TF_CONFIG: there is no task {task_type} {index!r} in its cluster of "
+                f"{len(everyone)}"
             )
         addresses = [tasks[name][number] for name, number in everyone]
         hosts, ports = _places(addresses)
         told = LaunchInfo(
             "TF_CONFIG",
-            everyone.index((kind, index)),
+            everyone.index((task_type, index)),
             len(everyone),
             0,
             0,
@@ -106,4 +107,4 @@ def _places(addresses: list[object]) -> tuple[list[str], list[int]]:
 
 def _workers(tasks: Mapping[str, Sequence[str]]) -> int:
     """Return the number of ranks of a cluster."""
-    return max(1, sum(len(tasks.get(kind, ())) for kind in _KINDS))
+    return max(1, sum(len(tasks.get(task_type, ())) for task_type in _KINDS))

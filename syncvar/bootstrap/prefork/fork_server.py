@@ -65,11 +65,11 @@ def main() -> None:
     try:
         preloaded = Preloaded(_IMPORTED)
     except Exception as error:
-        why = (
+        reason = (
             "importing NumPy and syncvar failed in the process that workers are forked from "
             f"({type(error).__name__}: {str(error)[:_TEXT_MAX]})"
         )
-        end.send(msgpack.packb({"cannot": why, "doubt": ""}))
+        end.send(msgpack.packb({"cannot": reason, "doubt": ""}))
         end.recv(1)  # waits until the launcher ends this process
         os._exit(1)
     shared |= {name: module for name, module in sys.modules.items() if name not in _EMPTIED}
@@ -195,7 +195,7 @@ def _open_stream(name: str) -> None:
         if writes
         else io.BufferedReader(raw)
     )
-    made: Any = io.TextIOWrapper(
+    wrapper: Any = io.TextIOWrapper(
         buffer,
         old.encoding,
         old.errors,
@@ -203,9 +203,9 @@ def _open_stream(name: str) -> None:
         line_buffering=old.line_buffering,
         write_through=old.write_through,
     )
-    made.mode = "w" if writes else "r"
-    for place in (name, f"__{name}__"):
-        setattr(sys, place, made)
+    wrapper.mode = "w" if writes else "r"
+    for attribute in (name, f"__{name}__"):
+        setattr(sys, attribute, wrapper)
 
 
 def _leave_whole(shared: dict[str, Any]) -> None:

@@ -187,9 +187,8 @@ class OpenBlas:
 
 def openblas() -> OpenBlas | None:
     """Return NumPy's OpenBLAS; None for another library. Imports NumPy."""
-    library = ctypes.CDLL(
-        importlib.import_module(_LINEAR_ALGEBRA).__file__
-    )  # finds symbols of its dependencies too
+    # Finds symbols of its dependencies too.
+    library = ctypes.CDLL(importlib.import_module(_LINEAR_ALGEBRA).__file__)
     for prefix, suffix in _SPELLINGS:
         with contextlib.suppress(AttributeError):
             return OpenBlas(library, prefix, suffix)

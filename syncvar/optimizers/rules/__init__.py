@@ -1,1 +1,1 @@
-"""Update rules: pure arithmetic on arrays, which optimizers run on ranks and parameter servers on shards."""
+"""Update rules: pure arithmetic on arrays, for optimizers and parameter servers alike."""

@@ -79,7 +79,7 @@ class AdamWRule(AdamRule):
 
 
 class LAMBRule(AdamRule):
-    """Adam's direction, scaled for each variable by the quotient of its norm and the direction's."""
+    """Adam's step, scaled for each variable by the quotient of its norm and the step's."""
 
     decays_variable: ClassVar[bool] = True
     decay = 0.01

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _WORD = re.compile("[a-z_][a-z_0-9]*")
 _OWN_SLOTS = ("master", "steps", "iterations")
-_GIVEN = ("learning_rate", "step", "rule")
+_RESERVED = ("learning_rate", "step", "rule")
 
 
 class _RegisteredRule(NamedTuple):
@@ -41,32 +41,33 @@ _rules: dict[str, _RegisteredRule] = {}  # "module:name" ->
 def update_rule(
     function: Callable[..., Any] | None = None, *, slots: Mapping[str, float] | None = None
 ) -> Any:
-    """Register a function at the top level of a module as an update rule, for `sv.optimizers.Custom`; a decorator.
+    """Register a function as an update rule for `sv.optimizers.Custom`; a decorator.
 
-    It is called as `rule(value, slots, gradient, numbers)` and returns the new value, or the new
-    value and a dict of the slots that change. It may change nothing that it is given: these arrays
-    are read-only. What it is given:
+    The function stands at the top level of a module. It is called as `rule(value, slots, gradient,
+    numbers)` and returns the new value, or the new value and a dict of the slots that change. Its
+    arguments are read-only arrays:
 
-    * value: Array of the variable, of its part on one server, or of the rows of it that a gradient
-      names. Half types as float32.
+    * value: Array of the variable, of its part on one server, or of the rows that a gradient names.
+      Half types as float32.
     * slots: Name -> array of the same shape.
-    * gradient: Array of the same shape: combined over the replicas, of a row that is named twice
+    * gradient: Array of the same shape, combined over the replicas; for a row that is named twice
       the sum.
     * numbers: Name -> number: "learning_rate", "step" (1 for the first of a variable), and those of
       the `Custom`.
 
     Args:
         function: The rule.
-        slots: Names of its slots -> what they are filled with at first.
+        slots: Initial values of its slots, by name.
 
     Raises:
-        ConfigError: No function that is found by its name, or slots that cannot be.
+        ConfigError: Not a function that can be found by its name, or invalid slots.
 
     Example:
         >>> import syncvar as sv
         >>> @sv.optimizers.update_rule(slots={"last": 0.0})
         ... def difference(value, slots, gradient, numbers):
-        ...     return value - numbers["learning_rate"] * (gradient - slots["last"]), {"last": gradient}
+        ...     change = numbers["learning_rate"] * (gradient - slots["last"])
+        ...     return value - change, {"last": gradient}
         >>> w = sv.Variable([1.0, 2.0])
         >>> optimizer = sv.optimizers.Custom(difference, 0.5)
         >>> for _ in range(2):
@@ -99,10 +100,6 @@ def update_rule(
 class CustomRule(UpdateRule):
     """A registered rule with its numbers.
 
-    Args:
-        rule: The function, or "module:name" of it.
-        numbers: Further arguments of the rule.
-
     Raises:
         ConfigError: It is not registered, or cannot be imported; a wrong number.
     """
@@ -111,17 +108,16 @@ class CustomRule(UpdateRule):
 
     def __init__(self, rule: Callable[..., Any] | str, **numbers: Any) -> None:
         self._name, self._registered = _found(rule)
-        self._given = {
+        self._own_numbers = {
             one: checked_number(one, given, float("-inf")) for one, given in numbers.items()
         }
-        for one in self._given:
-            if one in _GIVEN or not _WORD.fullmatch(one):
+        for one in self._own_numbers:
+            if one in _RESERVED or not _WORD.fullmatch(one):
                 raise ConfigError(
-                    f"{one!r:.40} cannot be a number of an update rule: "
-                    "these are named by small letters, digits and _, "
-                    f"not {', '.join(_GIVEN)}"
+                    f"{one!r:.40} cannot be a number of an update rule: these are named by small "
+                    f"letters, digits and _, not {', '.join(_RESERVED)}"
                 )
-        super().__init__(rule=self._name, **self._given)
+        super().__init__(rule=self._name, **self._own_numbers)
 
     def initials(self) -> dict[str, float]:
         """Return the initial values of the slots, by name."""
@@ -148,7 +144,7 @@ class CustomRule(UpdateRule):
             _frozen(weight),
             {name: _frozen(slot) for name, slot in by_name.items()},
             _frozen(gradient),
-            MappingProxyType({**self._given, "learning_rate": rate, "step": int(step)}),
+            MappingProxyType({**self._own_numbers, "learning_rate": rate, "step": int(step)}),
         )
         value, changed = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         unknown = (
@@ -170,20 +166,19 @@ class CustomRule(UpdateRule):
             array[...] = new
 
     def _returned(self, given: Any, array: NDArray[Any], what: str) -> NDArray[Any]:
-        """Return what a rule has returned, as it can be written to an array."""
+        """Return an array that a rule has returned, checked so that it can be stored."""
         made: NDArray[Any] = np.array(given) if given is not None else np.empty(0, object)
         if made.shape != array.shape or made.dtype.kind not in "fiub":
             raise ConfigError(
                 f"update rule {self._name} returned a {what} of "
                 f"{made.dtype.name}{list(made.shape)} where {array.dtype.name}{list(array.shape)} "
-                "is "
-                f"to be changed: return the new value, or the new value and a dict of new slots"
+                "is to be changed: return the new value, or the new value and a dict of new slots"
             )
         return made
 
 
 def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
-    """Return the name of a rule, and what is registered by it.
+    """Return the name of a rule, and its registration.
 
     Raises:
         ConfigError: It is not registered, or cannot be imported.
@@ -204,8 +199,8 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"update rule {rule}: module {module!r} cannot be imported "
-                f"({type(error).__name__}: {error}); put it beside the script, or "
-                f"install it, on every host that has a server"
+                f"({type(error).__name__}: {error}); put it beside the script, or install it, on "
+                "every host that has a server"
             ) from error
     if rule not in _rules:
         raise ConfigError(

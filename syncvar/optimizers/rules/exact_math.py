@@ -1,9 +1,8 @@
-"""Numbers that have the same bits on every machine: powers and norms.
+"""Arithmetic with the same bits on every machine: powers and norms.
 
-Every replica makes the same step from the same gradients, and its copies must stay equal to the
-bit, also between hosts with other processors and C libraries. IEEE addition, multiplication,
-division and square root are exact everywhere; `pow` of the C library and the dot product of a BLAS
-are not.
+Copies must stay equal to the bit, also between hosts with other processors and C libraries. IEEE
+addition, multiplication, division and square root are exact everywhere; `pow` of the C library and
+the dot product of a BLAS are not.
 """
 
 from __future__ import annotations
@@ -37,10 +36,6 @@ def power(base: float, exponent: int) -> float:
 
 def sum_of_squares(flat: NDArray[Any], room: NDArray[Any]) -> float:
     """Return the sum of the squares of a flat array, in float64.
-
-    Args:
-        flat: Any number of floats.
-        room: float64, at least BLOCK elements or as many as `flat`; overwritten.
 
     Order: blocks of BLOCK elements from the left, NumPy's pairwise sum in each.
     """

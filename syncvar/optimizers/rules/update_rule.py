@@ -53,11 +53,7 @@ class RuleWorkspace(Protocol):
 
 
 class UpdateRule:
-    """How gradients change a variable; a subclass for each kind of optimizer.
-
-    Args:
-        numbers: The hyperparameters by name, as servers get them.
-    """
+    """How gradients change a variable; a subclass for each kind of optimizer."""
 
     slot_initials: ClassVar[dict[str, float]] = {}  # initial values of the slots, by name
     counts_steps: ClassVar[bool] = False  # needs the number of steps of each variable

@@ -63,12 +63,12 @@ class RequestBuilder:
         """Create a shard with a value, unless it exists."""
         number = self._array(server, value)
         return self.add(
-            server, "create", key=key, value=number, staleness=staleness, **_fields(spec)
+            server, "create", key=key, value=number, staleness=staleness, **spec._asdict()
         )
 
     def expect(self, server: int, key: str, spec: Spec) -> ResultRef:
         """Wait until a shard exists, and compare its spec."""
-        return self.add(server, "expect", key=key, **_fields(spec))
+        return self.add(server, "expect", key=key, **spec._asdict())
 
     def push(
         self,
@@ -104,7 +104,7 @@ class RequestBuilder:
             slots = {slot: self._array(server, array) for slot, array in one.slots.items()}
             saved.append([[name, dict(settings)], one.steps, slots])
         fields = {"value": self._array(server, value), "staleness": staleness, "rules": saved}
-        return self.add(server, "restore", key=key, **fields, **_fields(spec))
+        return self.add(server, "restore", key=key, **fields, **spec._asdict())
 
     def slots(self, server: int, key: str, rule: RuleKey) -> ResultRef:
         """Read the slots that an optimizer keeps of a shard."""
@@ -123,14 +123,3 @@ class RequestBuilder:
         arrays = self._arrays.setdefault(server, [])
         arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
         return len(arrays) - 1
-
-
-def _fields(spec: Spec) -> dict[str, Any]:
-    return {
-        "shape": list(spec.shape),
-        "dtype": spec.dtype,
-        "aggregation": spec.aggregation,
-        "whole": list(spec.whole),
-        "start": spec.start,
-        "shards": spec.shards,
-    }

@@ -105,7 +105,7 @@ class Client:
         self.rank, self.incarnation, self.servers = rank, incarnation, servers
         self.broken: SyncvarError | None = None
         self._heirs = [tuple(one) for one in heirs] or [()] * servers
-        self._gone: set[int] = set()
+        self._ended: set[int] = set()
         self._resend_s = self._patience_s = resend_s
         self._numbers = [0] * servers
         self._changed = [0] * servers
@@ -206,7 +206,7 @@ class Client:
         Without a backup, all requests fail with PeerLost.
         """
         before = [self._home_of(one) for one in range(self.servers)]
-        self._gone.add(server)
+        self._ended.add(server)
         if any(self._home_of(one) is None for one in range(self.servers)):
             reason = reason or "no other has a copy of its variables"
             self.fail(PeerLost(server_number(server), "", reason))
@@ -262,9 +262,9 @@ class Client:
 
     def _home_of(self, server: int) -> int | None:
         """Return the server in charge of a server's state; None if the state is lost."""
-        if server not in self._gone:
+        if server not in self._ended:
             return server
-        return next((other for other in self._heirs[server] if other not in self._gone), None)
+        return next((other for other in self._heirs[server] if other not in self._ended), None)
 
     def _target(self, server: int) -> Endpoint:
         home = self._home_of(server)

@@ -59,11 +59,11 @@ class PrimaryReplica:
     """One server's replicated state, executed here."""
 
     def __init__(
-        self, server: int, ledger: ReplicatedState, mirror: int | None, resend_s: float
+        self, server: int, ledger: ReplicatedState, backup: int | None, resend_s: float
     ) -> None:
         self.server = server
         self.ledger = ledger
-        self._replication = ReplicationStream(server, ledger.entries, mirror, resend_s)
+        self._replication = ReplicationStream(server, ledger.entries, backup, resend_s)
         self.is_retired = False
         self._resend_s = resend_s
         self._queues: dict[int, _WorkerQueue] = {}
@@ -100,9 +100,9 @@ class PrimaryReplica:
         return self._replication.said()
 
     @property
-    def mirror(self) -> int | None:
+    def backup(self) -> int | None:
         """Server of the backup; None for no backup."""
-        return self._replication.mirror
+        return self._replication.backup
 
     def fence(self, rank: int, incarnation: int, now: float) -> list[OutgoingMessage]:
         """Refuse all messages of a worker's earlier incarnations from now on."""
@@ -111,11 +111,11 @@ class PrimaryReplica:
             self._fence(rank, incarnation)
         return self._replication.said()
 
-    def copy_to(self, mirror: int | None, now: float) -> list[OutgoingMessage]:
+    def copy_to(self, backup: int | None, now: float) -> list[OutgoingMessage]:
         """Replace the backup, which has failed, by another server or none."""
         self.now = now
-        if mirror != self.mirror:
-            self._replication.move_to(mirror, self.ledger, now)
+        if backup != self.backup:
+            self._replication.move_to(backup, self.ledger, now)
         return self._replication.said()
 
     def wake_at(self) -> float:

@@ -1,8 +1,8 @@
 """The replicated state machine of one server: equal entries in equal order make equal state.
 
-Primary and backup execute the same entries, maps with arrays: `request` (of a worker, in its
-order), `decision` (about a transaction over several servers) and `fence` (a worker's incarnation
-has ended). Reads are no entries.
+Primary and backup execute the same entries, which are maps with arrays: a worker's `request`, a
+`decision` about a transaction over several servers, or a `fence`, which ends an incarnation of a
+worker. Reads are no entries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.server.shard import Position, Room, Spec
 
 _ABORTED_MAX = 256  # servers ask about the latest only: a worker has far fewer open requests
-_UNCHECKED = READS | {"meet", "leave", "ask", "forget", "cancel", "close"}
+_UNCHECKED = READS | {"tick", "count", "meet", "leave", "ask", "forget", "cancel", "close"}
 
 
 class WorkerRequest(NamedTuple):
@@ -123,16 +123,24 @@ class ReplicatedState:
         cls, server: int, workers: int, state: dict[str, Any], room: Room
     ) -> ReplicatedState:
         """Return the state machine with this state."""
-        made = cls(server, workers)
-        made.room, made.entries, made.staleness = room, state["entries"], state["staleness"]
+        machine = cls(server, workers)
+        machine.room, machine.entries, machine.staleness = (
+            room,
+            state["entries"],
+            state["staleness"],
+        )
         for rank, one in state["workers"].items():
             staged = None if one["staged"] is None else WorkerRequest(*one["staged"])
-            made.workers[rank] = WorkerState(**{**one, "staged": staged})
-        made.undecided = {rank for rank, one in made.workers.items() if one.staged is not None}
-        made.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
-        made.board = TaskQueue.of_state(state["board"])
-        made._in_rounds = {shard for shard in made.shards.values() if shard.waits}
-        return made
+            machine.workers[rank] = WorkerState(**{**one, "staged": staged})
+        machine.undecided = {
+            rank for rank, one in machine.workers.items() if one.staged is not None
+        }
+        machine.shards = {
+            key: Shard.of_state(shard, room) for key, shard in state["shards"].items()
+        }
+        machine.board = TaskQueue.of_state(state["board"])
+        machine._in_rounds = {shard for shard in machine.shards.values() if shard.waits}
+        return machine
 
     # -- entries -----------------------------------------------------------------------------------
 
@@ -248,12 +256,7 @@ class ReplicatedState:
             if shard.staleness == 0:
                 self._in_rounds.add(shard)
         elif kind in ("create", "restore"):
-            key, value = operation["key"], arrays[operation["value"]]
-            if key not in self.shards:
-                bound = operation["staleness"]
-                self.shards[key] = Shard(spec_of(operation), value, bound, self.room)
-            if kind == "restore":
-                self.shards[key].restore(value, slots_of(operation, arrays))
+            self._create(operation, arrays)
         elif kind == "staleness":
             self.shards[operation["key"]].set_staleness(operation["staleness"])
             self._report_failures(self.shards[operation["key"]])
@@ -270,14 +273,22 @@ class ReplicatedState:
         else:
             self.board.execute(rank, operation, arrays)
 
+    def _create(self, operation: dict[str, Any], arrays: Arrays) -> None:
+        key, value = operation["key"], arrays[operation["value"]]
+        if key not in self.shards:
+            bound = operation["staleness"]
+            self.shards[key] = Shard(spec_of(operation), value, bound, self.room)
+        if operation["do"] == "restore":
+            self.shards[key].restore(value, slots_of(operation, arrays))
+
     # -- checks ------------------------------------------------------------------------------------
 
     def refusal(self, request: WorkerRequest) -> tuple[str, str] | None:
         """Return error and reason why a request cannot be executed, or None; changes nothing."""
-        made: set[str] = set()
+        created: set[str] = set()
         try:
             for operation in request.message["operations"]:
-                self._check(operation, request.arrays, made)
+                self._check(operation, request.arrays, created)
         except SyncvarError as error:
             return type(error).__name__, str(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -285,40 +296,39 @@ class ReplicatedState:
             return "WireError", reason
         return None
 
-    def _check(self, operation: dict[str, Any], arrays: Arrays, made: set[str]) -> None:
+    def _check(self, operation: dict[str, Any], arrays: Arrays, created: set[str]) -> None:
         kind = operation["do"]
         if kind == "push":
-            if operation["key"] not in made:
+            if operation["key"] not in created:
                 self._shard(operation).check(push_of(operation, arrays))
         elif kind in ("create", "restore"):
-            spec, value = spec_of(operation), arrays[operation["value"]]
-            made.add(operation["key"])
-            if value.shape != spec.shape or value.dtype.name != spec.dtype:
-                raise WireError(
-                    f"variable {operation['key']!r}: the value is no {spec.dtype}{list(spec.shape)}"
-                )
-            bound = operation["staleness"]
-            if bound is not None and (type(bound) is not int or bound < 0):
-                raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
-            if operation["key"] in self.shards:
-                self._compare(operation["key"], spec)
-            if kind == "restore":
-                for rule, slots in slots_of(operation, arrays).items():
-                    check_slots(rule, slots, value)
+            created.add(operation["key"])
+            self._check_create(operation, arrays)
         elif kind == "staleness":
             self._shard(operation)
-        elif kind == "tick":
-            if type(operation["clock"]) is not int:
-                raise WireError(f"a tick has clock {operation['clock']!r:.40}, no whole number")
-        elif kind == "count":
-            if not all(type(one) is int for one in operation["pushes"].values()):
-                raise WireError("pushes are counted in whole numbers")
+        elif kind == "tick" and type(operation["clock"]) is not int:
+            raise WireError(f"a tick has clock {operation['clock']!r:.40}, no whole number")
+        elif kind == "count" and not all(type(one) is int for one in operation["pushes"].values()):
+            raise WireError("pushes are counted in whole numbers")
         elif kind in ("put", "finish"):
             is_number = type(operation["task"]) is int
             if not is_number or arrays[operation["value"]].dtype.name != "uint8":
                 raise WireError(f"a task to {kind} is a number and bytes")
         elif kind not in _UNCHECKED:
             raise WireError(f"servers know no operation {kind!r:.40}")
+
+    def _check_create(self, operation: dict[str, Any], arrays: Arrays) -> None:
+        key, spec, value = operation["key"], spec_of(operation), arrays[operation["value"]]
+        if value.shape != spec.shape or value.dtype.name != spec.dtype:
+            raise WireError(f"variable {key!r}: the value is no {spec.dtype}{list(spec.shape)}")
+        bound = operation["staleness"]
+        if bound is not None and (type(bound) is not int or bound < 0):
+            raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
+        if key in self.shards:
+            self._compare(key, spec)
+        if operation["do"] == "restore":
+            for rule, slots in slots_of(operation, arrays).items():
+                check_slots(rule, slots, value)
 
     def _shard(self, operation: dict[str, Any]) -> Shard:
         shard = self.shards.get(operation["key"])
@@ -368,33 +378,34 @@ class ReplicatedState:
         self, rank: int, operation: dict[str, Any], arrays: Arrays, reading: Reading
     ) -> dict[str, Any]:
         """Read one operation; arrays go to `reading`."""
+        result: dict[str, Any] = {}
         match operation["do"]:
             case "pull":
-                return {"array": reading.add(self._pull(rank, operation, arrays))}
+                result = {"array": reading.add(self._pull(rank, operation, arrays))}
             case "slots":
                 steps, slots = self._shard(operation).slots(rule_key_of(operation["rule"]))
                 numbers = {name: reading.add(slot) for name, slot in slots.items()}
-                return {"steps": steps, "slots": numbers}
+                result = {"steps": steps, "slots": numbers}
             case "version":
                 pushes = {rank: one.pushes for rank, one in self.workers.items() if one.pushes}
-                return {"pushes": pushes}
+                result = {"pushes": pushes}
             case "expect":
                 self._compare(operation["key"], spec_of(operation))
             case "describe":
                 spec = self._shard(operation).spec
-                names = {"dtype": spec.dtype, "aggregation": spec.aggregation}
-                return {"whole": list(spec.whole), **names, "shards": spec.shards}
+                result = {"whole": list(spec.whole), "dtype": spec.dtype, "shards": spec.shards}
+                result["aggregation"] = spec.aggregation
             case "where":
                 worker = self.worker(rank)
-                return {"clock": worker.clock, "pushes": worker.pushes}
+                result = {"clock": worker.clock, "pushes": worker.pushes}
             case "rule":
                 rule_of(*operation["rule"])
             case "stats":
-                counts = {"shards": len(self.shards), "entries": self.entries}
-                return {"staleness": dict(self.staleness), **counts}
+                result = {"shards": len(self.shards), "entries": self.entries}
+                result["staleness"] = dict(self.staleness)
             case _:
-                return self.board.read(rank, operation, reading.add)
-        return {}
+                result = self.board.read(rank, operation, reading.add)
+        return result
 
     def _pull(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> NDArray[Any]:
         shard = self._shard(operation)

@@ -26,8 +26,8 @@ PATIENCE = 16  # factor up to which the interval between repeated messages doubl
 class ReplicationStream:
     """The entries of one state on their way to the backup, and the messages that wait for it."""
 
-    def __init__(self, server: int, entries: int, mirror: int | None, resend_s: float) -> None:
-        self.mirror = mirror
+    def __init__(self, server: int, entries: int, backup: int | None, resend_s: float) -> None:
+        self.backup = backup
         self._server = server
         self._resend_s = self._patience_s = resend_s
         self._seed: OutgoingMessage | None = None
@@ -40,25 +40,25 @@ class ReplicationStream:
     def enter(self, entry: Message, arrays: Arrays, now: float) -> None:
         """Send an entry, which has just been executed, to the backup."""
         self._logged += 1
-        if self.mirror is None:
+        if self.backup is None:
             self._copied = self._logged
             return
         copy = {"kind": "copy", "server": self._server, "index": self._logged, "entry": entry}
-        outgoing = OutgoingMessage(("server", self.mirror), copy, arrays)
+        outgoing = OutgoingMessage(("server", self.backup), copy, arrays)
         if not self._log and self._seed is None:
             self._sent_at = now
         self._log.append((self._logged, outgoing))
         self._out.append(outgoing)
 
-    def move_to(self, mirror: int | None, ledger: ReplicatedState, now: float) -> None:
+    def move_to(self, backup: int | None, ledger: ReplicatedState, now: float) -> None:
         """Replace the backup, which has failed, by another server or none."""
-        self.mirror = mirror
+        self.backup = backup
         self._log.clear()
-        if mirror is None:
+        if backup is None:
             self._seed, self._copied = None, self._logged
             return
         seed = {"kind": "seed", "server": self._server, "index": self._logged}
-        self._seed = OutgoingMessage(("server", mirror), seed, seed_of(ledger))
+        self._seed = OutgoingMessage(("server", backup), seed, seed_of(ledger))
         self._sent_at, self._patience_s = now, 4 * self._resend_s  # it may be large
         self._out.append(self._seed)
 

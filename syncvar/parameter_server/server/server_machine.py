@@ -44,7 +44,7 @@ class Server:
         self._heirs = [tuple(one) for one in heirs]
         self._room: Room = np.empty
         self._resend_s = resend_s
-        self._gone: set[int] = set()
+        self._ended: set[int] = set()
         self.new_copies: list[int] = []
         state = ReplicatedState(index, workers)
         self.primaries = {index: PrimaryReplica(index, state, self._backup_of(index), resend_s)}
@@ -72,7 +72,7 @@ class Server:
         kind = message["kind"]
         if kind == "copy":
             return self._copy(sender, message, arrays)
-        if sender[0] == "server" and sender[1] in self._gone:
+        if sender[0] == "server" and sender[1] in self._ended:
             return []  # a late message of a server that has failed
         if kind == "seed":
             return self._seed(sender, message, arrays)
@@ -94,9 +94,9 @@ class Server:
 
     def server_lost(self, server: int, now: float) -> list[OutgoingMessage]:
         """Take over a failed server's state if the backup is here, and replace lost backups."""
-        if server in self._gone or server == self.index:
+        if server in self._ended or server == self.index:
             return []
-        self._gone.add(server)
+        self._ended.add(server)
         outgoing: list[OutgoingMessage] = []
         for one in [one for one in self.copies if self._home_of(one) == self.index]:
             self._early.pop(one)
@@ -131,13 +131,13 @@ class Server:
 
     def _home_of(self, server: int) -> int:
         """Return the process in charge of a server's state."""
-        if server not in self._gone:
+        if server not in self._ended:
             return server
-        return next((other for other in self._heirs[server] if other not in self._gone), server)
+        return next((other for other in self._heirs[server] if other not in self._ended), server)
 
     def _backup_of(self, server: int) -> int | None:
         """Return the server with the backup of a state in charge here: the next that lives."""
-        alive = (one for one in self._heirs[server] if one not in self._gone and one != self.index)
+        alive = (one for one in self._heirs[server] if one not in self._ended and one != self.index)
         return next(alive, None)
 
     def _dispatch(self, outgoing: list[OutgoingMessage], now: float) -> list[OutgoingMessage]:

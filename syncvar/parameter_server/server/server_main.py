@@ -23,7 +23,6 @@ from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
-from syncvar.core.logs import log_at
 from syncvar.core.process_ids import (
     SERVER_0,
     heirs_of,
@@ -32,7 +31,7 @@ from syncvar.core.process_ids import (
     server_hosts,
     server_number,
 )
-from syncvar.core.settings import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig, log_at
 from syncvar.core.stack_dump import frames_before
 from syncvar.core.state_folder import write_record
 from syncvar.parameter_server.discovery import Directory

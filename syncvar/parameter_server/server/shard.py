@@ -127,16 +127,16 @@ class Shard:
     @classmethod
     def of_state(cls, state: dict[str, Any], room: Room) -> Shard:
         """Return the shard with this state."""
-        made = cls(Spec(*state["spec"]), state["array"], state["staleness"], room)
-        made._counts, made._settled = state["counts"], state["settled"]
+        shard = cls(Spec(*state["spec"]), state["array"], state["staleness"], room)
+        shard._counts, shard._settled = state["counts"], state["settled"]
         for rule, (steps, slots) in state["rules"].items():
-            made._rules[rule] = ServerRule(rule_of(rule[0], dict(rule[1])), made.array)
-            made._rules[rule].restore(steps, slots)
-        made._rounds = {
+            shard._rules[rule] = ServerRule(rule_of(rule[0], dict(rule[1])), shard.array)
+            shard._rules[rule].restore(steps, slots)
+        shard._rounds = {
             round_: {rank: Push(*push) for rank, push in pushes.items()}
             for round_, pushes in state["rounds"].items()
         }
-        return made
+        return shard
 
     @property
     def waits(self) -> bool:

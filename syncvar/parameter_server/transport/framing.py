@@ -26,6 +26,8 @@ from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    Borrow = Callable[[SharedMemoryReference], Any]
+
 NBYTES_MAX = 1 << 34  # of one message
 
 _HEAD = struct.Struct("<QII16s")
@@ -138,9 +140,7 @@ def length_of(start: Any, nbytes_max: int = NBYTES_MAX) -> int:
 
 
 def unpacked(
-    message: Any,
-    separate: Sequence[Any] = (),
-    borrow: Callable[[SharedMemoryReference], Any] | None = None,
+    message: Any, separate: Sequence[Any] = (), borrow: Borrow | None = None
 ) -> tuple[list[Any], SegmentId | None]:
     """Return the parts of a message, views of it, and the sender's segment (None for none).
 
@@ -167,15 +167,7 @@ def unpacked(
     crc = 0
     for size, location in zip(table[::2], table[1::2], strict=True):
         if location >= _LENT:
-            if segment is None:
-                raise ValueError("a message lends an array and names no shared memory")
-            reference = SharedMemoryReference(segment, location - _LENT, size)
-            if borrow is None:
-                raise InternalError(
-                    f"a message refers to an array of {size} bytes in shared memory: "
-                    f"{reference.refusal(None, 0)}"
-                )
-            frames.append(borrow(reference))
+            frames.append(_borrowed(segment, location - _LENT, size, borrow))
             continue
         if location == _SEPARATE:
             frame = next(others, None)
@@ -192,3 +184,15 @@ def unpacked(
     if at != nbytes or next(others, None) is not None or (checksum and checksum != (crc or 1)):
         raise ValueError("a message is not as it was sent")
     return frames, segment
+
+
+def _borrowed(segment: SegmentId | None, offset: int, size: int, borrow: Borrow | None) -> Any:
+    if segment is None:
+        raise ValueError("a message lends an array and names no shared memory")
+    reference = SharedMemoryReference(segment, offset, size)
+    if borrow is None:
+        raise InternalError(
+            f"a message refers to an array of {size} bytes in shared memory: "
+            f"{reference.refusal(None, 0)}"
+        )
+    return borrow(reference)

@@ -67,7 +67,7 @@ class Pipe:
     """
 
     def __init__(self, connected: socket.socket, *, is_opener: bool = False) -> None:
-        connected.setblocking(False)
+        connected.settimeout(0.0)
         self._socket = connected
         self.is_opener = is_opener
         self.peer: Any = None

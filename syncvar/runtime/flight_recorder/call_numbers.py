@@ -69,5 +69,5 @@ def ordinal(gaps: Sequence[Gap], call: int) -> int:
         >>> [ordinal(gaps, call) for call in (0, 1, 1_000_000, 3_000_001)]
         [1, 2, 3, 7]
     """
-    place = bisect.bisect_right(gaps, call, key=lambda gap: gap[0])
-    return call + 1 - (gaps[place - 1][1] if place else 0)
+    index = bisect.bisect_right(gaps, call, key=lambda gap: gap[0])
+    return call + 1 - (gaps[index - 1][1] if index else 0)

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from syncvar.core.stack_dump import StackFrame
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Run as `__main__`.
 _STARTERS = tuple(
     os.path.join(_PACKAGE, "bootstrap", name)
     for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
-)  # run as `__main__`
+)
 _looking = threading.Lock()
 
 

@@ -114,9 +114,8 @@ class Totals:
                 self._count(
                     entry.told, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done
                 )
-        self._fold_at = _FOLD_AT + 2 * len(
-            self._others
-        )  # running ones are not checked again at every call
+        # Running ones are not checked again at every call.
+        self._fold_at = _FOLD_AT + 2 * len(self._others)
 
     def _count(
         self, told: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False

@@ -93,7 +93,7 @@ class Recorder:
 
             self._totals = Totals(self._ring.append)
             self.add = self._totals.add
-        self._who = {
+        self._identity = {
             "rank": rank,
             "world_size": world_size,
             "generation": generation,
@@ -160,8 +160,8 @@ class Recorder:
 
         from syncvar.core.state_folder import write_record
 
-        text = json.dumps({"rank": self._who["rank"], "rows": totals.rows()})
-        name = f"stats-{self._who['rank']}.{self._who['generation']}.json"
+        text = json.dumps({"rank": self._identity["rank"], "rows": totals.rows()})
+        name = f"stats-{self._identity['rank']}.{self._identity['generation']}.json"
         try:
             write_record(self._stats, name, text)
         except OSError as error:
@@ -207,7 +207,7 @@ class Recorder:
         }
         return {
             "format": FORMAT,
-            **self._who,
+            **self._identity,
             "boot": boot_identity(),
             "process": self._process,
             "reason": reason,
@@ -240,7 +240,7 @@ class Recorder:
         if os.getpid() != self._process or not self._writing.acquire(timeout=_WRITING_S):
             return
         try:
-            name = record_name(self._who["rank"], self._who["generation"])
+            name = record_name(self._identity["rank"], self._identity["generation"])
             try:
                 from syncvar.core.state_folder import write_record
 

@@ -103,9 +103,9 @@ class LinkExchange:
         "_buffers",
         "_entry",
         "_incoming",
-        "_outlet",
         "_pending",
         "_round",
+        "_sink",
         "_stage",
         "_tag",
         "_ufunc",
@@ -119,14 +119,14 @@ class LinkExchange:
     need = 1
     needs_looks = False
 
-    def __init__(self, entry: PendingRecord, outlet: FrameSink) -> None:
+    def __init__(self, entry: PendingRecord, sink: FrameSink) -> None:
         self.group = entry.told.group
         self.call = entry.call
         self.queued = 0
         self.loans: list[Any] = []
         self.has_heard = False
         self._entry = entry
-        self._outlet = outlet
+        self._sink = sink
         self._stage = -1
         self._round = -1
         self._tag = -1  # tag of this round's frames; -1 between stages
@@ -191,7 +191,7 @@ class LinkExchange:
         self.has_heard = True
         array = self._buffers[wanted.buffer]
         per_segment = _per_segment(
-            wanted.stop - wanted.start, array.itemsize, self._outlet.segment_bytes
+            wanted.stop - wanted.start, array.itemsize, self._sink.segment_bytes
         )
         start = wanted.start + header.segment * per_segment
         stop = min(wanted.stop, start + per_segment)
@@ -214,7 +214,7 @@ class LinkExchange:
             del self._pending[source]
         else:
             self._pending[source] = left - 1
-        self._outlet.consumed(source, self.group, header.nbytes)
+        self._sink.consumed(source, self.group, header.nbytes)
 
     # -- rounds ------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class LinkExchange:
 
     def _enter(self, one: LinkRound) -> None:
         tag = self._tag = self._stage * _ROUNDS_PER_STAGE + self._round
-        itemsize, limit = self._buffers[0].itemsize, self._outlet.segment_bytes
+        itemsize, limit = self._buffers[0].itemsize, self._sink.segment_bytes
         self._incoming = one.incoming
         pending = self._pending = {}
         for peer, wanted in one.incoming.items():
@@ -267,15 +267,15 @@ class LinkExchange:
     def _send(
         self, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int
     ) -> None:
-        outlet, fingerprint = self._outlet, self._entry.told.fingerprint
+        sink, fingerprint = self._sink, self._entry.told.fingerprint
         segment = 0
         while True:
             end = min(stop, start + per_segment)
             piece = array[start:end]
             header = pack_header(
                 FrameType.DATA,
-                outlet.rank,
-                outlet.generation,
+                sink.rank,
+                sink.generation,
                 self.group,
                 self.call,
                 tag,
@@ -283,7 +283,7 @@ class LinkExchange:
                 fingerprint,
                 piece.nbytes,
             )
-            outlet.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
+            sink.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1
             start = end
             if start >= stop:

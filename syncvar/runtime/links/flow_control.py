@@ -50,9 +50,8 @@ class Flow:
         self._numbers = count()
         self._credits: dict[tuple[int, int], _Credit] = {}
         self._owed: dict[tuple[int, int], int] = {}
-        self._resting: deque[tuple[int, int]] = (
-            deque()
-        )  # (group, peer) of released pairs, from any thread
+        # (group, peer) of released pairs, from any thread.
+        self._resting: deque[tuple[int, int]] = deque()
         core.when_broken.append(lambda _: self._credits.clear())
 
     def post(

@@ -159,7 +159,7 @@ class Planner:
 
 def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:
     """Compile the stages of this rank; `members` are the world ranks of the group."""
-    made = []
+    compiled = []
     for part in parts:
         plan: Prepared | Published | None = None
         if part.plan is not None and part.on_host:
@@ -169,5 +169,5 @@ def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> Prepa
         elif not part.on_host:
             # stages between hosts are numbered in frames, so idle ranks count them too
             plan = _IDLE
-        made.append(_Ready(part.chunk.start, part.chunk.stop, plan))
-    return PreparedStages(tuple(made))
+        compiled.append(_Ready(part.chunk.start, part.chunk.stop, plan))
+    return PreparedStages(tuple(compiled))

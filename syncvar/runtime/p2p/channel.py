@@ -155,10 +155,10 @@ class P2PChannel:
             try:
                 if waits:
                     number = outward.tell(sort.what, stream.identity, call, array)
-                    has_begun = number != 0
+                    is_accepted = number != 0
                 else:
                     data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
-                    has_begun = outward.put(
+                    is_accepted = outward.put(
                         sort.what,
                         stream.identity,
                         call,
@@ -167,7 +167,7 @@ class P2PChannel:
                         array.nbytes,
                         waits=True,
                     )
-                if not has_begun:
+                if not is_accepted:
                     return False
                 count.next_call = count.number = stream.next_call = call + 1
                 is_over = not waits or outward.is_taken_soon(number)
@@ -175,7 +175,7 @@ class P2PChannel:
                     stream.recorder.add((sort.told, call, begin, monotonic_ns(), get_ident()))
                 self._keep((array.dtype, array.shape, kind), sort)
                 operation = (
-                    None if is_over else stream.operation(call, _begun(request(), number), begin)
+                    None if is_over else stream.operation(call, _resumed(request(), number), begin)
                 )
             except BaseException as error:  # the other rank may or may not have the message
                 if number:
@@ -195,8 +195,8 @@ class P2PChannel:
         sort = self._sorts.get((array.dtype, array.shape, kind))
         if sort is not None:
             return sort
-        stream, (said, dtype) = self.stream, words()
-        told = CallInfo(said, stream.identity, stream.members, 0, array.nbytes, WAY)
+        stream, (label, dtype) = self.stream, words()
+        told = CallInfo(label, stream.identity, stream.members, 0, array.nbytes, WAY)
         return MessageType(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
 
     def take(
@@ -233,16 +233,16 @@ class P2PChannel:
             stream.next_call = count.number = number + 1
             key = stream.identity, number
             try:
-                taken = inward.take(key, landing)
-                while taken is None and waits and inward.wait():
+                message_parts = inward.take(key, landing)
+                while message_parts is None and waits and inward.wait():
                     news = inward.seen
-                    taken = inward.take(key, landing)
+                    message_parts = inward.take(key, landing)
                     if inward.seen == news:  # another thread reads the ring
                         break
-                if taken is not None:
+                if message_parts is not None:
                     count.next_call = number + 1
-                    result = finish(*taken)
-                    sort = self._met(request, *taken)
+                    result = finish(*message_parts)
+                    sort = self._met(request, *message_parts)
                     stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
                     return result
                 if not waits:
@@ -285,9 +285,9 @@ class P2PChannel:
         return stream.next_call
 
     def _call_info(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
-        stream, made = self.stream, request()
-        made.body.close()
-        return CallInfo(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
+        stream, spec = self.stream, request()
+        spec.body.close()
+        return CallInfo(spec.what, stream.identity, stream.members, spec.digest, nbytes, WAY)
 
     def _met(
         self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
@@ -348,7 +348,7 @@ class P2PChannel:
             if error is not None:
                 raise error
             operation = stream.operation(
-                call, _begun(self._request(self, array), number, done), begin
+                call, _resumed(self._request(self, array), number, done), begin
             )
         except BaseException as why:
             if isinstance(end, SendEndpoint):
@@ -358,7 +358,7 @@ class P2PChannel:
         return engine.take_over(operation, None)
 
 
-def _begun(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveSpec:
+def _resumed(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveSpec:
     """Return a message's call that continues from its state in the ring, after `done` bytes."""
     if isinstance(request.message, Sending):
         request.message.go_on_with(number, done)

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from syncvar.shm.ring_table import Boxes
 
     Key = tuple[int, int]  # (identity of the pair's calls, call number)
-    Landing = Callable[
-        [int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None
-    ]  # (kind, dtype, shape) -> buffer for a message
+    # (kind, dtype, shape) -> buffer for a message.
+    Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]
     Taken = tuple[int, NDArray[Any]]  # kind, message
 
 
@@ -52,7 +51,7 @@ class EndpointTable:
     def __init__(self, boxes: Boxes, engine: ProgressEngine, kept_nbytes_max: int) -> None:
         self._boxes = boxes
         self._engine = engine
-        self._kept_nbytes_max = kept_nbytes_max
+        self._unexpected_nbytes_max = kept_nbytes_max
         self._outward: dict[int, SendEndpoint] = {}
         self._inward: dict[int, RecvEndpoint] = {}
 
@@ -68,10 +67,12 @@ class EndpointTable:
 
     def inward(self, source: int) -> RecvEndpoint:
         """Return the endpoint for receiving from a rank."""
-        made = self._inward.get(source)
-        return made or self._inward.setdefault(
+        created = self._inward.get(source)
+        return created or self._inward.setdefault(
             source,
-            RecvEndpoint(self._boxes, source, self._kept_nbytes_max, self._engine.book.following),
+            RecvEndpoint(
+                self._boxes, source, self._unexpected_nbytes_max, self._engine.book.following
+            ),
         )
 
 
@@ -89,7 +90,7 @@ class SendEndpoint:
         self.shm = boxes.channels.shm
         self.wait = boxes.channels.wait
         self._boxes = boxes
-        self._box: RingWriter | None = None
+        self._ring: RingWriter | None = None
         self._has_none = False
 
     def box(self) -> RingWriter | None:
@@ -97,10 +98,10 @@ class SendEndpoint:
 
         None if shared memory has no space for it.
         """
-        if self._box is None and not self._has_none:
-            self._box = self._boxes.outbox(self.dest)
-            self._has_none = self._box is None
-        return self._box
+        if self._ring is None and not self._has_none:
+            self._ring = self._boxes.outbox(self.dest)
+            self._has_none = self._ring is None
+        return self._ring
 
     def put(
         self,
@@ -122,11 +123,11 @@ class SendEndpoint:
         if not self.lock.acquire(blocking=False):
             return False
         try:
-            box = self.box()
-            if box is None:
+            ring = self.box()
+            if ring is None:
                 return False
-            while not box.put(what, stream, call, shape, data, nbytes):
-                room = box.room_at(shape, nbytes) if waits else None
+            while not ring.put(what, stream, call, shape, data, nbytes):
+                room = ring.room_at(shape, nbytes) if waits else None
                 if room is None or not self.wait(room[:1], room[1]):
                     return False
             return True
@@ -138,11 +139,11 @@ class SendEndpoint:
         if not self.lock.acquire(blocking=False):
             return 0
         try:
-            box = self.box()
-            if box is None:
+            ring = self.box()
+            if ring is None:
                 return 0
             address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
-            return box.tell(
+            return ring.tell(
                 what,
                 stream,
                 call,
@@ -156,25 +157,25 @@ class SendEndpoint:
 
     def is_taken_soon(self, number: int) -> bool:
         """Spin for a short while; return whether a long message has been read."""
-        box = self.box()
+        ring = self.box()
         return (
-            box is not None
-            and self.wait((box.answers_at(number),), (number << 1) - 1)
-            and box.answer(number) == 2
+            ring is not None
+            and self.wait((ring.answers_at(number),), (number << 1) - 1)
+            and ring.answer(number) == 2
         )
 
     def give_up(self, number: int) -> None:
         """Withdraw a long message."""
-        box = self.box()
-        if box is not None:
-            box.give_up(number)
+        ring = self.box()
+        if ring is not None:
+            ring.give_up(number)
 
     def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
         """Return the C endpoint, or None; see `Boxes.native_end`."""
-        if self._box is None:
+        if self._ring is None:
             return None
         return self._boxes.native_end(
-            self._box, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects
+            self._ring, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects
         )
 
     def tell_link(self) -> None:
@@ -183,13 +184,13 @@ class SendEndpoint:
         So the receiver does not poll the ring for it. A signal handler may have interrupted this
         very thread while it holds the lock. Then the receiver learns it a little later.
         """
-        box = self._box
-        if box is None:
+        ring = self._ring
+        if ring is None:
             return
-        box.count_link()
+        ring.count_link()
         if self.lock.acquire(blocking=False):
             try:
-                box.note_news()
+                ring.note_news()
             finally:
                 self.lock.release()
 
@@ -226,11 +227,11 @@ class RecvEndpoint:
         self.links = 0  # messages received over links
         self._boxes = boxes
         self._wait = boxes.channels.wait
-        self._box: RingReader | None = None
+        self._ring: RingReader | None = None
         self.seen = 0  # last news of the sender that was read
-        self._kept: dict[Key, _PendingMessage | RingEntry] = {}
-        self._kept_nbytes = 0
-        self._kept_nbytes_max = kept_nbytes_max
+        self._unexpected: dict[Key, _PendingMessage | RingEntry] = {}
+        self._unexpected_nbytes = 0
+        self._unexpected_nbytes_max = kept_nbytes_max
         self._refuses = False
         self._parts: dict[Key, _Parts] = {}
         self._forgotten: collections.deque[Key] = collections.deque()  # keys of failed receives
@@ -240,20 +241,26 @@ class RecvEndpoint:
     @property
     def has_no_box(self) -> bool:
         """Whether all messages from this rank come over links."""
-        return self._box is None and self._boxes.has_none(self.source)
+        return self._ring is None and self._boxes.has_none(self.source)
 
     @property
     def may_look(self) -> bool:
         """Whether spinning can end a wait: no announced message is known to come over a link."""
-        box = self._box
-        return box.by_link <= self.links if box is not None else not self.has_no_box
+        ring = self._ring
+        return ring.by_link <= self.links if ring is not None else not self.has_no_box
 
     def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
         """Return the C endpoint, or None; see `Boxes.native_end`."""
-        if self._box is None:
+        if self._ring is None:
             return None
         return self._boxes.native_end(
-            self._box, self.source, identity, eager_bytes, box=self.lock, kept=self._kept, **objects
+            self._ring,
+            self.source,
+            identity,
+            eager_bytes,
+            box=self.lock,
+            kept=self._unexpected,
+            **objects,
         )
 
     def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
@@ -265,11 +272,11 @@ class RecvEndpoint:
         """Spin for a short while; return whether there is news."""
         if not self.may_look:
             return False
-        box = self._box
+        ring = self._ring
         return (
             self._wait((self._boxes.comes_at(self.source),), 1)
-            if box is None
-            else self._wait((box.news_at,), self.seen + 1)
+            if ring is None
+            else self._wait((ring.news_at,), self.seen + 1)
         )
 
     def take(self, key: Key, landing: Landing) -> Taken | None:
@@ -290,7 +297,7 @@ class RecvEndpoint:
             if parts is not None and not parts.missing:
                 del self._parts[key]
                 return parts.kind, parts.message
-            found = self._kept.pop(key, None)
+            found = self._unexpected.pop(key, None)
             return (
                 self._search(key, landing) if found is None else self._opened(key, found, landing)
             )
@@ -308,90 +315,90 @@ class RecvEndpoint:
         while self._forgotten:
             key = self._forgotten.popleft()
             self._parts.pop(key, None)
-            found = self._kept.pop(key, None)
+            found = self._unexpected.pop(key, None)
             if isinstance(found, _PendingMessage):
                 self._let_go(found)
 
     def _search(self, key: Key, landing: Landing) -> Taken | None:
-        box = self._box
-        if box is None:
-            box = self._box = self._boxes.inbox(self.source)
-            if box is None:
+        ring = self._ring
+        if ring is None:
+            ring = self._ring = self._boxes.inbox(self.source)
+            if ring is None:
                 return None
         while True:
-            self.seen = box.news
-            entry = box.first()
+            self.seen = ring.news
+            entry = ring.first()
             if entry is None:
                 return None
             if entry.form == Form.PART:
-                ended = self._add(box, entry)
-                box.free()
+                ended = self._add(ring, entry)
+                ring.free()
                 if ended == key:
                     parts = self._parts.pop(key)
                     return parts.kind, parts.message
             elif (entry.stream, entry.call) != key:
-                self._keep(box, entry)
-                box.free()
+                self._keep(ring, entry)
+                ring.free()
             elif entry.form == Form.WHOLE:
-                made = self._landed(entry, landing, box.bytes_at(entry.data, entry.nbytes))
-                box.free()
-                return entry.kind, made
+                created = self._landed(entry, landing, ring.bytes_at(entry.data, entry.nbytes))
+                ring.free()
+                return entry.kind, created
             else:
-                box.free()
+                ring.free()
                 return self._opened(key, entry, landing)
 
     def _landed(
         self, entry: RingEntry, landing: Landing, source: NDArray[np.uint8]
     ) -> NDArray[Any]:
-        made = self._place(entry, landing)
+        created = self._buffer_for(entry, landing)
         if entry.nbytes:
-            made.reshape(-1).view(np.uint8)[...] = source
-        return made
+            created.reshape(-1).view(np.uint8)[...] = source
+        return created
 
     @staticmethod
-    def _place(entry: RingEntry, landing: Landing) -> NDArray[Any]:
+    def _buffer_for(entry: RingEntry, landing: Landing) -> NDArray[Any]:
         dtype = dtype_from_index(entry.dtype)
-        made = landing(entry.kind, dtype, entry.shape)
-        return np.empty(entry.shape, dtype) if made is None else made
+        created = landing(entry.kind, dtype, entry.shape)
+        return np.empty(entry.shape, dtype) if created is None else created
 
-    def _keep(self, box: RingReader, entry: RingEntry) -> None:
+    def _keep(self, ring: RingReader, entry: RingEntry) -> None:
         key = entry.stream, entry.call
         # In this order: another thread that begins the receive adds to `expected` before the
         # number grows.
         if entry.call < self._following(entry.stream) and key not in self.expected:
             return  # its receive has failed
         if entry.form == Form.TOLD:
-            self._kept[key] = entry
+            self._unexpected[key] = entry
             return
         message = np.empty(entry.shape, dtype_from_index(entry.dtype))
         if entry.nbytes:
-            message.reshape(-1).view(np.uint8)[...] = box.bytes_at(entry.data, entry.nbytes)
-        self._kept[key] = _PendingMessage(entry.kind, message)
-        self._kept_nbytes += message.nbytes
-        if self._kept_nbytes > self._kept_nbytes_max and not self._refuses:
+            message.reshape(-1).view(np.uint8)[...] = ring.bytes_at(entry.data, entry.nbytes)
+        self._unexpected[key] = _PendingMessage(entry.kind, message)
+        self._unexpected_nbytes += message.nbytes
+        if self._unexpected_nbytes > self._unexpected_nbytes_max and not self._refuses:
             self._refuses = True
-            box.refuse(refuses=True)
+            ring.refuse(refuses=True)
 
     def _let_go(self, found: _PendingMessage) -> None:
-        self._kept_nbytes -= found.message.nbytes
+        self._unexpected_nbytes -= found.message.nbytes
         if (
             self._refuses
-            and self._box is not None
-            and self._kept_nbytes * 2 < self._kept_nbytes_max
+            and self._ring is not None
+            and self._unexpected_nbytes * 2 < self._unexpected_nbytes_max
         ):
             self._refuses = False
-            self._box.refuse(refuses=False)
+            self._ring.refuse(refuses=False)
 
     def _opened(
         self, key: Key, found: _PendingMessage | RingEntry, landing: Landing
     ) -> Taken | None:
         if isinstance(found, _PendingMessage):
             self._let_go(found)
-            made = landing(found.kind, found.message.dtype, found.message.shape)
-            if made is None:
+            created = landing(found.kind, found.message.dtype, found.message.shape)
+            if created is None:
                 return found.kind, found.message
-            made[...] = found.message
-            return found.kind, made
+            created[...] = found.message
+            return found.kind, created
         return self._read(key, found, landing)
 
     def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Taken | None:
@@ -399,40 +406,40 @@ class RecvEndpoint:
 
         None if it was withdrawn, comes in parts, or the sender died.
         """
-        box = self._box
-        assert box is not None
-        if box.was_given_up(entry.number):
+        ring = self._ring
+        assert ring is not None
+        if ring.was_given_up(entry.number):
             return None
         if entry.offset:
-            made = self._landed(entry, landing, box.resident(entry.offset - 1, entry.nbytes))
+            created = self._landed(entry, landing, ring.resident(entry.offset - 1, entry.nbytes))
         else:
             if self._reach is False:
                 self._reach = self._boxes.reach(self.source)
-            made = self._place(entry, landing)
+            created = self._buffer_for(entry, landing)
             if self._reach is None:
-                self._parts[key] = _Parts(entry.kind, made)
-                box.want(entry.number)
+                self._parts[key] = _Parts(entry.kind, created)
+                ring.want(entry.number)
                 return None
             try:
-                is_alive = self._reach.read(0, entry.place, made)
+                is_alive = self._reach.read(0, entry.place, created)
             except SyncvarError:
-                if box.was_given_up(entry.number):
+                if ring.was_given_up(entry.number):
                     return None
                 raise
             if not is_alive:
                 return None
-        if box.was_given_up(entry.number):
+        if ring.was_given_up(entry.number):
             return None
-        box.taken(entry.number)
-        return entry.kind, made
+        ring.taken(entry.number)
+        return entry.kind, created
 
-    def _add(self, box: RingReader, entry: RingEntry) -> Key | None:
+    def _add(self, ring: RingReader, entry: RingEntry) -> Key | None:
         """Copy a part into its message; return the key if it was the last part."""
         key = entry.stream, entry.call
         parts = self._parts.get(key)
         if parts is None:
             return None  # its receive has failed
-        parts.bytes[entry.place : entry.place + entry.nbytes] = box.bytes_at(
+        parts.bytes[entry.place : entry.place + entry.nbytes] = ring.bytes_at(
             entry.data, entry.nbytes
         )
         parts.missing -= entry.nbytes

@@ -32,21 +32,21 @@ class Sending:
     """A message to send; its request waits for this object until the receiver has answered."""
 
     def __init__(
-        self, outward: SendEndpoint, what: int, array: NDArray[Any], *, waits: bool
+        self, outward: SendEndpoint, type_word: int, array: NDArray[Any], *, waits: bool
     ) -> None:
         self._outward = outward
-        self._what = what
+        self._type_word = type_word
         self._array = array
         self._waits = waits
         self._bytes = array.reshape(-1).view(np.uint8).data
         self._number = 0  # number of a long message in the ring
-        self._gone = 0  # bytes sent in parts
+        self._sent_nbytes = 0  # bytes sent in parts
         self._group = self._call = 0
 
-    def go_on_with(self, number: int, gone: int = 0) -> None:
-        """Continue an announced long message, of which `gone` bytes have been sent in parts."""
+    def go_on_with(self, number: int, sent_nbytes: int = 0) -> None:
+        """Continue an announced long message, of which `sent_nbytes` have been sent in parts."""
         self._number = number
-        self._gone = gone
+        self._sent_nbytes = sent_nbytes
 
     def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
         """Return the steps of the call, given its steps over a link.
@@ -61,7 +61,7 @@ class Sending:
     @property
     def need(self) -> int:
         """Number that changes whenever the message makes progress."""
-        return self._gone
+        return self._sent_nbytes
 
     @property
     def needs_looks(self) -> bool:
@@ -80,31 +80,31 @@ class Sending:
 
     def is_reached(self) -> bool:
         """Send the requested parts; return whether the receiver has the message."""
-        outward, box = self._outward, self._outward.box()
-        if box is None:
+        outward, ring = self._outward, self._outward.box()
+        if ring is None:
             raise InternalError("the ring of an announced message is gone")
-        answer = box.answer(self._number)
+        answer = ring.answer(self._number)
         if answer != 1 or not outward.lock.acquire(blocking=False):
             return answer == 2
         nbytes = len(self._bytes)
         try:
-            while self._gone < nbytes and (
-                sent := box.part(self._group, self._call, self._gone, self._bytes)
+            while self._sent_nbytes < nbytes and (
+                sent := ring.part(self._group, self._call, self._sent_nbytes, self._bytes)
             ):
-                self._gone += sent
+                self._sent_nbytes += sent
         finally:
             outward.lock.release()
-        if self._gone == nbytes:
-            box.give_up(self._number)  # its number becomes free
-        return self._gone == nbytes
+        if self._sent_nbytes == nbytes:
+            ring.give_up(self._number)  # its number becomes free
+        return self._sent_nbytes == nbytes
 
     def look(self) -> bool:
         """Spin for a short while; return whether the receiver has answered."""
-        box = self._outward.box()
+        ring = self._outward.box()
         # the receiver has to read the sent parts first
-        if box is None or box.answer(self._number) == 1:
+        if ring is None or ring.answer(self._number) == 1:
             return False
-        return self._outward.wait((box.answers_at(self._number),), (self._number << 1) - 1)
+        return self._outward.wait((ring.answers_at(self._number),), (self._number << 1) - 1)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -134,10 +134,16 @@ class Sending:
         """Write or announce the message in the ring; return False if that is impossible."""
         array = self._array
         if self._waits:
-            self._number = self._outward.tell(self._what, self._group, self._call, array)
+            self._number = self._outward.tell(self._type_word, self._group, self._call, array)
             return self._number != 0
         return self._outward.put(
-            self._what, self._group, self._call, array.shape, self._bytes, array.nbytes, waits=False
+            self._type_word,
+            self._group,
+            self._call,
+            array.shape,
+            self._bytes,
+            array.nbytes,
+            waits=False,
         )
 
 

@@ -88,26 +88,26 @@ class Mailbox:
         with _lock:
             first = self._popped(tuple)
             if first is None:
-                made = _Expected(self._refusal(name, "wait after that"), finish)
-                self._append(made)
-                return made
+                receive = _Expected(self._refusal(name, "wait after that"), finish)
+                self._append(receive)
+                return receive
         return done(finish(*first))
 
     def _popped(self, kind: type) -> Any:
         """Remove and return the oldest item if it has this type; else None."""
-        box = self._boxes.get(self._tag)
-        if box is None or not isinstance(box[0], kind):
+        queue = self._boxes.get(self._tag)
+        if queue is None or not isinstance(queue[0], kind):
             return None
-        if len(box) == 1:
+        if len(queue) == 1:
             del self._boxes[self._tag]
-        return box.popleft()
+        return queue.popleft()
 
     def _append(self, item: Any) -> None:
-        box = self._boxes.get(self._tag)
-        if box is None:
+        queue = self._boxes.get(self._tag)
+        if queue is None:
             self._boxes[self._tag] = deque([item])
         else:
-            box.append(item)
+            queue.append(item)
 
     def _refusal(self, name: str, advice: str) -> UsageError:
         return UsageError(

@@ -14,7 +14,7 @@ from syncvar.runtime.flight_recorder.call_sites import own_site
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SITE_MAX = 200  # characters; all of them must fit into one control message
+_LINE_MAX = 200  # characters; all of them must fit into one control message
 
 
 class SentMessages:
@@ -26,7 +26,7 @@ class SentMessages:
     def note(self, identity: int, dest: int, tag: int) -> None:
         """Record, from any thread, that this rank begins to send messages with a pair and tag."""
         known = self._streams.pop(identity, None)
-        self._streams[identity] = known or (dest, tag, own_site()[-_SITE_MAX:])
+        self._streams[identity] = known or (dest, tag, own_site()[-_LINE_MAX:])
         if len(self._streams) > STREAMS_MAX:
             with contextlib.suppress(RuntimeError, StopIteration):  # another thread has changed it
                 self._streams.pop(next(iter(self._streams)), None)
@@ -38,6 +38,6 @@ class SentMessages:
             following: Returns the number of the next message of a pair and tag.
         """
         return [
-            SentCount(identity, dest, tag, following(identity), site)
-            for identity, (dest, tag, site) in list(self._streams.items())[-STREAMS_MAX:]
+            SentCount(identity, dest, tag, following(identity), line)
+            for identity, (dest, tag, line) in list(self._streams.items())[-STREAMS_MAX:]
         ]

@@ -83,11 +83,9 @@ class PersistentCallBuilder(NamedTuple):
 
     def saying(self, said: Said | None) -> PersistentCallBuilder:
         """Return a builder with the text and fingerprint of one call."""
-        return (
-            self
-            if said is None
-            else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
-        )
+        if said is None:
+            return self
+        return self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> Request:
         return Request(
@@ -129,13 +127,8 @@ class PersistentCallBuilder(NamedTuple):
             notes: Report the duration of waits, from which `crowd` detects contention for the GIL.
         """
         communicator, channel, engine, told = self
-        queue, busy, digest, add, clock = (
-            channel.queue,
-            communicator.busy,
-            told.fingerprint,
-            engine.recorder.add,
-            monotonic_ns,
-        )
+        queue, busy, digest = channel.queue, communicator.busy, told.fingerprint
+        add, clock = engine.recorder.add, monotonic_ns
 
         def call(
             x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
@@ -161,21 +154,11 @@ class PersistentCallBuilder(NamedTuple):
                 communicator.next_call = number + 1
                 begin = clock()
                 try:
-                    made, steps, need, held = attempt(
-                        number,
-                        ((digest if said is None else said[1]) + number * SPREAD) & MASK,
-                        arrays,
-                    )
+                    check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
+                    made, steps, need, held = attempt(number, check, arrays)
                     if steps is None:
-                        add(
-                            (
-                                told if said is None else self.saying(said).told,
-                                number,
-                                begin,
-                                clock(),
-                                get_ident(),
-                            )
-                        )
+                        info = told if said is None else self.saying(said).told
+                        add((info, number, begin, clock(), get_ident()))
                         return made
                 except BaseException as error:
                     self.saying(said).interrupt(number, begin, error)
@@ -345,11 +328,8 @@ class PersistentCallBuilder(NamedTuple):
 
 def as_far_as_others_come(channel: Channel, steps: Iterable[int], number: int) -> int | None:
     """Run steps while spinning; return the publication to wait for, or None at the end."""
-    wait, others, limit = (
-        channel.hold if crowd.holds() else channel.wait,
-        channel.others,
-        (number << 1) + 4,
-    )
+    wait = channel.hold if crowd.holds() else channel.wait
+    others, limit = channel.others, (number << 1) + 4
     with quiet():  # overflow gives infinity, on all ranks
         for need in steps:
             if need == DISAGREE or not wait(others, need, limit):

@@ -71,12 +71,10 @@ def prepare_kinds(
     ground = preparation_of(
         communicator, what, digest, sum(sizes), "shm small" if longest is None else "shm"
     )
-    return (
-        None
-        if ground is None
-        else (_short if longest is None else _long)(
-            ground, _Kinds(ordered, sizes, leaves, communicator.size)
-        )
+    if ground is None:
+        return None
+    return (_short if longest is None else _long)(
+        ground, _Kinds(ordered, sizes, leaves, communicator.size)
     )
 
 
@@ -131,13 +129,8 @@ class _Kinds(NamedTuple):
 
 def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     """Build the persistent call of arrays that all go through slots."""
-    channel, engine, digest, leaves, nbytes = (
-        ground.channel,
-        ground.engine,
-        ground.told.fingerprint,
-        several.leaves,
-        places_of(several.sizes)[1],
-    )
+    channel, engine, digest = ground.channel, ground.engine, ground.told.fingerprint
+    leaves, nbytes = several.leaves, places_of(several.sizes)[1]
 
     def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
         """Continue a call that C has published; return the results as a tuple."""

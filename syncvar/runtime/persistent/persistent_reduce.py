@@ -84,28 +84,18 @@ def prepare_reduction(
     fate = OutputSpec(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
     if ends.collective == "reduce" and not fate.terms:
         fate = fate._replace(nothing=NOTHING)
-    return (
-        _small(ground, how, shape, apply, fate, leaves)
-        if is_small
-        else _long(ground, how, shape, apply, fate)
-    )
+    if is_small:
+        return _small(ground, how, shape, apply, fate, leaves)
+    return _long(ground, how, shape, apply, fate)
 
 
 def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
     """Build the persistent call of a barrier, a reduction of empty arrays, or return None."""
     ground = preparation_of(communicator, what, digest, 0, "shm")
-    return (
-        None
-        if ground is None
-        else _small(
-            ground,
-            reduction("sum", np.dtype(np.uint8)),
-            (0,),
-            None,
-            OutputSpec(EVERYWHERE, range(communicator.size), NOTHING),
-            None,
-        )
-    )
+    if ground is None:
+        return None
+    fate = OutputSpec(EVERYWHERE, range(communicator.size), NOTHING)
+    return _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None, fate, None)
 
 
 class OutputSpec(NamedTuple):
@@ -171,11 +161,9 @@ def _small(
 
     def combined(steps: Levels, out: Any) -> NDArray[Any]:
         if not steps:
-            return (
-                nothing
-                if nothing is not None
-                else fate.filled(empty(shape, kind) if out is None else out)
-            )
+            if nothing is not None:
+                return nothing
+            return fate.filled(empty(shape, kind) if out is None else out)  # type: ignore[no-any-return]
         total: NDArray[Any] = (
             (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
         )
@@ -252,11 +240,9 @@ def _small(
             channel.phase = words[entry + PHASE] = 0
         words[entry] = target | side
         result = finished(side, check, target, out)
-        return (
-            (None, rest(check, target, out), target, None)
-            if result is None
-            else (result, None, 0, None)
-        )
+        if result is None:
+            return (None, rest(check, target, out), target, None)
+        return (result, None, 0, None)
 
     call = ground.plainly(arrays_of, attempt)
     if leaves is not None:
@@ -280,15 +266,8 @@ def _small(
             return False, left(check, target, made)
         if leaves is not None:
             store_parts(flat_of(made), result, None)
-        add(
-            (
-                told if said is None else ground.saying(said).told,
-                number,
-                begin,
-                clock(),
-                get_ident(),
-            )
-        )
+        info = told if said is None else ground.saying(said).told
+        add((info, number, begin, clock(), get_ident()))
         return True, result if leaves is None else made
 
     def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
@@ -410,15 +389,8 @@ def _long(
     is_flat = len(shape) == 1
 
     def vector_of(flat: NDArray[Any], flat_out: NDArray[Any]) -> ReduceBuffers:
-        return ReduceBuffers.of(
-            [flat],
-            [flat_out if nothing is None else nowhere],
-            ufunc,
-            accumulate,
-            divisor,
-            apply,
-            ends,
-        )
+        targets = [flat_out if nothing is None else nowhere]
+        return ReduceBuffers.of([flat], targets, ufunc, accumulate, divisor, apply, ends)
 
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[ReduceBuffers, NDArray[Any]] | None:
         if not has_segments(channel):
@@ -462,11 +434,8 @@ def _long(
         if run is not None:
             return False, then(run, made, fate)
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-        return False, then(
-            reduce_published(channel, check, vector_of(x.reshape(-1), made.reshape(-1)), native),
-            made,
-            fate,
-        )
+        vector = vector_of(x.reshape(-1), made.reshape(-1))
+        return False, then(reduce_published(channel, check, vector, native), made, fate)
 
     like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
     vector = vector_of(like, like)
@@ -506,11 +475,9 @@ def reducing(
         vector, made = arrays
         steps = reduce(channel, (number, check), vector)
         need = as_far_as_others_come(channel, steps, number)
-        return (
-            (fate.filled(made), None, 0, None)
-            if need is None
-            else (None, then(steps, made, fate), need, None)
-        )
+        if need is None:
+            return (fate.filled(made), None, 0, None)
+        return (None, then(steps, made, fate), need, None)
 
     return ground.plainly(arrays_of, attempt, notes=True)
 

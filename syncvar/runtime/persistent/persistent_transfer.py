@@ -151,11 +151,8 @@ def _natively(
     blocks = front(x, None)
     if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
         return None
-    made, takes_nothing, nbytes = (
-        blocks.made,
-        blocks.made is NOTHING,
-        layout.elements * layout.dtype.itemsize,
-    )
+    made, takes_nothing = blocks.made, blocks.made is NOTHING
+    nbytes = layout.elements * layout.dtype.itemsize
     keeps = blocks.own is not None and (folds or blocks.own_target is not None)
     sources = [_offset(block, x) for block in (*blocks.outgoing, *([blocks.own] if keeps else ()))]
     targets = [
@@ -184,17 +181,10 @@ def _natively(
             tuple([start // layout.dtype.itemsize for start in sources]),
             tuple([start // layout.dtype.itemsize for start in targets]),
         )
-        return (
-            native
-            if native is not None and teach_moves(channel, layout, blocks, starts, native)
-            else None
-        )
-    puts = tuple(
-        [
-            (start, place * nbytes, nbytes, channel.rank)
-            for place, start in enumerate(sources[: len(blocks.outgoing)])
-        ]
-    )
+        is_taught = native is not None and teach_moves(channel, layout, blocks, starts, native)
+        return native if is_taught else None
+    places = enumerate(sources[: len(blocks.outgoing)])
+    puts = tuple([(start, place * nbytes, nbytes, channel.rank) for place, start in places])
     goals = targets * len(layout.takes) if folds else targets[: len(layout.takes)]
     others = [
         (place * nbytes, goal, nbytes, peer)
@@ -232,12 +222,8 @@ class _SmallBlocks:
 
         def slots(rank: int, place: int) -> list[NDArray[Any]]:
             """Return a block's place in a rank's slot, on both sides."""
-            return [
-                channel.small(rank, side, count * (place + 1), dtype)[place * count :].reshape(
-                    shape
-                )
-                for side in (0, 1)
-            ]
+            flat = [channel.small(rank, side, count * (place + 1), dtype) for side in (0, 1)]
+            return [one[place * count :].reshape(shape) for one in flat]
 
         self._mine = list(
             zip(*[slots(channel.rank, place) for place in range(layout.blocks)], strict=True)

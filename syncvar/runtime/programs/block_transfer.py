@@ -144,12 +144,8 @@ class TransferLayout(NamedTuple):
         """Return whether long blocks are read from the memory of their ranks."""
         if channel.reach is None or self.ufunc is not None:
             return False
-        return is_worth_reading(
-            self.elements * self.dtype.itemsize,
-            self.blocks,
-            self.most_takes,
-            are_native=channel.are_native,
-        )
+        nbytes, are_native = self.elements * self.dtype.itemsize, channel.are_native
+        return is_worth_reading(nbytes, self.blocks, self.most_takes, are_native=are_native)
 
     @property
     def how(self) -> Arithmetic:
@@ -170,16 +166,13 @@ class TransferLayout(NamedTuple):
     ) -> CompiledProgram:
         """Return the program of this rank; see `move_code`."""
         folds, own = self.ufunc is not None, blocks.own
+        elements, itemsize, are_native = self.elements, self.dtype.itemsize, channel.are_native
         cell, lag = cells_of_blocks(
-            self.elements,
-            self.dtype.itemsize,
-            self.blocks,
-            channel.size,
-            are_native=channel.are_native,
+            elements, itemsize, self.blocks, channel.size, are_native=are_native
         )
         move = Move(
             channel.rank,
-            self.elements,
+            elements,
             cell,
             lag,
             max(1, self.blocks),
@@ -314,13 +307,8 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
     """Write the blocks that go with phase 0; return the mark that is published with it."""
     layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
-        open_code(
-            channel,
-            layout.code(channel, blocks, TransferPath.SLOTS),
-            layout.how,
-            movement.arrays,
-            channel.side ^ 1,
-        )
+        code = layout.code(channel, blocks, TransferPath.SLOTS)
+        open_code(channel, code, layout.how, movement.arrays, channel.side ^ 1)
         return 0
     side = channel.tail ^ 1
     flat = movement.outgoing
@@ -328,13 +316,8 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
         channel.reserve_segments()
     offer = _tell(channel, layout, flat)
     if flat and not offer:
-        open_code(
-            channel,
-            layout.code(channel, blocks, TransferPath.CELLS),
-            layout.how,
-            movement.arrays,
-            side,
-        )
+        code = layout.code(channel, blocks, TransferPath.CELLS)
+        open_code(channel, code, layout.how, movement.arrays, side)
         channel.tail = side
     return side << 3 | offer
 
@@ -375,13 +358,8 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
         code = layout.code(channel, blocks, TransferPath.DIRECT)
     else:
         has_told = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
-        code = layout.code(
-            channel,
-            blocks,
-            TransferPath.CELLS,
-            has_told=has_told,
-            some_told=any(offer & _LOCATED for offer in offers),
-        )
+        some_told, path = any(offer & _LOCATED for offer in offers), TransferPath.CELLS
+        code = layout.code(channel, blocks, path, has_told=has_told, some_told=some_told)
         if code.last_side is not None:
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side
 

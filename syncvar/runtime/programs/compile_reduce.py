@@ -192,21 +192,13 @@ class _Arrays:
 
     def copies_into(self, cell: Span, start: int) -> tuple[CopyInstruction, ...]:
         """Return the copies of source elements, from `start` on, into another memory."""
-        return tuple(
-            [
-                CopyInstruction(theirs, ours)
-                for theirs, ours in self._pairs(MemoryKind.SOURCE, cell, start)
-            ]
-        )
+        pairs = self._pairs(MemoryKind.SOURCE, cell, start)
+        return tuple([CopyInstruction(theirs, ours) for theirs, ours in pairs])
 
     def copies_from(self, made: Span, start: int) -> tuple[CopyInstruction, ...]:
         """Return the copies of a combination into the targets, from `start` of the vector on."""
-        return tuple(
-            [
-                CopyInstruction(ours, theirs)
-                for theirs, ours in self._pairs(MemoryKind.TARGET, made, start)
-            ]
-        )
+        pairs = self._pairs(MemoryKind.TARGET, made, start)
+        return tuple([CopyInstruction(ours, theirs) for theirs, ours in pairs])
 
     def are_many(self, start: int, length: int) -> bool:
         """Return whether a range covers so many arrays that they are combined together."""
@@ -282,13 +274,11 @@ class _Arrays:
 
     def _pairs(self, kind: MemoryKind, whole: Span, start: int) -> list[tuple[Span, Span]]:
         """Return the parts of arrays in a range, each with its part of another memory."""
-        return [
-            (
-                Span(Memory(kind, -1, array), first, last - first),
-                whole.cut(place, place + last - first),
-            )
-            for array, first, last, place in self._pieces(start, whole.length)
-        ]
+        pairs = []
+        for array, first, last, place in self._pieces(start, whole.length):
+            part = Span(Memory(kind, -1, array), first, last - first)
+            pairs.append((part, whole.cut(place, place + last - first)))
+        return pairs
 
 
 def lower_reduce(
@@ -334,14 +324,8 @@ class _Lowering:
         block: int,
         ends: ResultPlacement,
     ) -> None:
-        self.rank, self.size, self.arrays, self.cells, self.places, self.block = (
-            rank,
-            size,
-            arrays,
-            cells,
-            places,
-            block,
-        )
+        self.rank, self.size, self.arrays = rank, size, arrays
+        self.cells, self.places, self.block = cells, places, block
         self.count = arrays.count
         self.turns = -(-self.count // cells.elements)
         self.steps: list[Instruction] = []
@@ -364,13 +348,8 @@ class _Lowering:
     def program(self) -> Program:
         if self.places.into_all and len(self.places.sources) == self.size:
             low, high = owner_bounds(self.count, self.size)[self.rank]
-            self._into_all(
-                low,
-                [
-                    Span(Memory(MemoryKind.PEER_SOURCE, rank), low, high - low)
-                    for rank in range(self.size)
-                ],
-            )
+            inputs = [Memory(MemoryKind.PEER_SOURCE, rank) for rank in range(self.size)]
+            self._into_all(low, [Span(memory, low, high - low) for memory in inputs])
             return Program((), (*self.steps, Publish(), Await()), None)
         opening = tuple(
             copy for turn in range(min(self.cells.lag, self.turns)) for copy in self._put(turn)
@@ -380,12 +359,8 @@ class _Lowering:
         else:
             self._owners()
         last = ((self.turns - 1) // self.cells.lag) & 1 if self.puts and self.turns else None
-        return Program(
-            opening,
-            tuple(self.steps),
-            last,
-            not self.sums_all or bool(self.places.sources) or self.places.goes_on,
-        )
+        is_read = not self.sums_all or bool(self.places.sources) or self.places.goes_on
+        return Program(opening, tuple(self.steps), last, is_read)
 
     def _length(self, turn: int) -> int:
         return min(self.cells.elements, self.count - turn * self.cells.elements)
@@ -413,14 +388,12 @@ class _Lowering:
         low, high = owner_bounds(length, self.size)[self.rank]
         if self.sums_all or self.places.converts or self.arrays.are_many(start + low, high - low):
             low = high = 0  # copy its own part too
-        return [
-            copy
-            for first, last in ((0, low), (high, length))
-            if last > first
-            for copy in self.arrays.copies_into(
-                self._cell(self.rank, turn, first, last), start + first
-            )
-        ]
+        copies: list[CopyInstruction] = []
+        for first, last in ((0, low), (high, length)):
+            if last > first:
+                cell = self._cell(self.rank, turn, first, last)
+                copies += self.arrays.copies_into(cell, start + first)
+        return copies
 
     def _all_sum(self) -> None:
         lag, turns = self.cells.lag, self.turns
@@ -432,13 +405,9 @@ class _Lowering:
             self.steps += self._put(turn + lag)
             length = self._length(turn)
             terms = tuple([self._in_cells(rank, turn, 0, length) for rank in self.terms])
-            self.steps += self.arrays.sum(
-                terms,
-                turn * self.cells.elements,
-                length,
-                self._own_of(self.terms),
-                makes_first=self.places.makes_first,
-            )
+            start, own = turn * self.cells.elements, self._own_of(self.terms)
+            makes_first = self.places.makes_first
+            self.steps += self.arrays.sum(terms, start, length, own, makes_first=makes_first)
             if turn < heard:
                 self.steps.append(Publish())
         # Published inputs must stay until all ranks have read them.

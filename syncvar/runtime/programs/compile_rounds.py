@@ -62,12 +62,8 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
                 steps += _taken(take, whole, 0)
         elif publication.longest:
             for low in range(0, publication.longest, window):
-                put = _put(
-                    publication.ranges,
-                    Memory(MemoryKind.CELLS, rank, windows & 1),
-                    low,
-                    min(publication.length, low + window),
-                )
+                cells, high = Memory(MemoryKind.CELLS, rank, windows & 1), low + window
+                put = _put(publication.ranges, cells, low, min(publication.length, high))
                 if small or windows:
                     steps += [*put, Publish(), Await()]
                 else:
@@ -101,12 +97,8 @@ def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[Cop
     for chunk in ranges:
         start, stop = max(low, begin), min(high, begin + chunk.count)
         if stop > start:
-            made.append(
-                CopyInstruction(
-                    _stretch(chunk).cut(start - begin, stop - begin),
-                    Span(into, start - low, stop - start),
-                )
-            )
+            source = _stretch(chunk).cut(start - begin, stop - begin)
+            made.append(CopyInstruction(source, Span(into, start - low, stop - start)))
         begin += chunk.count
     return made
 

@@ -125,23 +125,17 @@ def lower_move(
     if way != TransferPath.CELLS:
         move = move._replace(cell=move.elements)
         steps = (*_keep(move, 0), *_take(move, way, 0))
-        return (
-            Program(tuple(_put(move, way, 0)), steps)
-            if way == TransferPath.SLOTS
-            else Program((), (*steps, Publish(), Await()))
-        )
+        if way == TransferPath.SLOTS:
+            return Program(tuple(_put(move, way, 0)), steps)
+        return Program((), (*steps, Publish(), Await()))
     turns = -(-move.elements // move.cell)
     opening = _put(move, way, 0)
     told: list[Instruction] = (
         [*(opening if has_told else ()), Publish(), Await()] if some_told else []
     )
     last_side = ((turns - 1) // move.lag) & 1 if move.puts and turns else None
-    return Program(
-        () if has_told else tuple(opening),
-        (*told, *_by_cells(move, turns)),
-        last_side,
-        is_read=False,
-    )
+    copies = () if has_told else tuple(opening)
+    return Program(copies, (*told, *_by_cells(move, turns)), last_side, is_read=False)
 
 
 def _by_cells(move: Move, turns: int) -> list[Instruction]:
@@ -186,12 +180,8 @@ def _keep(move: Move, turn: int) -> list[CopyInstruction]:
     start, length = turn * move.cell, move.length(turn)
     if move.folds or not move.keeps or not length:
         return []
-    return [
-        CopyInstruction(
-            move.own(MemoryKind.SOURCE, move.puts, start, length),
-            move.own(MemoryKind.TARGET, len(move.takes), start, length),
-        )
-    ]
+    source = move.own(MemoryKind.SOURCE, move.puts, start, length)
+    return [CopyInstruction(source, move.own(MemoryKind.TARGET, len(move.takes), start, length))]
 
 
 def _take(move: Move, way: TransferPath, turn: int) -> list[Instruction]:

@@ -122,11 +122,8 @@ class Await(NamedTuple):
     back: int = 0
 
     def __str__(self) -> str:
-        ago = (
-            "this rank's last phase"
-            if not self.back
-            else f"the phase {self.back} before this rank's last"
-        )
+        ago = f"the phase {self.back} before this rank's last"
+        ago = ago if self.back else "this rank's last phase"
         return f"await    {ago} of all others"
 
 
@@ -236,13 +233,8 @@ class CompiledProgram:
         last_side: int | None,
         is_read: bool = True,
     ) -> None:
-        self.sizes, self.opening, self.steps, self.last_side, self.is_read = (
-            sizes,
-            opening,
-            steps,
-            last_side,
-            is_read,
-        )
+        self.sizes, self.opening, self.steps = sizes, opening, steps
+        self.last_side, self.is_read = last_side, is_read
         self.natives: dict[Any, Any] = {}
         numbered = list(enumerate(sizes))
         self.shared = [(number, memory) for number, memory in numbered if memory.kind in _SHARED]
@@ -268,16 +260,8 @@ class CompiledProgram:
         for step in self.steps:
             if step[0] == COMBINE:
                 _, terms, target, first, length = step
-                found.extend(
-                    (
-                        COMBINE,
-                        target,
-                        first,
-                        length,
-                        len(terms),
-                        *(number for term in terms for number in term),
-                    )
-                )
+                found.extend((COMBINE, target, first, length, len(terms)))
+                found.extend(number for term in terms for number in term)
             else:
                 found.extend(step)
         names = tuple(int(number) for memory in self.sizes for number in memory)
@@ -309,29 +293,13 @@ def assemble(program: Program) -> CompiledProgram:
             kind = (
                 STORE if target.memory.kind in (MemoryKind.TARGET, MemoryKind.PEER_TARGET) else COPY
             )
-            return (
-                kind,
-                numbers[source.memory],
-                source.start,
-                numbers[target.memory],
-                target.start,
-                source.length,
-            )
+            here, there = numbers[source.memory], numbers[target.memory]
+            return kind, here, source.start, there, target.start, source.length
         if isinstance(step, Combine):
             terms = tuple([(numbers[term.memory], term.start) for term in step.terms])
-            return (
-                COMBINE,
-                terms,
-                numbers[step.target.memory],
-                step.target.start,
-                step.target.length,
-            )
+            target = step.target
+            return COMBINE, terms, numbers[target.memory], target.start, target.length
         return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
 
-    return CompiledProgram(
-        sizes,
-        tuple(map(coded, program.opening)),
-        tuple(map(coded, program.steps)),
-        program.last_side,
-        program.is_read,
-    )
+    opening, steps = tuple(map(coded, program.opening)), tuple(map(coded, program.steps))
+    return CompiledProgram(sizes, opening, steps, program.last_side, program.is_read)

@@ -66,12 +66,8 @@ def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = N
     mine = plans[rank]
     reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
     if mine.collective in reduces and mine.algorithm in ("direct", "owners"):
-        return Published(
-            reduces=True,
-            rounds=(),
-            algorithm=mine.algorithm,
-            ends=ResultPlacement(mine.collective, root or 0),
-        )
+        ends = ResultPlacement(mine.collective, root or 0)
+        return Published(reduces=True, rounds=(), algorithm=mine.algorithm, ends=ends)
     rounds = publications(plans, rank)
     return Published(reduces=False, rounds=rounds, algorithm=mine.algorithm, codes={})
 

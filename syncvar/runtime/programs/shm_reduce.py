@@ -127,11 +127,8 @@ class ReduceBuffers(NamedTuple):
         Only `PlacedBuffers.from_words` may read such a word: it is not an offset.
         """
         if len(self.sources) > 1:
-            lie = any(
-                channel.shm.locate(array) is not None
-                for array in (*self.sources, *self.targets)
-                if is_alone(array)
-            )
+            long = [array for array in (*self.sources, *self.targets) if is_alone(array)]
+            lie = any(channel.shm.locate(array) is not None for array in long)
             return (_APART if lie else _NOWHERE) << 1 | side, _NOWHERE
         x, out = self.sources[0], self.targets[0]
         source = channel.shm.locate(x) if x.dtype == self.how.wire else None
@@ -168,11 +165,8 @@ class PlacedBuffers(NamedTuple):
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> PlacedBuffers:
         """Read the words of all ranks, from `ReduceBuffers.told` or from the C extension."""
         places = [_NOWHERE if word & AT_PAGE else word >> 1 for word in sources]
-        return cls(
-            places,
-            targets,
-            tuple([word ^ AT_PAGE if word & AT_PAGE else word & 1 for word in sources]),
-        )
+        sides = [word ^ AT_PAGE if word & AT_PAGE else word & 1 for word in sources]
+        return cls(places, targets, tuple(sides))
 
     @property
     def places(self) -> BufferPlacement:
@@ -244,25 +238,15 @@ def _reduce_later(channel: Channel, vector: ReduceBuffers) -> Generator[int, Non
         vector = vector.only(joined)
     _bring_first(channel, vector, sides[channel.rank])
     yield channel.publish()
-    return (
-        yield from _reduce_placed(
-            channel, vector, PlacedBuffers.from_words(sides, [_NOWHERE] * channel.size)
-        )
-    )
+    placed = PlacedBuffers.from_words(sides, [_NOWHERE] * channel.size)
+    return (yield from _reduce_placed(channel, vector, placed))
 
 
 @lru_cache(maxsize=256)
 def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return which of several arrays are reduced one by one, and which together."""
-    alone = (
-        tuple(
-            [place for place, count in enumerate(counts) if count * itemsize >= _ALONE_BYTES][
-                :_ALONE_MAX
-            ]
-        )
-        if len(counts) > 1
-        else ()
-    )
+    long = [place for place, count in enumerate(counts) if count * itemsize >= _ALONE_BYTES]
+    alone = tuple(long[:_ALONE_MAX]) if len(counts) > 1 else ()
     return alone, tuple([place for place in range(len(counts)) if place not in set(alone)])
 
 
@@ -315,13 +299,9 @@ def teach(channel: Channel, vector: ReduceBuffers, places: BufferPlacement, nati
     """Give the C extension the program of a call for a placement of vectors."""
     code = _code(channel, vector, places)
     sources = sum(1 << rank for rank in places.sources)
-    native.learn(
-        sources,
-        places.into_all,
-        places.by_owners,
-        -1 if code.last_side is None else code.last_side,
-        native_of(code, vector.how),
-    )
+    last_side, program = code.last_side, native_of(code, vector.how)
+    last_side = -1 if last_side is None else last_side
+    native.learn(sources, places.into_all, places.by_owners, last_side, program)
 
 
 def _bring_first(channel: Channel, vector: ReduceBuffers, side: int) -> None:
@@ -349,11 +329,9 @@ def _reduce_placed(
     how, kind_of_target = vector.how, vector.targets[0].dtype
 
     def lying(kind: int, rank: int, _place: int) -> ShmRef:
-        return (
-            ShmRef(placed.sources[rank], how.wire)
-            if kind == MemoryKind.PEER_SOURCE
-            else ShmRef(placed.targets[rank], kind_of_target)
-        )
+        if kind == MemoryKind.PEER_SOURCE:
+            return ShmRef(placed.sources[rank], how.wire)
+        return ShmRef(placed.targets[rank], kind_of_target)
 
     yield from run_code(channel, code, how, vector[:2], placed.sides, lying=lying)
     return code.is_read
@@ -465,12 +443,6 @@ def combine_small(
 
 def _code_of_small(channel: Channel, vector: ReduceBuffers) -> tuple[CompiledProgram, Arithmetic]:
     how = vector.how._replace(wire=vector.how.accumulate)  # halves would save nothing in slots
-    return reduce_code(
-        channel.rank,
-        channel.size,
-        vector.counts,
-        None,
-        BufferPlacement(makes_first=_makes_first(vector, how.wire)),
-        1,
-        vector.ends,
-    ), how
+    rank, size, counts = channel.rank, channel.size, vector.counts
+    places = BufferPlacement(makes_first=_makes_first(vector, how.wire))
+    return reduce_code(rank, size, counts, None, places, 1, vector.ends), how
