@@ -14,14 +14,14 @@ from syncvar.core.errors import CheckpointError, DeadlineExceeded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.chief_restore import SavedElsewhere
-    from syncvar.checkpoint.save import Saving
+    from syncvar.checkpoint.chief_restore import ChiefSave
+    from syncvar.checkpoint.save import SaveOperation
 
 
 _log = logging.getLogger("syncvar")
 
 
-def write_now(saving: Saving | SavedElsewhere) -> list[Any] | CheckpointError:
+def write_now(saving: SaveOperation | ChiefSave) -> list[Any] | CheckpointError:
     """Write this rank's part; return its record, or an error as a CheckpointError."""
     try:
         return saving.write()
@@ -55,7 +55,7 @@ class PendingSave:
     """
 
     def __init__(
-        self, saving: Saving | SavedElsewhere, rank: int, after: Callable[[], None] | None = None
+        self, saving: SaveOperation | ChiefSave, rank: int, after: Callable[[], None] | None = None
     ) -> None:
         self._saving = saving
         self._after = after
@@ -131,7 +131,7 @@ class PendingSave:
         return None
 
 
-def _give_up(saving: Saving | SavedElsewhere, thread: threading.Thread, process: int) -> None:
+def _give_up(saving: SaveOperation | ChiefSave, thread: threading.Thread, process: int) -> None:
     """Remove the files of a save without a commit."""
     if os.getpid() != process:
         return

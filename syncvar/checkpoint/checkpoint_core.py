@@ -11,17 +11,17 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from syncvar.checkpoint.async_save import PendingSave, write_now
-from syncvar.checkpoint.chief_restore import SavedElsewhere, restore_for_all
+from syncvar.checkpoint.chief_restore import ChiefSave, restore_for_all
 from syncvar.checkpoint.optimizer_state import SlotLeaf
 from syncvar.checkpoint.restore import (
-    Found,
+    CheckpointInfo,
     RestoreOptions,
     check_options,
     is_local,
     restore_leaves,
 )
-from syncvar.checkpoint.save import Saving
-from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sorted_out
+from syncvar.checkpoint.save import SaveOperation
+from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sort_leaves
 from syncvar.checkpoint.trackables import (
     SoloGroup,
     VariableLeaf,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from syncvar.checkpoint.manifest import Label
-    from syncvar.checkpoint.server_leaves import Collected, Walked
+    from syncvar.checkpoint.server_leaves import CheckpointContent, Walked
     from syncvar.checkpoint.trackables import Together
     from syncvar.runtime.communicator import Communicator
 
@@ -46,7 +46,7 @@ _NAME = re.compile(r"[^\W_][^/\0]{0,127}")
 _log = logging.getLogger("syncvar")
 
 
-class _Waiting:
+class _WaitingEntries:
     """Entries of a restored checkpoint whose objects do not exist yet.
 
     `keys` is one set, shared by nested checkpoints; the prefix of `options` precedes the keys of
@@ -57,9 +57,9 @@ class _Waiting:
         self.path, self.options, self.keys = path, options, keys
         self.is_news = not options.partial  # the first save without these entries logs a warning
 
-    def under(self, key: str) -> _Waiting:
+    def under(self, key: str) -> _WaitingEntries:
         prefix = f"{self.options.prefix}{key}/"
-        return _Waiting(self.path, self.options._replace(prefix=prefix), self.keys)
+        return _WaitingEntries(self.path, self.options._replace(prefix=prefix), self.keys)
 
 
 class CheckpointCore:
@@ -67,7 +67,7 @@ class CheckpointCore:
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
-        self.waiting: _Waiting | None = None
+        self.waiting: _WaitingEntries | None = None
         self.pending: PendingSave | None = None
 
     def add(self, name: str, value: Any) -> None:
@@ -95,7 +95,7 @@ class CheckpointCore:
         refused: Exception | None = None,
     ) -> str | PendingSave:
         """Save all objects: the common part of `Checkpoint.save` and `CheckpointManager.save`."""
-        leaves, communicator, missing, there, unsaved = self.collect()
+        leaves, communicator, missing, on_servers, unsaved = self.collect()
         leaves = [leaf for leaf in leaves if not isinstance(leaf, SlotLeaf) or leaf.is_present]
         refused = refused or missing or unsaved
         with outside():
@@ -112,18 +112,19 @@ class CheckpointCore:
                     path,
                     keys,
                 )
-            saving: Saving | SavedElsewhere
+            saving: SaveOperation | ChiefSave
             if refused is None and isinstance(communicator, SoloGroup) and communicator.rank:
-                saving = SavedElsewhere(path)
+                saving = ChiefSave(path)
             else:
                 pushes: dict[int, int] = {}
-                if there is not None and communicator.member_rank == 0 and refused is None:
+                if on_servers is not None and communicator.member_rank == 0 and refused is None:
                     try:
-                        on_servers, pushes = there.taken(timeout)
-                        leaves = sorted([*leaves, *on_servers], key=lambda leaf: leaf.key)
+                        snapshot, pushes = on_servers.take_snapshot(timeout)
+                        leaves = sorted([*leaves, *snapshot], key=lambda leaf: leaf.key)
                     except Exception as error:  # `Saving` reports it to the other ranks
                         refused = error
-                saving = Saving(leaves, refused, communicator, path, label, timeout, guard, pushes)
+                saving = SaveOperation(leaves, refused, communicator, path, label, timeout, guard)
+                saving.pushes = pushes
             if async_op:
                 pending = PendingSave(saving, communicator.member_rank, after)
                 self.pending = pending
@@ -166,7 +167,7 @@ class CheckpointCore:
         if found_at is None:
             return None
         options = options._replace(identity=found.identity)
-        waiting = _Waiting(found_at, options, set(found.left))
+        waiting = _WaitingEntries(found_at, options, set(found.left))
         self.waiting = waiting
         if waiting.keys and not options.partial and collected.group.rank == 0:
             shown = sorted(waiting.keys)
@@ -185,22 +186,22 @@ class CheckpointCore:
 
     @staticmethod
     def _restored(
-        collected: Collected,
+        collected: CheckpointContent,
         group: Together | None,
         path: str | None,
         find: Callable[[], str | None] | None,
         options: RestoreOptions,
-    ) -> tuple[str | None, Found]:
-        leaves, _, refused, there, _unsaved = collected
-        everything = leaves if there is None else [*leaves, *there.leaves()]
+    ) -> tuple[str | None, CheckpointInfo]:
+        leaves, _, refused, on_servers, _unsaved = collected
+        everything = leaves if on_servers is None else [*leaves, *on_servers.leaves()]
         if isinstance(group, SoloGroup):
-            assert there is not None, "only server-side variables are restored by one worker"
+            assert on_servers is not None, "only server-side variables are restored by one worker"
             check_options(options)
             if refused is not None:
                 raise refused
-            return restore_for_all(everything, there, group, path, find, options)
+            return restore_for_all(everything, on_servers, group, path, find, options)
         assert path is not None, "ranks that restore together have agreed on the path"
-        last = None if there is None else there.restored_by_all(path, options.timeout)
+        last = None if on_servers is None else on_servers.joint_restorer(path, options.timeout)
         return path, restore_leaves(everything, group, path, options, refused, last)
 
     def restore_late(self) -> None:
@@ -210,14 +211,16 @@ class CheckpointCore:
             return
         prefix = waiting.options.prefix
         found = [leaf for name, value in self.objects.items() for leaf in self._walk(name, value)]
-        collected = sorted_out(found, _default, prefix=prefix, only=waiting.keys)
-        if not collected.leaves and collected.there is None:
+        collected = sort_leaves(found, _default, prefix=prefix, only=waiting.keys)
+        if not collected.leaves and collected.on_servers is None:
             return
-        group = None if collected.there is None and is_local(collected.leaves) else collected.group
+        group = (
+            None if collected.on_servers is None and is_local(collected.leaves) else collected.group
+        )
         with outside():
             self._restored(collected, group, waiting.path, None, waiting.options)
-        on_servers = [] if collected.there is None else collected.there.leaves()
-        restored = [*collected.leaves, *on_servers]
+        server_leaves = [] if collected.on_servers is None else collected.on_servers.leaves()
+        restored = [*collected.leaves, *server_leaves]
         waiting.keys.difference_update(prefix + leaf.key for leaf in restored)
 
     def follow(self, key: str, value: Any) -> None:
@@ -234,7 +237,7 @@ class CheckpointCore:
             for inner, item in _items(value):
                 self.follow(f"{key}/{inner}", item)
 
-    def collect(self) -> Collected:
+    def collect(self) -> CheckpointContent:
         """Return all objects as leaves."""
         leaves: list[Walked] = []
         refused: Exception | None = None
@@ -243,7 +246,7 @@ class CheckpointCore:
                 leaves += list(self._walk(name, value))
             except Exception as error:
                 refused = refused or error
-        return sorted_out(leaves, _default, refused)
+        return sort_leaves(leaves, _default, refused)
 
     def _walk(
         self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None

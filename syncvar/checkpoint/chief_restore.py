@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.checkpoint.restore import Found, refused_state, stage_leaves
+from syncvar.checkpoint.restore import CheckpointInfo, refused_state, stage_leaves
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.server_leaves import restore_record
 from syncvar.core.errors import CheckpointError, MismatchError, SyncvarError, TransportError
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.checkpoint.restore import RestoreOptions
-    from syncvar.checkpoint.server_leaves import OnServers
+    from syncvar.checkpoint.server_leaves import ServerLeaves
     from syncvar.checkpoint.trackables import Leaf, SoloGroup
 
 
 _NOTHING = "nothing was restored"
 
 
-class SavedElsewhere:
+class ChiefSave:
     """A save by rank 0 as another worker sees it; has the methods of `Saving`."""
 
     failure: TransportError | None = None
@@ -51,22 +51,22 @@ class SavedElsewhere:
 
 def restore_for_all(
     leaves: list[Leaf],
-    there: OnServers,
+    on_servers: ServerLeaves,
     group: SoloGroup,
     path: str | None,
     find: Callable[[], str | None] | None,
     options: RestoreOptions,
-) -> tuple[str | None, Found]:
+) -> tuple[str | None, CheckpointInfo]:
     """Restore server-side variables once, and the data of each worker on every worker."""
-    here = there.strategy.here
+    here = on_servers.strategy.here
     here.restorings += 1
     number, is_first = here.restorings, group.rank == 0
     record = None
     if not is_first or here.session.client.incarnation:
-        record = recall(there.strategy, number, waits=not is_first, timeout=options.timeout)
+        record = recall(on_servers.strategy, number, waits=not is_first, timeout=options.timeout)
     if record is None:
         where = path if find is None else find
-        where, found = _restore(leaves, there, group, number, where, options)
+        where, found = _restore(leaves, on_servers, group, number, where, options)
         here.went_back(where)
         return where, found
     if record["failure"] is not None:
@@ -87,38 +87,42 @@ def restore_for_all(
         mine = mine[group.rank % len(mine)] if mine else None
         if mine is not None:
             _put(leaf, leaf.accept(mine))
-    return record["path"], Found(record["identity"], frozenset(record["left"]), record["pushes"])
+    return record["path"], CheckpointInfo(
+        record["identity"], frozenset(record["left"]), record["pushes"]
+    )
 
 
 def _restore(
     leaves: list[Leaf],
-    there: OnServers,
+    on_servers: ServerLeaves,
     group: SoloGroup,
     number: int,
     where: str | Callable[[], str | None] | None,
     options: RestoreOptions,
-) -> tuple[str | None, Found]:
+) -> tuple[str | None, CheckpointInfo]:
     record = restore_record(None)
     done: list[tuple[Leaf, Any]] = []
-    found = Found()
+    found = CheckpointInfo()
     try:
         path = record["path"] = where() if callable(where) else where
         if path is not None:
             staged, found = stage_leaves(leaves, group, path, options)
-            own = {leaf.key: data for leaf in leaves if (data := getattr(leaf, "told", None))}
+            own = {
+                leaf.key: data for leaf in leaves if (data := getattr(leaf, "worker_states", None))
+            }
             record |= {"identity": found.identity, "left": sorted(found.left), "own": own}
             record["pushes"] = found.pushes
             for leaf, value in staged:
                 done.append((leaf, leaf.now()))
                 _put(leaf, value)
-        there.give_back(number, record, options.timeout)
+        on_servers.give_back(number, record, options.timeout)
     except Exception as error:
         for leaf, before in reversed(done):
             leaf.put(before)
         if isinstance(error, SyncvarError) and not isinstance(error, TransportError):
             # The other workers wait for a record.
             record |= {"own": {}, "failure": failure_of(error)}
-            give_back(there.strategy, [], number, record, options.timeout)
+            give_back(on_servers.strategy, [], number, record, options.timeout)
         raise
     return path, found
 

@@ -20,12 +20,11 @@ from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_nam
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.preemption import EXIT_CODE, Notice
+from syncvar.checkpoint.preemption import EXIT_CODE, StopNotice
 from syncvar.checkpoint.restore import RestoreOptions
-from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.save import checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
-from syncvar.checkpoint.step_folders import StepFolders
+from syncvar.checkpoint.step_folders import StepFolders, best_of, removable
 from syncvar.checkpoint.trackables import SoloGroup, gathered, outside
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("syncvar")
 _BEST = ("min", "max")
-_KEPT = 5
+_DEFAULT_KEEP = 5
 
 
 class CheckpointManager(MigrationHintsMixin):
@@ -82,7 +81,7 @@ class CheckpointManager(MigrationHintsMixin):
         self,
         checkpoint: Checkpoint,
         directory: Any,
-        keep: int | None = _KEPT,
+        keep: int | None = _DEFAULT_KEEP,
         best: str | None = None,
         *,
         on_preemption: bool = False,
@@ -90,7 +89,7 @@ class CheckpointManager(MigrationHintsMixin):
         **_foreign: int | None,
     ) -> None:
         if "max_to_keep" in _foreign:
-            if keep != _KEPT:
+            if keep != _DEFAULT_KEEP:
                 raise ConfigError(
                     f"keep={keep!r:.60} and max_to_keep={_foreign['max_to_keep']!r:.60} are "
                     f"aliases: pass only keep"
@@ -124,8 +123,8 @@ class CheckpointManager(MigrationHintsMixin):
         # (step, metric, the restore before it)
         self._saved: tuple[int, float | None, object] | None = None
         self._warned_of_going_back = False
-        self._notice = Notice(listens=on_preemption)
-        weakref.finalize(self, self._notice.close)
+        self._stop_notice = StopNotice(listens=on_preemption)
+        weakref.finalize(self, self._stop_notice.close)
         self._group: tuple[Any, Together] | None = None
 
     def __enter__(self) -> Self:
@@ -146,7 +145,7 @@ class CheckpointManager(MigrationHintsMixin):
         """
         if self._lock is not None:
             self._lock.release()
-        self._notice.close()
+        self._stop_notice.close()
 
     # -- existing checkpoints ----------------------------------------------------------------------
 
@@ -235,7 +234,7 @@ class CheckpointManager(MigrationHintsMixin):
             )
         self._finish_pending()
 
-        def bring() -> list[Any]:
+        def describe() -> list[Any]:
             if step is not None:
                 step_name(step)
             rated = checked_metric(metric)
@@ -246,7 +245,7 @@ class CheckpointManager(MigrationHintsMixin):
         communicator.require_all(
             "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
         )
-        everyone = gathered(communicator, "checkpoint step", bring, timeout)
+        everyone = gathered(communicator, "checkpoint step", describe, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             saves = zip(communicator.members, everyone, strict=True)
             table = {
@@ -308,7 +307,7 @@ class CheckpointManager(MigrationHintsMixin):
                     self._remove(step)
 
     def _remove_superfluous(self) -> None:
-        for kept in superfluous(self._folders.committed(), self._keep, self._best):
+        for kept in removable(self._folders.committed(), self._keep, self._best):
             self._remove(kept.step)
 
     def _remove(self, step: int) -> None:
@@ -400,7 +399,7 @@ class CheckpointManager(MigrationHintsMixin):
 
     def request_stop(self) -> None:
         """Ask for a stop from this rank, as SIGTERM does; for notices of another kind. Local."""
-        self._notice.is_given = True
+        self._stop_notice.is_requested = True
 
     def should_stop(self, timeout: float | None = None) -> bool:
         """Return whether any rank has received a stop request. Collective.
@@ -423,7 +422,7 @@ class CheckpointManager(MigrationHintsMixin):
         if not self._must_stop and self._asked % self._check_every == 0:
             pending = self._core.pending
             is_writing = pending is not None and not pending.done()
-            must_stop, somebody_writes = int(self._notice.is_given), int(is_writing)
+            must_stop, somebody_writes = int(self._stop_notice.is_requested), int(is_writing)
             if not isinstance(communicator, SoloGroup):
                 must_stop, somebody_writes = _most(
                     communicator, [must_stop, somebody_writes], timeout
@@ -454,7 +453,7 @@ class CheckpointManager(MigrationHintsMixin):
         else:
             path = self._folders.path(step)
         rank = self._communicator().rank
-        self._notice.end()
+        self._stop_notice.end()
         self.close()
         shutdown()
         if rank == 0:

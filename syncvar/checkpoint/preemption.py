@@ -20,7 +20,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: "run me again"
 _ECHO_S = 1.0
 
 
-class Notice:
+class StopNotice:
     """Whether this rank has received a stop request.
 
     The first SIGTERM is the request. A later one, or one in a job with a failed rank, runs the
@@ -32,8 +32,8 @@ class Notice:
     """
 
     def __init__(self, *, listens: bool) -> None:
-        self.is_given = False
-        self._told_at: float | None = None
+        self.is_requested = False
+        self._signalled_at: float | None = None
         self._before: Any = None
         self._listens = listens
         if listens:
@@ -48,17 +48,17 @@ class Notice:
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         engine = current().engine if is_initialized() else None
         now = time.monotonic()
-        is_echo = self._told_at is not None and now - self._told_at < _ECHO_S
+        is_echo = self._signalled_at is not None and now - self._signalled_at < _ECHO_S
         is_broken = engine is not None and engine.failure is not None
-        if (self._told_at is not None and not is_echo) or is_broken:
+        if (self._signalled_at is not None and not is_echo) or is_broken:
             before = self._before
             self.close()
             if callable(before):
                 before(number, frame)
             elif before != signal.SIG_IGN:
                 raise SystemExit(128 + number)
-        self._told_at = now if self._told_at is None else self._told_at
-        self.is_given = True
+        self._signalled_at = now if self._signalled_at is None else self._signalled_at
+        self.is_requested = True
 
     def close(self) -> None:
         """Restore the previous SIGTERM handler, in the main thread. Idempotent."""
@@ -67,7 +67,7 @@ class Notice:
             if signal.getsignal(signal.SIGTERM) == self._signalled:
                 release_signal(signal.SIGTERM, self._signalled)
                 outer = getattr(self._before, "__self__", None)
-                tell("takes_notice", on=int(isinstance(outer, Notice)))
+                tell("takes_notice", on=int(isinstance(outer, StopNotice)))
 
     def end(self) -> None:
         """Ignore SIGTERM from now on: the process is about to exit with the agreed code."""

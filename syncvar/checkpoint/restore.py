@@ -37,7 +37,7 @@ _NOTHING = "nothing was restored"
 _log = logging.getLogger("syncvar")
 
 
-class Found(NamedTuple):
+class CheckpointInfo(NamedTuple):
     """Description of a checkpoint that has been read.
 
     Args:
@@ -87,7 +87,7 @@ def restore_leaves(
     options: RestoreOptions,
     refused: Exception | None = None,
     last: Callable[[], None] | None = None,
-) -> Found:
+) -> CheckpointInfo:
     """Restore leaves from a checkpoint. Collective, unless there is no group.
 
     `refused` is the error of an object that cannot be restored, reported to the other ranks. The
@@ -95,7 +95,7 @@ def restore_leaves(
     """
     staged: list[tuple[Leaf, Any]] = []
     mine: CheckpointError | None = None
-    found = Found()
+    found = CheckpointInfo()
 
     def stage() -> list[Any]:
         nonlocal staged, mine, found
@@ -142,7 +142,7 @@ def restore_leaves(
 
 def stage_leaves(
     leaves: list[Leaf], communicator: Together | None, path: str, options: RestoreOptions
-) -> tuple[list[tuple[Leaf, Any]], Found]:
+) -> tuple[list[tuple[Leaf, Any]], CheckpointInfo]:
     """Read the new value of every leaf; read again if the checkpoint is replaced meanwhile."""
     for left in reversed(range(_TRIES)):
         with Source(path) as source:
@@ -166,7 +166,7 @@ def _stage(
     source: Source,
     path: str,
     options: RestoreOptions,
-) -> tuple[list[tuple[Leaf, Any]], Found]:
+) -> tuple[list[tuple[Leaf, Any]], CheckpointInfo]:
     entries, prefix = source.manifest.entries, options.prefix
     skipped = _skipped_prefixes(leaves, communicator, source, options)
     found, missing = [], []
@@ -200,7 +200,7 @@ def _stage(
     used = {prefix + leaf.key for leaf in leaves}
     used |= {key for key in entries if key.startswith(below)}
     left = frozenset(entries.keys() - used)
-    return found, Found(source.manifest.identity, left, source.manifest.pushes)
+    return found, CheckpointInfo(source.manifest.identity, left, source.manifest.pushes)
 
 
 def refused_state(key: str, error: Exception) -> str:

@@ -56,7 +56,7 @@ _CHUNK = 1 << 20  # bytes that are digested and written while they are in the ca
 _NOTHING = "nothing was saved, and the previous checkpoint is unchanged"
 
 
-class Saving:
+class SaveOperation:
     """A save on which the ranks have agreed; `Checkpoint` and `PendingSave` drive it.
 
     Args:
@@ -66,8 +66,9 @@ class Saving:
         path: Checkpoint folder.
         label: Step, metric and number. Ranks agree on step and metric; rank 0 has the number.
         timeout: Seconds that a call of the group waits.
-        pushes: Rank -> number of its pushes to servers that the values include; on rank 0.
         guard: Called on rank 0 before any file changes; may raise CheckpointError.
+
+    `pushes` is rank -> number of its pushes to servers that the values include; set on rank 0.
     """
 
     def __init__(
@@ -79,14 +80,13 @@ class Saving:
         label: Label,
         timeout: float | None,
         guard: Callable[[], None] | None = None,
-        pushes: dict[int, int] | None = None,
     ) -> None:
         communicator.require_all(
             "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
         )
         self.path = path
         self._label = label
-        self._pushes = pushes or {}
+        self.pushes: dict[int, int] = {}
         # A worker that saves alone need not be initialized.
         self._context = None if isinstance(communicator, SoloGroup) else current()
         self._communicator = communicator
@@ -101,10 +101,10 @@ class Saving:
             by_key = {leaf.key: leaf for leaf in leaves}
             self._arrays.update({key: by_key[key].snapshot() for key in sorted(by_key)})
         except BaseException:
-            self.let_go()
+            self.release()
             raise
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the lock and the values; no commit is possible afterwards."""
         self._arrays.clear()
         if self._lock is not None:
@@ -120,7 +120,7 @@ class Saving:
             nonlocal mine
             if refused is not None:
                 raise refused
-            headers = {leaf.key: leaf.bring(communicator) for leaf in leaves}
+            headers = {leaf.key: leaf.describe(communicator) for leaf in leaves}
             if len(headers) != len(leaves):
                 counts = collections.Counter(leaf.key for leaf in leaves)
                 twice = min(key for key, count in counts.items() if count > 1)
@@ -279,7 +279,7 @@ class Saving:
                 state = "it may be missing after a power cut" if is_visible else _NOTHING
                 raise_failures({communicator.members[0]: failure}, mine, state)
         finally:
-            self.let_go()
+            self.release()
         return self.path
 
     @property
@@ -299,7 +299,7 @@ class Saving:
     def discard(self) -> None:
         """Abandon a save that was not committed. Sends nothing."""
         self._discard()
-        self.let_go()
+        self.release()
 
     def _discard(self) -> None:
         if self._is_written:
@@ -316,7 +316,7 @@ class Saving:
         }
         entries = entries_of(self._layout, [one[1] for one in written])
         size = self._communicator.size
-        manifest = Manifest(self._identity, size, self._label, shards, entries, self._pushes)
+        manifest = Manifest(self._identity, size, self._label, shards, entries, self.pushes)
         with CheckpointFolder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
             with contextlib.suppress(CheckpointError):

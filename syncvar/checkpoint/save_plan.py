@@ -59,12 +59,12 @@ class SaveLayout(NamedTuple):
     """Assignment of elements to ranks.
 
     Args:
-        brought: Key -> rank -> header.
+        headers: Key -> rank -> header.
         own: Keys whose values each replica saves for itself.
         parts: Ranges of the shared values.
     """
 
-    brought: dict[str, dict[int, LeafHeader]]
+    headers: dict[str, dict[int, LeafHeader]]
     own: frozenset[str]
     parts: tuple[ElementRange, ...]
 
@@ -86,13 +86,13 @@ def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list
 
 def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...]) -> SaveLayout:
     """Compare the headers of all ranks and assign elements to ranks."""
-    brought: dict[str, dict[int, LeafHeader]] = {}
+    headers: dict[str, dict[int, LeafHeader]] = {}
     for rank, mine in enumerate(everyone):
         for key, one in mine.items():
-            brought.setdefault(key, {})[rank] = one
+            headers.setdefault(key, {})[rank] = one
     own: set[str] = set()
     values: dict[tuple[int, ...], list[tuple[str, LeafHeader]]] = {}
-    for key, by_rank in sorted(brought.items()):
+    for key, by_rank in sorted(headers.items()):
         first = next(iter(by_rank.values()))
         digests = {one.digest for one in by_rank.values()}
         is_own = len(digests) > 1 if first.own is None else first.own
@@ -117,7 +117,7 @@ def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...])
     for ranks, group in values.items():
         sizes = [(key, math.prod(one.shape), itemsize_of(one.dtype)) for key, one in group]
         parts += shares(sizes, ranks)
-    return SaveLayout(brought, frozenset(own), tuple(parts))
+    return SaveLayout(headers, frozenset(own), tuple(parts))
 
 
 def _alike(one: LeafHeader, *, is_own: bool) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def entries_of(layout: SaveLayout, digests: list[dict[str, str]]) -> dict[str, M
         digest = digests[part.rank][part.key]
         pieces.setdefault(part.key, []).append(Piece(part.rank, part.start, part.stop, digest))
     entries = {}
-    for key, by_rank in layout.brought.items():
+    for key, by_rank in layout.headers.items():
         first = next(iter(by_rank.values()))
         replicas = len(first.members)
         if key not in layout.own:

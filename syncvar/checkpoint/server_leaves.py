@@ -57,7 +57,7 @@ class _ArrayLeaf:
         self.shape, self.dtype, self.is_optional = shape, dtype, is_optional
         self.array: NDArray[Any] | None = None  # value in the snapshot, or the new value
 
-    def bring(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: Together) -> LeafHeader:
         """Return its header: only the first rank of a save has it."""
         del communicator
         return LeafHeader("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
@@ -98,7 +98,7 @@ class _IterationsLeaf(_ArrayLeaf):
     def __init__(self, key: str, optimizer: Optimizer) -> None:
         super().__init__(key, (), np.dtype(np.int64), is_optional=optimizer.iterations == 0)
         self._optimizer = optimizer
-        self.told: list[Any] = []
+        self.worker_states: list[Any] = []
 
     def stage(
         self,
@@ -113,8 +113,8 @@ class _IterationsLeaf(_ArrayLeaf):
         stored = entry.choose(self.key, 0, 1, policy, own=False)
         assert stored is not None, "with own=False there is one, or an error"
         require_fit(self.key, stored, "int64", (), "the number of steps")
-        self.told = [int(read(stored))]
-        return self.told[0]
+        self.worker_states = [int(read(stored))]
+        return self.worker_states[0]
 
     def accept(self, data: Any) -> Any:
         """Return the number that rank 0 has recorded."""
@@ -154,7 +154,7 @@ class ServerOptimizerLeaf:
         return rule_key(*remote.rule)
 
     @property
-    def can_be_there(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether servers support the update rule."""
         try:
             rule_of(self.rule[0], dict(self.rule[1]))
@@ -166,7 +166,7 @@ class ServerOptimizerLeaf:
 Walked = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
 
 
-class OnServers:
+class ServerLeaves:
     """All server-side objects of a checkpoint.
 
     Args:
@@ -225,7 +225,7 @@ class OnServers:
         slots = [leaf for one in self._slots.values() for leaf in one.values()]
         return [*self._variables.values(), *self._iterations.values(), *slots]
 
-    def taken(self, timeout: float | None) -> tuple[list[Leaf], dict[int, int]]:
+    def take_snapshot(self, timeout: float | None) -> tuple[list[Leaf], dict[int, int]]:
         """Take a snapshot; return the leaves to save and the pushes of each worker in it."""
         _require_variables(self._steppers, {variable.name for variable in self._found.values()})
         rules = [stepper.rule for stepper in self._steppers]
@@ -251,15 +251,15 @@ class OnServers:
             leaves.append(iterations)
         return leaves, state.pushes
 
-    def restored_by_all(self, path: str, timeout: float | None) -> Callable[[], None]:
+    def joint_restorer(self, path: str, timeout: float | None) -> Callable[[], None]:
         """Return the function that restores the servers, for the first rank of a joint restore."""
         here = self.strategy.here
         here.restorings += 1
         number = here.restorings
         return lambda: self.give_back(number, restore_record(path), timeout)
 
-    def give_back(self, number: int, says: Any, timeout: float | None) -> None:
-        """Write the values in the leaves to the servers, in one transaction, and keep `says` there.
+    def give_back(self, number: int, record: Any, timeout: float | None) -> None:
+        """Write the values of the leaves to the servers, in one transaction, and keep `record`.
 
         If the checkpoint has an optimizer but no state for a variable, its state there is reset.
         """
@@ -278,11 +278,11 @@ class OnServers:
                 if arrays or steps is not None:
                     count = max(1, stepper.optimizer.iterations if steps is None else int(steps))
                     slots[stepper.rule] = ShardSlots(count, arrays)
-                elif self._iterations[stepper.key].told:
+                elif self._iterations[stepper.key].worker_states:
                     slots[stepper.rule] = ShardSlots(0, {})
             saved.append(SavedVariable(variable, leaf.array, slots))
-        pushes = None if says["path"] is None else says["pushes"]
-        give_back(self.strategy, saved, number, says, timeout, pushes)
+        pushes = None if record["path"] is None else record["pushes"]
+        give_back(self.strategy, saved, number, record, timeout, pushes)
 
 
 def restore_record(path: str | None) -> dict[str, Any]:
@@ -304,14 +304,14 @@ def _require_variables(steppers: Iterable[ServerOptimizerLeaf], names: Collectio
             )
 
 
-def taken_alone(
+def snapshot_for_file(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes its own file (`sv.save`)."""
     steppers = [
         (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None
     ]
-    steppers = [(one, leaf) for one, leaf in steppers if leaf.can_be_there]
+    steppers = [(one, leaf) for one, leaf in steppers if leaf.is_supported]
     found = {id(one): one for one in variables}
     for one, _ in steppers:
         assert one.elsewhere is not None
@@ -338,32 +338,32 @@ def taken_alone(
     return {id(saved.variable): saved.value for saved in state.variables}, slots
 
 
-class Collected(NamedTuple):
+class CheckpointContent(NamedTuple):
     """All objects of a checkpoint.
 
     Args:
         leaves: Leaves sorted by key, without server-side ones.
         group: Group that saves them.
         refused: Error of an object that cannot be saved, reported to the group; or None.
-        there: Server-side objects, or None.
+        on_servers: Server-side objects, or None.
         unsaved: Error about optimizer state that a save would leave out; or None.
     """
 
     leaves: list[Leaf]
     group: Together
     refused: Exception | None
-    there: OnServers | None
+    on_servers: ServerLeaves | None
     unsaved: ConfigError | None = None
 
 
-def sorted_out(
+def sort_leaves(
     found: Sequence[Walked],
     default: Callable[[], Communicator],
     refused: Exception | None = None,
     *,
     prefix: str = "",
     only: Collection[str] | None = None,
-) -> Collected:
+) -> CheckpointContent:
     """Sort the objects of a checkpoint into leaves of ranks and server-side objects."""
     variables = [one for one in found if isinstance(one, ServerVariableLeaf)]
     steppers = [one for one in found if isinstance(one, ServerOptimizerLeaf)]
@@ -381,7 +381,7 @@ def sorted_out(
     steppers_there = [
         one
         for one in steppers
-        if variables and one.optimizer.elsewhere is not None and one.can_be_there
+        if variables and one.optimizer.elsewhere is not None and one.is_supported
     ]
     for stepper in steppers:
         leaves.append(RuleLeaf(stepper.key, stepper.optimizer))
@@ -392,15 +392,15 @@ def sorted_out(
     if only is not None:
         leaves = [leaf for leaf in leaves if prefix + leaf.key in only]
         variables = [one for one in variables if prefix + one.key in only]
-    there = OnServers(variables, steppers_there, keys) if variables else None
-    if there is None and only is None:
+    on_servers = ServerLeaves(variables, steppers_there, keys) if variables else None
+    if on_servers is None and only is None:
         try:
             _require_variables(steppers, ())
         except ConfigError as error:
             refused = refused or error
     group: Together
-    if there is not None and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
-        group = there.group
+    if on_servers is not None and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
+        group = on_servers.group
     else:
         group = communicator_of_leaves(leaves, default)
     unsaved = None
@@ -408,4 +408,4 @@ def sorted_out(
         require_saved_variables([(one.key, one.optimizer) for one in steppers], keys)
     except ConfigError as error:
         unsaved = error
-    return Collected(leaves, group, refused, there, unsaved)
+    return CheckpointContent(leaves, group, refused, on_servers, unsaved)

@@ -67,7 +67,7 @@ def fault_of(path: str) -> str:
     for _ in range(_TRIES):
         try:
             with Source(path) as source:
-                fault = source.part_fault()
+                fault = source.file_fault()
                 if not fault or not source.was_replaced():
                     return fault
         except NotFound:
@@ -107,7 +107,7 @@ class Source:
         except CheckpointError:
             return False
 
-    def part_fault(self) -> str:
+    def file_fault(self) -> str:
         """Return which file is missing or has a wrong length, "" if none."""
         for rank, shard in self.manifest.shards.items():
             file = self.manifest.shard_file(rank)

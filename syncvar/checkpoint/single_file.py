@@ -28,7 +28,7 @@ from syncvar.checkpoint.safetensors_header import (
     parse_header,
     stored_shape,
 )
-from syncvar.checkpoint.server_leaves import taken_alone
+from syncvar.checkpoint.server_leaves import snapshot_for_file
 from syncvar.checkpoint.shard_reader import bytes_of
 from syncvar.core.array_arguments import as_array
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
@@ -96,13 +96,13 @@ def save(path: Any, value: Any) -> str:
             f"sv.save({os.path.join(where, 'model.safetensors')!r}, …)"
         )
     arrays: Arrays = {}
-    skeleton = _parted(value, (), arrays, (), _on_servers(value))
+    skeleton = _without_arrays(value, (), arrays, (), _on_servers(value))
     names = _names_of(arrays)
-    places = [
-        [list(place), name, array.dtype.name, list(array.shape)]
-        for (place, array), name in zip(arrays.items(), names, strict=True)
+    locations = [
+        [list(path_in_value), name, array.dtype.name, list(array.shape)]
+        for (path_in_value, array), name in zip(arrays.items(), names, strict=True)
     ]
-    content = pack_object([skeleton, places])
+    content = pack_object([skeleton, locations])
     if len(content) > _PLAIN_BYTES_MAX:
         raise ConfigError(
             f"non-array data of sv.save takes {len(content)} bytes, more than {_PLAIN_BYTES_MAX}: "
@@ -190,16 +190,16 @@ def load(path: Any) -> Any:
             actual.update(one.data)
         if actual.hexdigest() != about.get("digest"):
             raise Corrupt(where, str(about.get("digest"))[:64], actual.hexdigest())
-        skeleton, places = unpack_object(content)
+        skeleton, locations = unpack_object(content)
         found = {
-            tuple(place): _array(data[key], dtype, tuple(shape), tensors[key])
-            for place, key, dtype, shape in places
+            tuple(path_in_value): _array(data[key], dtype, tuple(shape), tensors[key])
+            for path_in_value, key, dtype, shape in locations
         }
     except (binascii.Error, WireError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where} is not of the right form: {type(error).__name__}: {str(error)[:200]}"
         ) from None
-    return _filled(skeleton, (), found)
+    return _with_arrays(skeleton, (), found)
 
 
 def _on_servers(value: Any) -> dict[int, Any]:
@@ -220,17 +220,21 @@ def _on_servers(value: Any) -> dict[int, Any]:
             waiting += one.values()
         elif type(one) in (list, tuple):
             waiting += one
-    values, slots = taken_alone(variables, optimizers)
+    values, slots = snapshot_for_file(variables, optimizers)
     return {**values, **slots}
 
 
-def _parted(
-    value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]
+def _without_arrays(  # noqa: C901, PLR0911, PLR0912  (one branch for each type)
+    value: Any,
+    path_in_value: Path,
+    arrays: Arrays,
+    above: tuple[int, ...],
+    on_servers: dict[int, Any],
 ) -> Any:
     """Return a value without its arrays, which go into `arrays` by their path."""
     if type(value) in _ATOMS:
         return value
-    shown = _shown(place)
+    shown = _shown(path_in_value)
     if isinstance(value, str | np.generic):
         return _packable(value, shown)
     if id(value) in above:
@@ -238,8 +242,8 @@ def _parted(
     if len(above) >= _NESTED_MAX:
         raise ConfigError(f"{shown} is nested more than {_NESTED_MAX} deep, and cannot be saved")
     above = (*above, id(value))
-    if id(value) in there:
-        return _parted(there[id(value)], place, arrays, above, {})
+    if id(value) in on_servers:
+        return _without_arrays(on_servers[id(value)], path_in_value, arrays, above, {})
     if isinstance(value, Checkpoint):
         raise ConfigError(
             f"{shown} is a Checkpoint, which all its ranks save together: call "
@@ -247,30 +251,35 @@ def _parted(
         )
     if isinstance(value, Variable):
         _require_own(value, shown)
-        arrays[place] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
+        arrays[path_in_value] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
         return None
     if isinstance(value, dict):
         return {
-            _checked_key(key, shown): _parted(item, (*place, key), arrays, above, there)
+            _checked_key(key, shown): _without_arrays(
+                item, (*path_in_value, key), arrays, above, on_servers
+            )
             for key, item in value.items()
         }
     if type(value) in (list, tuple):
         return type(value)(
-            _parted(item, (*place, index), arrays, above, there) for index, item in enumerate(value)
+            _without_arrays(item, (*path_in_value, index), arrays, above, on_servers)
+            for index, item in enumerate(value)
         )
     if isinstance(value, Optimizer):
         restored = value.slots.waiting_by_name()
-        return _parted({**value.tracked(), **restored}, place, arrays, above, there)
+        return _without_arrays(
+            {**value.tracked(), **restored}, path_in_value, arrays, above, on_servers
+        )
     if callable(getattr(value, "tracked", None)):
-        return _parted(value.tracked(), place, arrays, above, there)
+        return _without_arrays(value.tracked(), path_in_value, arrays, above, on_servers)
     if isinstance(value, np.random.Generator):
-        return _parted(value.bit_generator.state, place, arrays, above, there)
+        return _without_arrays(value.bit_generator.state, path_in_value, arrays, above, on_servers)
     if callable(getattr(value, "state_dict", None)):
-        return _parted(value.state_dict(), place, arrays, above, there)
+        return _without_arrays(value.state_dict(), path_in_value, arrays, above, on_servers)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         array = as_array(value, shown)
         # A copy, since another thread may write to the array meanwhile.
-        arrays[place] = np.array(array, order="C", copy=True)
+        arrays[path_in_value] = np.array(array, order="C", copy=True)
         return None
     return _packable(value, shown)
 
@@ -315,15 +324,15 @@ def _require_own(variable: Variable, shown: str) -> None:
     )
 
 
-def _shown(place: Path) -> str:
-    return "value" + "".join(f"[{key!r}]" for key in place)
+def _shown(path_in_value: Path) -> str:
+    return "value" + "".join(f"[{key!r}]" for key in path_in_value)
 
 
 def _names_of(arrays: Arrays) -> list[str]:
     """Return a unique tensor name for each array, from its path."""
     names: dict[str, None] = {}
-    for place in arrays:
-        name = plain = "/".join(map(str, place)) or "value"
+    for path_in_value in arrays:
+        name = plain = "/".join(map(str, path_in_value)) or "value"
         number = 1
         while name in names or name == "__metadata__":
             number += 1
@@ -349,14 +358,16 @@ def _array(
     return array.reshape(shape)
 
 
-def _filled(value: Any, place: Path, arrays: Arrays) -> Any:
+def _with_arrays(value: Any, path_in_value: Path, arrays: Arrays) -> Any:
     """Return a value with its arrays."""
-    if place in arrays:
-        return arrays[place]
+    if path_in_value in arrays:
+        return arrays[path_in_value]
     if type(value) is dict:
-        return {key: _filled(item, (*place, key), arrays) for key, item in value.items()}
+        return {
+            key: _with_arrays(item, (*path_in_value, key), arrays) for key, item in value.items()
+        }
     if type(value) in (list, tuple):
         return type(value)(
-            _filled(item, (*place, index), arrays) for index, item in enumerate(value)
+            _with_arrays(item, (*path_in_value, index), arrays) for index, item in enumerate(value)
         )
     return value

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a manager's directory, in the order of saving.
+"""The checkpoint folders of a manager's directory, in the order of saving, and which to keep.
 
 Each manifest has the sequence number of its save. Times of files would not do: clocks of hosts
 differ, and copies get new times.
@@ -6,15 +6,68 @@ differ, and copies get new times.
 
 from __future__ import annotations
 
+import math
 import os
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.checkpoint.file_names import MANIFEST, step_name, step_of
 from syncvar.checkpoint.folder import CheckpointFolder
-from syncvar.checkpoint.retention import RetainedCheckpoint
 from syncvar.checkpoint.shard_reader import fault_of, read_manifest
 from syncvar.core.errors import CheckpointError, NotFound
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 _Signature = tuple[int, int, int]  # inode, time and size of a manifest; every save changes it
+
+
+class RetainedCheckpoint(NamedTuple):
+    """A committed checkpoint of a manager's directory.
+
+    Args:
+        step: Step of the program.
+        metric: Quality, or None.
+        number: Sequence number of the save in the directory; 0 if the manifest has none.
+        is_whole: Whether no damage is known.
+    """
+
+    step: int
+    metric: float | None = None
+    number: int = 0
+    is_whole: bool = True
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of the order of saving; checkpoints without a number are ordered by step."""
+        return self.number, self.step
+
+
+def best_of(kept: Sequence[RetainedCheckpoint], best: str | None) -> RetainedCheckpoint | None:
+    """Return the checkpoint with the best metric, the latest of equals; None without metrics."""
+    if best is None:
+        return None
+    sign = 1.0 if best == "max" else -1.0
+    rated = [
+        (sign * one.metric, one)
+        for one in kept
+        if one.metric is not None and not math.isnan(one.metric)
+    ]
+    return max(rated, key=lambda pair: (pair[0], pair[1].order))[1] if rated else None
+
+
+def removable(
+    kept: Sequence[RetainedCheckpoint], keep: int | None, best: str | None
+) -> list[RetainedCheckpoint]:
+    """Return the checkpoints to remove, oldest first: all but the `keep` latest and the best.
+
+    A damaged checkpoint does not count; it goes when it is older than all that stay.
+    """
+    ordered = sorted(kept, key=lambda one: one.order)
+    whole = [index for index, one in enumerate(ordered) if one.is_whole]
+    if keep is None or len(whole) <= keep:
+        return []
+    winner = best_of(ordered, best)
+    return [one for one in ordered[: whole[-keep]] if one is not winner]
 
 
 class StepFolders:
@@ -65,7 +118,7 @@ class StepFolders:
                 number = found[-1].number if found else 0
                 kept = RetainedCheckpoint(step, None, number, is_whole=False)
             found.append(kept)
-        return sorted(found, key=lambda one: one.place)
+        return sorted(found, key=lambda one: one.order)
 
     def _look_at(self, step: int) -> RetainedCheckpoint | None:
         try:

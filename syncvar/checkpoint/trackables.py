@@ -59,7 +59,7 @@ class Leaf(Protocol):
     is_optional: bool
     """Whether a checkpoint may have no entry for it."""
 
-    def bring(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: Together) -> LeafHeader:
         """Return the header of this rank's value; raise ConfigError if it cannot be saved."""
 
     def snapshot(self) -> NDArray[Any]:
@@ -98,7 +98,7 @@ class VariableLeaf:
         )
         self.are_parts = isinstance(variable, Variable) and are_parts(variable)
 
-    def bring(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: Together) -> LeafHeader:
         """Return its mode, dtype and shape."""
         variable = self.variable
         replicas = variable.strategy.communicator
@@ -191,9 +191,11 @@ class PlainLeaf:
         self.key = key
         self._kind, self._get, self._put, self._check = kind, get, put, check
         self._packed = b""
-        self.told: list[bytes | None] = []  # state for each worker, if rank 0 restores for all
+        self.worker_states: list[
+            bytes | None
+        ] = []  # state for each worker, if rank 0 restores for all
 
-    def bring(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: Together) -> LeafHeader:
         """Take the state now, and return its length and digest."""
         self._packed = packed(self._get(), self.key)
         everyone = tuple(range(communicator.size))
@@ -217,8 +219,10 @@ class PlainLeaf:
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, SoloGroup):
             workers = 1 if entry.value is not None else communicator.workers
-            self.told = [self._read(entry, read, policy, rank, workers) for rank in range(workers)]
-            packed_state = self.told[0]
+            self.worker_states = [
+                self._read(entry, read, policy, rank, workers) for rank in range(workers)
+            ]
+            packed_state = self.worker_states[0]
         else:
             rank, size = communicator.member_rank, communicator.size
             packed_state = self._read(entry, read, policy, rank, size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.cli.bench_options import planned
+from syncvar.cli.bench_options import make_plan
 from syncvar.cli.start_workers import is_launched, start_workers
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import check_file
@@ -30,7 +30,7 @@ def check_files(chosen: argparse.Namespace) -> None:
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
-    planned(chosen)
+    make_plan(chosen)
     check_files(chosen)
     if is_launched():
         from syncvar.cli.bench_worker import work

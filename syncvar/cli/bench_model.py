@@ -44,7 +44,7 @@ class Model:
         self.is_fitted = False
 
     @staticmethod
-    def why_not(collective: Collective, chosen: argparse.Namespace, size: int) -> str:
+    def unsupported_reason(collective: Collective, chosen: argparse.Namespace, size: int) -> str:
         """Return why a run has no model, "" if it has one."""
         if chosen.no_model:
             return "--no-model"
@@ -56,7 +56,7 @@ class Model:
 
     def fit(self, measured: Mapping[Case, float]) -> None:
         """Fit latency and time of a byte to two measured times (s); fewer change nothing."""
-        found = fitted(
+        found = fit_constants(
             [(self._predictor(case), seconds) for case, seconds in measured.items()], self.constants
         )
         self.is_fitted = found is not None
@@ -107,7 +107,7 @@ class Model:
         return build_all(name, chosen.algorithm, case.size, count=count, root=case.root)
 
 
-def fitted(
+def fit_constants(
     points: Sequence[tuple[Callable[[CostModel], float], float]], start: CostModel
 ) -> CostModel | None:
     """Return the constants for which two predictions equal two measurements, or None.

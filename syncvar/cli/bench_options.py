@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report-to", type=int, help=argparse.SUPPRESS)
 
 
-def planned(chosen: argparse.Namespace) -> BenchPlan:
+def make_plan(chosen: argparse.Namespace) -> BenchPlan:
     """Check the options and return the plan; raise ConfigError for a wrong one."""
     collective = find(chosen.collective)
     if chosen.cudagraph is not None:

@@ -65,7 +65,7 @@ class Row:
     model_us: float | None = None
 
 
-def rated(
+def rate(
     seconds: Sequence[float],
     nbytes: int,
     factor: float,

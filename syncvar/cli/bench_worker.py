@@ -18,10 +18,10 @@ import numpy as np
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.cli.bench_model import Model
-from syncvar.cli.bench_options import parsed, planned
-from syncvar.cli.bench_table import SHOWN, Row, header, line, rated, summary
+from syncvar.cli.bench_options import make_plan, parsed
+from syncvar.cli.bench_table import SHOWN, Row, header, line, rate, summary
 from syncvar.cli.collective_registry import has_result_like_input
-from syncvar.cli.selftest_inputs import Case, count_wrong, spoiled
+from syncvar.cli.selftest_inputs import Case, count_wrong, different_array
 from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, report_lost_file, why_unwritten
@@ -43,7 +43,7 @@ _PROBES = 5
 
 def work(chosen: argparse.Namespace) -> int:
     """Measure as one rank of a job; return the exit code: 1 if an element was wrong."""
-    plan = planned(chosen)
+    plan = make_plan(chosen)
     transport = current().transport
     if chosen.transport == "zmq" and sv.world_size() > 1 and not transport.startswith("zmq"):
         raise UsageError(
@@ -52,7 +52,7 @@ def work(chosen: argparse.Namespace) -> int:
     measuring = _Measuring(plan)
     with _report(chosen.report_to) as tell:
         tell(_preamble(plan, transport))
-        no_model = Model.why_not(plan.collective, chosen, sv.world_size())
+        no_model = Model.unsupported_reason(plan.collective, chosen, sv.world_size())
         tell(header(predicted=not no_model))
         rows: list[Row] = []
         models: list[tuple[Case, Model]] = []
@@ -179,7 +179,7 @@ class _Measuring:
             if keep is not None:
                 x[...] = keep
             elif out is not None:
-                out[...] = spoiled(wanted)
+                out[...] = different_array(wanted)
             sv.barrier()
             wrong += count_wrong(finished(), wanted)
         if keep is not None:
@@ -193,7 +193,7 @@ class _Measuring:
         every = sv.all_gather_object([seconds / iterations / chosen.agg_iters, wrong])
         times, nbytes = [one[0] for one in every], collective.total(case) * _itemsize(case.dtype)
         nwrong = sum(one[1] for one in every) if checked else None
-        return rated(times, nbytes, self.factor, nwrong, iterations, chosen.average)
+        return rate(times, nbytes, self.factor, nwrong, iterations, chosen.average)
 
     def _enough(self, finished: Callable[[], Any]) -> int:
         """Return how many calls take about `_SECONDS`, equal on all ranks; also warms up."""

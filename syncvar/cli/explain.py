@@ -90,7 +90,7 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
             one
             for one in suspects
             if not _differs(one)
-            and all(_held_up(held.get(rank, ()), one, blamed) for rank in one.absent)
+            and all(_is_blocked(held.get(rank, ()), one, blamed) for rank in one.absent)
         ]
         if not excused:
             return suspects
@@ -107,7 +107,7 @@ def _differs(one: Divergence) -> bool:
     return len({event.fingerprint for event in one.made.values()}) > 1
 
 
-def _held_up(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int, int]]) -> bool:
+def _is_blocked(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int, int]]) -> bool:
     return any(
         (event.group, event.call) not in blamed
         and (event.ended_ns > one.began or event.state == "started" or _is_final(event))

@@ -34,7 +34,7 @@ _REASON = 160
 _SIGTERM = "SystemExit: 143"  # reason of a worker's record after SIGTERM
 
 
-def explained(records: Sequence[FlightRecord]) -> tuple[str, bool]:
+def explain_records(records: Sequence[FlightRecord]) -> tuple[str, bool]:
     """Return the text about the records, and whether the ranks diverged."""
     servers = newest(record for record in records if is_server(record.rank))
     records = newest(record for record in records if not is_server(record.rank))
@@ -300,23 +300,23 @@ def _last(record: FlightRecord, zero: int, names: Mapping[int, str]) -> list[str
         else:
             at = duration(last.ended_ns - zero)
             text = f"{name}: after {call}, {last.what}, {last.state} at {at}"
-    text += _place(record, last)
+    text += _position(record, last)
     lines = [text]
     if record.reason:
         lines.append(f"  reason of its record: {_first(record.reason)}")
     return lines
 
 
-def _place(record: FlightRecord, last: Event | None) -> str:
+def _position(record: FlightRecord, last: Event | None) -> str:
     """Describe the position of a rank: of the thread of its last call, or of its main thread."""
     if is_server(record.rank):
-        place = where(record.stack, os.getcwd())
-        return f"; it stood {place}" if place.startswith("at ") else ""
+        position = where(record.stack, os.getcwd())
+        return f"; it stood {position}" if position.startswith("at ") else ""
     site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
     if site and site != "a place unknown":
         return f"; it stood at {site}"
-    place = where(record.stack, os.getcwd()) if record.stack else ""
-    return f"; it stood {place}" if place.startswith("in ") else ""
+    position = where(record.stack, os.getcwd()) if record.stack else ""
+    return f"; it stood {position}" if position.startswith("in ") else ""
 
 
 def _waiting(records: Sequence[FlightRecord]) -> list[str]:

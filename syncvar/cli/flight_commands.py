@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.explain_text import explained
+from syncvar.cli.explain_text import explain_records
 from syncvar.cli.record_files import load
-from syncvar.cli.trace import merged, stragglers, unaligned
+from syncvar.cli.trace import merge_records, stragglers, unaligned_hosts
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import is_server
 from syncvar.core.state_folder import JOBS_KEPT, find_job, state_folder
@@ -97,14 +97,14 @@ def run(chosen: argparse.Namespace) -> int:
     """Run a command; return the exit code."""
     records = load(_of_job(chosen.records) if chosen.command == "explain" else chosen.records)
     if chosen.command == "explain":
-        text, has_diverged = explained(records)
+        text, has_diverged = explain_records(records)
         print(text, end="")
         return int(has_diverged)
     try:
-        _write_trace(chosen.output, merged(records))
+        _write_trace(chosen.output, merge_records(records))
     except OSError as error:
         raise ConfigError(f"{chosen.output}: {error.strerror}") from error
-    hosts = unaligned(records)
+    hosts = unaligned_hosts(records)
     if hosts:
         sys.stderr.write(
             f"syncvar: the clocks of hosts {', '.join(hosts)} are not known to be the same\n"

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.render import plan_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
+from syncvar.algorithms.shm_rounds import publications
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds, traffic
-from syncvar.cli.plan_program import program_lines
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
+from syncvar.runtime.programs.block_transfer import cells_of_blocks, fits_slots, is_worth_reading
+from syncvar.runtime.programs.compile_reduce import (
+    BufferPlacement,
+    ResultPlacement,
+    lower_reduce,
+    lower_small,
+)
+from syncvar.runtime.programs.compile_rounds import lower_rounds
+from syncvar.runtime.programs.compile_transfer import Move, TransferPath, lower_move
+from syncvar.runtime.programs.instructions import program_text
+from syncvar.runtime.programs.shm_reduce import cells_of, is_direct
+from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
     import argparse
@@ -19,12 +31,17 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Schedule
     from syncvar.cli.plan_cost import CostModel
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.runtime.programs.instructions import Program
 
 
 _INSTRUCTIONS = 24  # of a program
 _SHORT = 8  # ranks, rounds and steps of a figure
 _RANKS_MAX = 1024  # plans are built for all ranks and all algorithms
 _OF_BLOCKS = ("all_gather", "header_exchange", "gather", "scatter", "reduce_scatter", "all_to_all")
+
+
+_REDUCED = ("all_reduce", "reduce", "scan", "exscan")
+_MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,17 +113,11 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     lines += _table(collective, plans, itemsize, model, choice.algorithm)
     if chosen.program is not None:
         most = None if chosen.full else _INSTRUCTIONS
-        lines += program_lines(
-            collective,
-            choice.algorithm,
-            chosen.program,
-            n,
-            count,
-            itemsize,
-            chosen.root,
-            is_demanded=bool(chosen.algorithm or demanded),
-            most=most,
-        )
+        call = _ProgramArgs(collective, chosen.program, n, count, itemsize, chosen.root)
+        is_demanded = bool(chosen.algorithm or demanded)
+        about, program = _program(call, choice.algorithm, is_demanded=is_demanded)
+        lines += ["", f"The program of rank {call.rank} in shared memory{about}:"]
+        lines += [f"  {line}" for line in program_text(program, most).splitlines()]
     lines.append("")
     lines.append(
         f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for "
@@ -170,3 +181,57 @@ def _itemsize(name: str) -> int:
     """Return the bytes of an element, which the name of its dtype contains."""
     digits = "".join(character for character in name if character.isdigit())
     return int(digits) // 8 if digits else 1
+
+
+class _ProgramArgs(NamedTuple):
+    """A call whose program is shown; `elements` are those of the vector, or of each block."""
+
+    collective: str
+    rank: int
+    size: int
+    elements: int
+    itemsize: int
+    root: int
+
+
+def _program(call: _ProgramArgs, algorithm: str, *, is_demanded: bool) -> tuple[str, Program]:
+    collective, rank, size, count, itemsize, root = call
+    if collective in _REDUCED and algorithm in ("direct", "owners"):
+        ends = ResultPlacement(collective, root)
+        if is_direct(count * itemsize, size) or not count:
+            return "", lower_small(rank, size, count, ends=ends)
+        cells, block = cells_of(size, itemsize, are_native=True)
+        program = lower_reduce(rank, size, count, cells, BufferPlacement(), block, ends)
+        return ", of ordinary arrays, with the C extension", program
+    if collective in _MOVED and not is_demanded:
+        return _move(call)
+    rounds = publications(build_all(collective, algorithm, size, count=count, root=root), rank)
+    return "", lower_rounds(rounds, rank, SEGMENT_BYTES // itemsize, SMALL_BYTES // itemsize)
+
+
+def _move(call: _ProgramArgs) -> tuple[str, Program]:
+    collective, rank, size, count, itemsize, root = call
+    has_block_each = collective in ("reduce_scatter", "all_to_all")  # one block for each peer
+    is_root = collective == "broadcast" and rank == root
+    peers = [peer for peer in range(size) if peer != rank]
+    if collective == "broadcast":
+        peers = [] if is_root else [root]
+    takes = tuple((peer, (rank - (rank > peer)) if has_block_each else 0) for peer in peers)
+    puts = size - 1 if has_block_each else int(is_root or collective == "all_gather")
+    most = size - 1 if has_block_each else 1
+    move = Move(
+        rank,
+        count,
+        *cells_of_blocks(count, itemsize, most, size, are_native=True),
+        most,
+        puts,
+        takes,
+        keeps=is_root or collective != "broadcast",
+        folds=collective == "reduce_scatter",
+    )
+    if fits_slots(count * itemsize * most, are_native=True):
+        return ", side by side", lower_move(move, TransferPath.SLOTS)
+    readers = 1 if collective == "broadcast" else size - 1
+    if not move.folds and is_worth_reading(count * itemsize, most, readers, are_native=True):
+        return ", of blocks that peers read in place", lower_move(move, TransferPath.DIRECT)
+    return ", of ordinary arrays, with the C extension", lower_move(move, TransferPath.CELLS)

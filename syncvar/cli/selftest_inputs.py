@@ -77,7 +77,7 @@ def cut(value: Any, size: int) -> list[Any]:
     return [value[chunk.start : chunk.stop] for chunk in even_chunks(value.shape[0], size)]
 
 
-def spoiled(wanted: NDArray[Any]) -> NDArray[Any]:
+def different_array(wanted: NDArray[Any]) -> NDArray[Any]:
     """Return an array that differs in every element, to detect elements that nobody writes."""
     return np.asarray((wanted == 0).astype(wanted.dtype))
 

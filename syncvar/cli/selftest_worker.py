@@ -140,14 +140,14 @@ def _test_places(one: Collective, outcome: SelfTestResult) -> None:
         for turn in range(_TURNS):
             where = _MEMORY[draw.integers(0, len(_MEMORY), size)[rank]]
             is_same = one.in_place and turn % 2 == 0
-            mine = _placed(where, x if x is not None else part(case, rank) if is_same else None)
+            mine = _copy_in(where, x if x is not None else part(case, rank) if is_same else None)
             out = {"out": mine} if is_same and target is not None else {}
             title = f"call {turn + 1} of {_shape_text(case.shape)}{', in place' * is_same}, {where}"
             call = partial(one.call, case, None if x is None else mine, **out)
             _judge(outcome, title, call, case, one)
 
 
-def _placed(where: str, x: Any) -> Any:
+def _copy_in(where: str, x: Any) -> Any:
     """Return a copy of an array in the named memory."""
     if x is None:
         return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EVENTS_ROW = 0
 
 
-def merged(records: Sequence[FlightRecord]) -> dict[str, Any]:
+def merge_records(records: Sequence[FlightRecord]) -> dict[str, Any]:
     """Return the trace of the records of all ranks, ready for JSON."""
     zero = min((record.events[0].began_ns for record in records if record.events), default=0)
     events: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def stragglers(records: Sequence[FlightRecord]) -> list[tuple[int, int, float]]:
     return sorted(found, key=lambda one: -one[2])
 
 
-def unaligned(records: Iterable[FlightRecord]) -> list[str]:
+def unaligned_hosts(records: Iterable[FlightRecord]) -> list[str]:
     """Return the hosts if their clocks may differ, else an empty list."""
     hosts = {record.boot: record.host for record in records}
     return sorted(hosts.values()) if len(hosts) > 1 else []

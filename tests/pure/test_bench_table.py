@@ -6,8 +6,8 @@ import pytest
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.selection import choose
-from syncvar.cli.bench_model import fitted
-from syncvar.cli.bench_options import add_options, planned
+from syncvar.cli.bench_model import fit_constants
+from syncvar.cli.bench_options import add_options, make_plan
 from syncvar.cli.bench_table import (
     Half,
     Row,
@@ -15,7 +15,7 @@ from syncvar.cli.bench_table import (
     header,
     line,
     parse_size,
-    rated,
+    rate,
     sizes,
     summary,
 )
@@ -116,7 +116,7 @@ def test_factors_of_the_bus_bandwidth(name, on_two, on_eight):
 
 def test_what_is_shown_of_the_times_of_the_ranks():
     seconds = [3e-6, 1e-6, 8e-6]
-    shown = [rated(seconds, 8000, 0.5, 0, 20, which) for which in range(4)]
+    shown = [rate(seconds, 8000, 0.5, 0, 20, which) for which in range(4)]
     assert [half.time for half in shown] == [3, 4, 1, 8]
     assert [half.alg_bw for half in shown] == pytest.approx([8 / 3, 2, 8, 1])
     assert [half.bus_bw for half in shown] == pytest.approx([4 / 3, 1, 4, 0.5])
@@ -189,21 +189,21 @@ def test_the_summary():
 
 
 def test_names_of_dtypes_and_ops():
-    assert planned(chosen("all_reduce", "-d", "float,double,half", "-o", "avg")).kinds == (
+    assert make_plan(chosen("all_reduce", "-d", "float,double,half", "-o", "avg")).kinds == (
         ("float32", "mean"),
         ("float64", "mean"),
         ("float16", "mean"),
     )
-    assert ("bool", "max") in planned(chosen("all_reduce", "-d", "all", "-o", "all")).kinds
-    assert planned(chosen("broadcast", "-d", "int8")).kinds == (("int8", ""),)
-    assert planned(chosen("all_reduce", "-b", "8", "-e", "4K", "-f", "8")).sizes == (
+    assert ("bool", "max") in make_plan(chosen("all_reduce", "-d", "all", "-o", "all")).kinds
+    assert make_plan(chosen("broadcast", "-d", "int8")).kinds == (("int8", ""),)
+    assert make_plan(chosen("all_reduce", "-b", "8", "-e", "4K", "-f", "8")).sizes == (
         8,
         64,
         512,
         4096,
     )
-    assert planned(chosen("barrier")).sizes == (0,)
-    assert planned(chosen("sendrecv")).collective.name == "send_recv"
+    assert make_plan(chosen("barrier")).sizes == (0,)
+    assert make_plan(chosen("sendrecv")).collective.name == "send_recv"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_names_of_dtypes_and_ops():
 )
 def test_options_that_are_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
-        planned(chosen(*arguments))
+        make_plan(chosen(*arguments))
 
 
 @pytest.mark.parametrize("start", [LINKS, SHM])
@@ -251,20 +251,20 @@ def test_the_constants_behind_two_times_are_found(collective, size, start):
         return lambda constants: predicted_seconds(plans, 4, constants)
 
     points = [(predict, predict(behind)) for predict in (predictor(2), predictor(1_000_000))]
-    assert astuple(fitted(points, start)) == pytest.approx(astuple(behind), rel=1e-6)
+    assert astuple(fit_constants(points, start)) == pytest.approx(astuple(behind), rel=1e-6)
 
 
 def test_times_that_no_constants_explain():
     small, large = (lambda c: c.latency + 8 * c.per_byte), (lambda c: c.latency + 1e6 * c.per_byte)
-    assert fitted([(small, 5e-3), (large, 1e-3)], LINKS) is None, "the larger is faster"
-    assert fitted([(small, 5e-3), (small, 5e-3)], LINKS) is None, "the same twice"
-    assert fitted([(small, 5e-3)], LINKS) is None
+    assert fit_constants([(small, 5e-3), (large, 1e-3)], LINKS) is None, "the larger is faster"
+    assert fit_constants([(small, 5e-3), (small, 5e-3)], LINKS) is None, "the same twice"
+    assert fit_constants([(small, 5e-3)], LINKS) is None
 
 
 def test_a_picture_needs_a_package(monkeypatch):
     monkeypatch.setattr("syncvar.cli.bench_plot.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install matplotlib"):
-        planned(chosen("all_reduce", "--plot", "x.png"))
+        make_plan(chosen("all_reduce", "--plot", "x.png"))
 
 
 def test_sizes_are_rounded_up_to_whole_pieces():

@@ -25,7 +25,6 @@ from syncvar.checkpoint.manifest import (
     Stored,
     digest_of,
 )
-from syncvar.checkpoint.retention import RetainedCheckpoint, best_of, superfluous
 from syncvar.checkpoint.safetensors_header import (
     CODES,
     header_bytes,
@@ -41,6 +40,7 @@ from syncvar.checkpoint.save_plan import (
     raise_failures,
     shares,
 )
+from syncvar.checkpoint.step_folders import RetainedCheckpoint, best_of, removable
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 
@@ -449,10 +449,10 @@ def test_the_latest_and_the_best_stay():
         RetainedCheckpoint(step, metric)
         for step, metric in [(4, 0.5), (1, 0.9), (2, float("nan")), (3, None), (5, 0.7)]
     ]
-    assert [one.step for one in superfluous(kept, 2, None)] == [1, 2, 3]
-    assert [one.step for one in superfluous(kept, 2, "max")] == [2, 3]
-    assert [one.step for one in superfluous(kept, 1, "min")] == [1, 2, 3]
-    assert superfluous(kept, None, "max") == []
+    assert [one.step for one in removable(kept, 2, None)] == [1, 2, 3]
+    assert [one.step for one in removable(kept, 2, "max")] == [2, 3]
+    assert [one.step for one in removable(kept, 1, "min")] == [1, 2, 3]
+    assert removable(kept, None, "max") == []
     assert best_of(kept[2:4], "max") is None
     assert best_of([RetainedCheckpoint(1, 0.5), RetainedCheckpoint(2, 0.5)], "min").step == 2
 
@@ -465,12 +465,12 @@ def test_retention_goes_by_the_number_of_the_save_and_a_damaged_one_does_not_cou
         RetainedCheckpoint(40, 0.9, 2),
         RetainedCheckpoint(45, 0.5, 3),
     ]
-    assert [one.step for one in superfluous(saves, 2, None)] == [90, 100, 50]
-    assert [one.step for one in superfluous(saves, 1, "max")] == [90, 100, 50]
+    assert [one.step for one in removable(saves, 2, None)] == [90, 100, 50]
+    assert [one.step for one in removable(saves, 1, "max")] == [90, 100, 50]
     assert best_of(saves, "min").step == 45
     saves[-1] = RetainedCheckpoint(45, None, 3, is_whole=False)
-    assert [one.step for one in superfluous(saves, 2, None)] == [90, 100]
-    assert superfluous([*saves, RetainedCheckpoint(60, None, 4)], 1, None) == [
+    assert [one.step for one in removable(saves, 2, None)] == [90, 100]
+    assert removable([*saves, RetainedCheckpoint(60, None, 4)], 1, None) == [
         RetainedCheckpoint(90),
         RetainedCheckpoint(100),
         *saves[2:],

@@ -9,9 +9,9 @@ import pytest
 import syncvar
 from syncvar.cli.commands import main
 from syncvar.cli.explain import divergences
-from syncvar.cli.explain_text import explained
+from syncvar.cli.explain_text import explain_records
 from syncvar.cli.record_files import as_record, calls_of, load
-from syncvar.cli.trace import merged, unaligned
+from syncvar.cli.trace import merge_records, unaligned_hosts
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import SERVER_0
 from syncvar.runtime.flight_recorder.call_record import Event
@@ -181,7 +181,7 @@ def waiting_in_a_ring(
 
 
 def test_ranks_that_wait_for_one_another_have_not_parted():
-    text, has_diverged = explained(records(*waiting_in_a_ring()))
+    text, has_diverged = explain_records(records(*waiting_in_a_ring()))
     assert has_diverged
     assert (
         "deadlock: rank 0 waits for a message of rank 1, rank 1 for a message of rank 2, and rank 2 for a message of rank 0\n"
@@ -194,7 +194,7 @@ def test_ranks_that_wait_for_one_another_have_not_parted():
         waiting_in_a_ring(kind="PeerLost"),
         waiting_in_a_ring()[:2],
     ):
-        assert "deadlock: rank" not in explained(records(*other))[0]
+        assert "deadlock: rank" not in explain_records(records(*other))[0]
 
 
 def skipped():
@@ -254,7 +254,7 @@ def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(how)
     )
     left = records(data(0, [*same(0, 2), call(2, SUM, 20, 90, "failed", detail=lost)], world=2))
     assert [(one.call, one.absent) for one in divergences(left)] == [(2, (1,))]
-    text, has_diverged = explained(left)
+    text, has_diverged = explain_records(left)
     assert has_diverged
     code = how.split()[-1] if how.startswith("exited") else "0"
     assert f"rank 1: ended (exit {code}) without call 3" in text
@@ -269,7 +269,7 @@ def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
     )
     stack = [["/home/load.py", 7, "read"], ["/home/train.py", 49, "<module>"]]
     threads = {"1": {"name": "MainThread", "site": "a place unknown"}}  # its last call is over
-    text, _ = explained(
+    text, _ = explain_records(
         records(
             waits,
             data(1, same(1, 1), world=2, reason="SystemExit: 143", stack=stack, threads=threads),
@@ -356,7 +356,7 @@ def test_a_record_of_the_middle_of_a_run_says_nothing_of_later():
 
 
 def test_the_last_generation_is_explained():
-    text, has_diverged = explained(records(*mismatch(), data(0, same(0, 1), generation=1)))
+    text, has_diverged = explain_records(records(*mismatch(), data(0, same(0, 1), generation=1)))
     assert not has_diverged
     assert "generation 1" in text
 
@@ -365,7 +365,7 @@ def test_the_last_generation_is_explained():
 
 
 def test_the_trace_has_every_rank_operation_and_name():
-    trace = json.loads(json.dumps(merged(records(*mismatch()))))
+    trace = json.loads(json.dumps(merge_records(records(*mismatch()))))
     events = trace["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
         "rank 0",
@@ -382,7 +382,9 @@ def test_the_trace_has_every_rank_operation_and_name():
 
 
 def test_arrows_lead_from_the_last_to_come_to_the_ends_of_those_who_waited():
-    events = merged(records(*[data(rank, same(rank, 1)) for rank in range(3)]))["traceEvents"]
+    events = merge_records(records(*[data(rank, same(rank, 1)) for rank in range(3)]))[
+        "traceEvents"
+    ]
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
     assert set(starts) == set(ends)
@@ -403,7 +405,7 @@ def test_calls_that_overlap_have_rows_of_their_own():
         call(2, SUM, 11, 12),
         call(0, SUM, 2, 3, group=5),
     ]
-    events = merged(records(data(0, overlapping, groups={5: [0, 1]})))["traceEvents"]
+    events = merge_records(records(data(0, overlapping, groups={5: [0, 1]})))["traceEvents"]
     rows = {}
     for event in events:
         if event["ph"] == "X":
@@ -414,7 +416,7 @@ def test_calls_that_overlap_have_rows_of_their_own():
 
 
 def test_what_has_not_ended_lasts_until_the_record_was_made():
-    events = merged(records(*crossed()))["traceEvents"]
+    events = merge_records(records(*crossed()))["traceEvents"]
     assert [
         e["dur"] for e in events if e.get("cat") == "operation" and e["args"]["state"] == "started"
     ] == [180e3, 179e3]
@@ -424,8 +426,8 @@ def test_clocks_of_other_hosts_are_moved_and_said():
     far = data(1, same(1, 1), world=2, boot="c", host="far", clock_offset_ns=-5 * MS)
     each = records(data(0, same(0, 1), world=2), far)
     assert calls_of(each)[0][0][1].began_ns == -4 * MS
-    assert unaligned(each) == ["box", "far"]
-    assert "clocks of hosts box, far may differ" in explained(each)[0]
+    assert unaligned_hosts(each) == ["box", "far"]
+    assert "clocks of hosts box, far may differ" in explain_records(each)[0]
 
 
 def test_merge_writes_a_file_at_once_or_none(tmp_path, capsys):
@@ -497,8 +499,8 @@ def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys)
         data(SERVER_0, served[:1], groups={}, reason="rank 1 was lost: signal 9"),
         data(SERVER_0 + 1, served, groups={}, stack=stack),
     ]
-    alone, _ = explained(records(*mismatch()))
-    text, has_diverged = explained(records(*left))
+    alone, _ = explain_records(records(*mismatch()))
+    text, has_diverged = explain_records(records(*left))
     assert has_diverged
     assert text.splitlines()[0].startswith(
         "flight records of ranks 0-2 and servers 0, 1 of job 01234567, 3 ranks in the world"
@@ -537,7 +539,7 @@ def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys)
 
 
 def test_an_empty_record_is_explained():
-    text, has_diverged = explained(records(data(0, [], world=1)))
+    text, has_diverged = explain_records(records(data(0, [], world=1)))
     assert not has_diverged
     assert "rank 0: no operation" in text
-    assert merged(records(data(0, [], world=1)))["traceEvents"]
+    assert merge_records(records(data(0, [], world=1)))["traceEvents"]

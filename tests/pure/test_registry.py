@@ -20,9 +20,9 @@ from syncvar.cli.selftest_inputs import (
     combined,
     count_wrong,
     cut,
+    different_array,
     first_wrong,
     part,
-    spoiled,
 )
 from syncvar.cli.selftest_options import SelfTestResult, outcome_lines
 from syncvar.core.bus_bandwidth import BUS_FACTORS
@@ -147,7 +147,7 @@ def test_pieces_are_those_of_the_collectives():
 def test_a_spoiled_array_has_nothing_right(dtype):
     case = Case(0, 2, (PERIOD,), dtype, "max" if dtype == "bool" else "sum")
     wanted = part(case, 0)
-    assert count_wrong(spoiled(wanted), wanted) == wanted.size
+    assert count_wrong(different_array(wanted), wanted) == wanted.size
 
 
 RIGHT = np.array([[1.0, 2.0], [3.0, 4.0]])
