@@ -167,23 +167,17 @@ UNRECORDED = PendingRecord(CallInfo("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
 
 def event_of(entry: Any) -> Event:
     """Convert an entry of the ring: a `PendingRecord`, or the tuple that `Recorder.add` takes."""
+    told = told_of(entry)
     if isinstance(entry, tuple):
-        told, call, began, ended, thread = entry
-        nbytes, path, state, detail = told.nbytes, told.path, "done", ""
+        _, call, began, ended, thread = entry
+        nbytes, path, times = told.nbytes, told.path, (began, ended, "done", thread, "")
     else:
-        told, call, began, ended, thread = (
-            entry.told,
-            entry.call,
-            entry.began,
-            entry.ended,
-            entry.thread,
-        )
-        nbytes, path, state, detail = entry.nbytes, entry.way, entry.state, entry.detail
-    what, group, _, fingerprint, *_ = told
-    times = began, ended, state, thread, detail
-    collective, op, dtype, shape, *numbers = told.fields
-    described = collective, op, dtype, str(list(shape)) if dtype else "", *numbers
-    return Event(what, group, call, fingerprint, nbytes, path, *times, *described)
+        call, nbytes, path = entry.call, entry.nbytes, entry.way
+        times = entry.began, entry.ended, entry.state, entry.thread, entry.detail
+    names: Any = told.fields
+    shape = str(list(names.shape)) if names.dtype else ""
+    head = told.what, told.group, call, told.fingerprint, nbytes, path
+    return Event(*head, *times, *names._replace(shape=shape))
 
 
 def told_of(entry: Any) -> CallInfo:
