@@ -65,7 +65,7 @@ class HostService:
         self._directory = directory
         self._told = told
         self._config = config
-        self._cards = cards
+        self._kv_store = cards
         self._process = os.getpid()
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._watched: set[int] = set()
@@ -143,7 +143,7 @@ class HostService:
                 poller.register(descriptor, zmq.POLLIN)
             ready = [item for item, _ in poller.poll(_LOOK_MS)]
             if store is not None:
-                self._keep_roll(
+                self._serve_rendezvous(
                     store, [item for item in ready if item in self._pidfds], time.monotonic()
                 )
             if handing is not None:
@@ -152,7 +152,7 @@ class HostService:
                         handing.readable(item)
                 _warn(handing.take_said())
 
-    def _keep_roll(self, store: RendezvousServer, ended: list[int], now: float) -> None:
+    def _serve_rendezvous(self, store: RendezvousServer, ended: list[int], now: float) -> None:
         """Handle messages of the rendezvous and ended processes; `ended` are descriptors."""
         store.serve(now)
         coordinator = store.coordinator
@@ -168,9 +168,9 @@ class HostService:
                 self._watched.add(member.pid)
                 with contextlib.suppress(OSError):
                     self._pidfds[os.pidfd_open(member.pid)] = rank
-        if self._cards is not None and len(coordinator.roll.members) == self._told.world_size:
-            self._cards.remove()
-            self._cards = None
+        if self._kv_store is not None and len(coordinator.roll.members) == self._told.world_size:
+            self._kv_store.remove()
+            self._kv_store = None
         for rank, reason in store.take_lost(
             now
         ).items():  # no link reports these during the handshake, or after this rank has left
@@ -216,8 +216,8 @@ class HostService:
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds.clear()
-        if self._cards is not None:
-            self._cards.remove()
+        if self._kv_store is not None:
+            self._kv_store.remove()
         self._directory.remove()
 
 
