@@ -413,8 +413,8 @@ class Communicator(CommunicatorState):
     def interrupt(self, call: int, begin: int, error: BaseException) -> None:
         """Break the group: an exception interrupted a message that the other rank may wait for."""
         if self.engine is not None:
-            told = CallInfo("a message", self.identity, self.members, 0, 0, "")
-            self.engine.interrupted(Request(self.recorder.begin(told, call, begin), None), error)
+            info = CallInfo("a message", self.identity, self.members, 0, 0, "")
+            self.engine.interrupted(Request(self.recorder.begin(info, call, begin), None), error)
 
     def operation(self, call: int, request: CollectiveSpec, begin: int | None = None) -> Request:
         """Return a call as a request of the engine."""

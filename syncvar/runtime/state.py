@@ -338,7 +338,7 @@ class Core(AdmissionState):
     def interrupted(self, operation: Awaited, error: BaseException) -> None:
         """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
-        group = operation.entry.told.group
+        group = operation.entry.info.group
         location = self.recorder.numbers.text(operation.what, group, operation.call)
         self.fall(error, location, but=operation)
 
