@@ -85,7 +85,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
             "SYNCVAR_TRANSPORT"
         )
     elif not (alone or is_meant_alone(environ)):
-        told, cards = _told(config, environ)
+        told, cards = _launcher_identity(config, environ)
         if told is not None:
             from syncvar.bootstrap.rendezvous import meet
 
@@ -103,7 +103,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     )
 
 
-def _told(
+def _launcher_identity(
     config: RuntimeConfig, environ: Mapping[str, str]
 ) -> tuple[LaunchInfo | None, MpiCards | None]:
     """Return what MPI or another launcher says about this process, and MPI's key-value store."""

@@ -116,19 +116,19 @@ class ProcessContext:
         self.hosts = HostMap((self.world_size,))
         self._have_shm: frozenset[int] = frozenset()  # hosts on which all ranks have shared memory
         if transport is not None and control is not None:
-            roll = answer_roll_call(me, config, transport, control, generation, self.without_shm)
-            self.hosts = HostMap.of_places(roll["places"])
+            answer = answer_roll_call(me, config, transport, control, generation, self.without_shm)
+            self.hosts = HostMap.of_places(answer["places"])
             if self.hosts.ranks(self.host_index) != self.local_ranks:
                 raise RendezvousError(
                     f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
                     f"environment, and {rank_list(self.hosts.ranks(self.host_index))} by what the "
                     "others say"
                 )
-            missing = {self.hosts.host_of(rank) for rank in roll["without_shm"]}
+            missing = {self.hosts.host_of(rank) for rank in answer["without_shm"]}
             self._have_shm = frozenset(range(len(self.hosts.sizes))) - missing
             without = {
                 rank: reason_of
-                for rank, reason_of in roll["without_shm"].items()
+                for rank, reason_of in answer["without_shm"].items()
                 if rank in self.local_ranks
             }
             # One rank without shared memory disables it for its host.
@@ -143,7 +143,7 @@ class ProcessContext:
                 transport,
                 control,
                 config,
-                roll["hosts"],
+                answer["hosts"],
                 self.shm,
                 self.recorder,
             )

@@ -97,7 +97,7 @@ def _warn_of_wait(environment: RankEnvironment, control: Control, waited_s: floa
     """Log that this rank waits, unless another process on this host names the missing ranks."""
     if control.keeper not in (None, environment.rank) and environment.local_rank == 0:
         _log.warning(
-            "rank %d has waited %.0f s for the others at %s, where rank %d keeps the roll",
+            "rank %d has waited %.0f s for the others at %s, where rank %d runs the rendezvous",
             environment.rank,
             waited_s,
             environment.rendezvous,

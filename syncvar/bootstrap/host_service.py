@@ -63,9 +63,9 @@ class HostService:
         cards: KeyValueStore | None,
     ) -> None:
         self._directory = directory
-        self._told = told
+        self._info = told
         self._config = config
-        self._cards = cards
+        self._kv_store = cards
         self._process = os.getpid()
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._watched: set[int] = set()
@@ -126,7 +126,7 @@ class HostService:
         coordinator = store.coordinator
         return (
             set(coordinator.roll.members)
-            - {self._told.rank}
+            - {self._info.rank}
             - set(coordinator.left)
             - set(coordinator.gone)
             - coordinator.lost
@@ -143,7 +143,7 @@ class HostService:
                 poller.register(descriptor, zmq.POLLIN)
             ready = [item for item, _ in poller.poll(_LOOK_MS)]
             if store is not None:
-                self._keep_roll(
+                self._serve_rendezvous(
                     store, [item for item in ready if item in self._pidfds], time.monotonic()
                 )
             if handing is not None:
@@ -152,7 +152,7 @@ class HostService:
                         handing.readable(item)
                 _warn(handing.take_said())
 
-    def _keep_roll(self, store: RendezvousServer, ended: list[int], now: float) -> None:
+    def _serve_rendezvous(self, store: RendezvousServer, ended: list[int], now: float) -> None:
         """Handle messages of the rendezvous and ended processes; `ended` are descriptors."""
         store.serve(now)
         coordinator = store.coordinator
@@ -161,21 +161,21 @@ class HostService:
             member,
         ) in coordinator.roll.members.items():  # no launcher watches the processes of this host
             if (
-                member.host_index == self._told.host_index
-                and rank != self._told.rank
+                member.host_index == self._info.host_index
+                and rank != self._info.rank
                 and member.pid not in self._watched
             ):
                 self._watched.add(member.pid)
                 with contextlib.suppress(OSError):
                     self._pidfds[os.pidfd_open(member.pid)] = rank
-        if self._cards is not None and len(coordinator.roll.members) == self._told.world_size:
-            self._cards.remove()
-            self._cards = None
+        if self._kv_store is not None and len(coordinator.roll.members) == self._info.world_size:
+            self._kv_store.remove()
+            self._kv_store = None
         for rank, reason in store.take_lost(
             now
         ).items():  # no link reports these during the handshake, or after this rank has left
             is_member = rank in coordinator.roll.members and rank not in coordinator.left
-            if rank != self._told.rank and (is_member or rank in coordinator.next_roll.members):
+            if rank != self._info.rank and (is_member or rank in coordinator.next_roll.members):
                 store.ended(rank, reason, now)
         for descriptor in ended:
             rank = self._pidfds.pop(descriptor)
@@ -193,14 +193,14 @@ class HostService:
         if reason:
             return None, reason
         cores = min(len(os.sched_getaffinity(0)), core_quota() or sys.maxsize)
-        size = self._told.local_world_size
+        size = self._info.local_world_size
         return create(
             self._config.shm_bytes,
             size,
             cores,
             generation,
             str(self._directory.path),
-            self._told.host_index,
+            self._info.host_index,
         )
 
     def _close(self) -> None:
@@ -208,7 +208,7 @@ class HostService:
             linger_s = 0.0
             # Inform them before the server closes.
             if self._ends.is_set() and self._others(self.store):
-                self.store.ended(self._told.rank, failure_in_words() or _ENDED, time.monotonic())
+                self.store.ended(self._info.rank, failure_in_words() or _ENDED, time.monotonic())
                 linger_s = self._config.shutdown_timeout_s
             self.store.close(linger_s)
         if self._handing is not None:
@@ -216,8 +216,8 @@ class HostService:
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds.clear()
-        if self._cards is not None:
-            self._cards.remove()
+        if self._kv_store is not None:
+            self._kv_store.remove()
         self._directory.remove()
 
 

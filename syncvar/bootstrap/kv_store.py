@@ -188,7 +188,7 @@ class ProcessManager(KeyValueStore):
             ).decode()
         except (ValueError, RendezvousError) as error:
             raise RendezvousError(
-                f"{owner} has put down no card {key!r} with the process manager (PMI): {error}"
+                f"{owner} has put no entry {key!r} with the process manager (PMI): {error}"
             ) from error
 
     def placed(self, told: LaunchInfo) -> LaunchInfo:

@@ -66,7 +66,7 @@ class MpiCards(KeyValueStore):
     def read(self, key: str, owner: str) -> str:
         """Return an entry that was put before the last turn."""
         if key not in self._all:
-            raise RendezvousError(f"{owner} has put down no card {key!r}, by MPI")
+            raise RendezvousError(f"{owner} has put no entry {key!r}, by MPI")
         return self._all[key]
 
     def exchange(self, own: dict[str, str]) -> list[dict[str, str]]:

@@ -192,8 +192,8 @@ class _Rendezvous:
                 if name != self.name:
                     raise ConfigError(
                         f"rank {told.rank} is the {told.local_rank + 1}. of {self.name} and rank "
-                        f"{first} is on {name}: ranks are numbered host by host; leave out what "
-                        "gives them to the hosts in turns (mpirun --map-by slot)"
+                        f"{first} is on {name}: ranks must be numbered host by host "
+                        "(mpirun --map-by slot)"
                     )
             else:
                 names.append(name)

@@ -96,7 +96,7 @@ class RendezvousServer:
 
     def _listen_to_hosts(self, endpoint: str, config: RuntimeConfig, keys: LinkKeys | None) -> None:
         if keys is None and config.encryption != "off":
-            raise ConfigError(f"nobody may listen on {endpoint} without the job's secret")
+            raise ConfigError(f"rank 0 cannot listen on {endpoint} without the job's secret")
         from syncvar.transports.curve import Gate
 
         self._connections.gate = Gate(self._context, keys)

@@ -361,19 +361,7 @@ class Communicator(CommunicatorState):
                 with quiet():
                     request = check()
             except Exception as error:
-                if isinstance(error, ConfigError) and self.size > 1:
-                    error.add_note(
-                        f"refused on rank {self.members[self.member_rank]}; the other ranks of "
-                        "the group raise MismatchError"
-                    )
-                self.recorder.refused(
-                    CallInfo(name, self.identity, self.members, 0, 0, ""), call, error
-                )
-                if engine is not None and self.size > 1:
-                    engine.book.announce(self.identity, call + 1)
-                    engine.poison(
-                        self.identity, self.members, call, name, f"{type(error).__name__}: {error}"
-                    )
+                self._refuse(name, call, error)
                 raise
             operation = self.operation(call, request)
             if engine is None or self.size == 1:
@@ -392,6 +380,19 @@ class Communicator(CommunicatorState):
             with contextlib.suppress(MismatchError):
                 engine.run(operation, allowed)
             return Work(None, operation)
+
+    def _refuse(self, name: str, call: int, error: Exception) -> None:
+        """Record a call with bad arguments, and inform the group."""
+        if isinstance(error, ConfigError) and self.size > 1:
+            error.add_note(
+                f"refused on rank {self.members[self.member_rank]}; the other ranks of the group "
+                "raise MismatchError"
+            )
+        self.recorder.refused(CallInfo(name, self.identity, self.members, 0, 0, ""), call, error)
+        if self.engine is not None and self.size > 1:
+            self.engine.book.announce(self.identity, call + 1)
+            reason = f"{type(error).__name__}: {error}"
+            self.engine.poison(self.identity, self.members, call, name, reason)
 
     def require_free(self, name: str) -> None:
         """Raise an error, before anything is numbered or sent, if no call can be made."""
@@ -412,8 +413,8 @@ class Communicator(CommunicatorState):
     def interrupt(self, call: int, begin: int, error: BaseException) -> None:
         """Break the group: an exception interrupted a message that the other rank may wait for."""
         if self.engine is not None:
-            told = CallInfo("a message", self.identity, self.members, 0, 0, "")
-            self.engine.interrupted(Request(self.recorder.begin(told, call, begin), None), error)
+            info = CallInfo("a message", self.identity, self.members, 0, 0, "")
+            self.engine.interrupted(Request(self.recorder.begin(info, call, begin), None), error)
 
     def operation(self, call: int, request: CollectiveSpec, begin: int | None = None) -> Request:
         """Return a call as a request of the engine."""

@@ -47,7 +47,7 @@ class Verdicts:
         if kind == "abort":
             self._aborted(message)
         elif kind == "verdict":
-            self._judged(message)
+            self._apply_decision(message)
         elif kind == "left":
             self._peer_left(message["rank"], message["entered"], message["skipped"])
         elif kind == "are_you_there":
@@ -87,21 +87,21 @@ class Verdicts:
         detail = f"while in {self._call(waiting)}" if waiting is not None else ""
         self._core.break_generation(PeerLost(rank, host, message["reason"], detail))
 
-    def _judged(self, verdict: Message) -> None:
-        self._core.recorder.note("verdict", verdict["text"])
-        group = verdict["group"]
-        if verdict["waits"]:  # a rank waits in that call, and the deadlock detector saw it first
-            block = self._book.overtaken(group, verdict["call"], self._core.active)
+    def _apply_decision(self, decision: Message) -> None:
+        self._core.recorder.note("verdict", decision["text"])
+        group = decision["group"]
+        if decision["waits"]:  # a rank waits in that call, and the deadlock detector saw it first
+            block = self._book.overtaken(group, decision["call"], self._core.active)
             if block is not None:
                 self._refuse_following(
                     group, block, block.epoch_end, self._activity_text(group, block)
                 )
-        self._book.doom(verdict)
+        self._book.doom(decision)
         self._core.is_quiet = False
         for operation in list(self._core.active.values()):
-            if self._book.concerns(verdict, operation):
+            if self._book.concerns(decision, operation):
                 operation.reported = False
-                operation.fail(self._book.sentence(verdict, operation))
+                operation.fail(self._book.sentence(decision, operation))
                 self._started.retire(operation)
 
     def _peer_left(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
@@ -217,7 +217,7 @@ class Verdicts:
         """
         self._core.left_run(group, block.members, last, block.following, reason)
         rank = self._core.rank
-        self._judged(
+        self._apply_decision(
             {
                 "group": group,
                 "call": block.epoch_end + 1,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.request import Request
     from syncvar.shm.segment import SharedSegment
-    from syncvar.transports.base import Control, Transport
+    from syncvar.transports.base import Control, Frame, Transport
 
 _log = logging.getLogger("syncvar")
 _APPEAR_S = 2.0  # how long `ask` retries while the key is not published
@@ -408,26 +408,28 @@ class ProgressEngine(Core):
             if isinstance(arrival, PeerDisconnected):
                 self._verdicts.suspect(arrival.peer, arrival.reason)
                 continue
-            header = arrival.header
-            # A peer that knocks waits in a call that this rank may have skipped.
-            if header.kind in (FrameType.DATA, FrameType.KNOCK):
-                operation = self.active.get((header.group, header.call))
-                if operation is None:
-                    if not self.book.keep(arrival):
-                        self.flow.use_up([arrival])
-                        self._verdicts.passed(header.group, header.call)
-                else:
-                    started.deliver(operation, arrival)
-                    if operation is until and operation.is_over:
-                        return
-            elif header.kind == FrameType.CREDIT:
-                self.flow.credited(header.source, header.group, header.nbytes)
-            elif header.kind == FrameType.ASK:
-                self._questions.answer(header)
-            elif header.kind == FrameType.ANSWER and self._questions.accept(arrival):
-                self.hand_over()
+            self._handle(arrival)
+            if until is not None and until.is_over:
+                return
         if self.under_way:
             started.look_at_shared()
+
+    def _handle(self, frame: Frame) -> None:
+        header = frame.header
+        # A peer that knocks waits in a call that this rank may have skipped.
+        if header.kind in (FrameType.DATA, FrameType.KNOCK):
+            operation = self.active.get((header.group, header.call))
+            if operation is not None:
+                self._started.deliver(operation, frame)
+            elif not self.book.keep(frame):
+                self.flow.use_up([frame])
+                self._verdicts.passed(header.group, header.call)
+        elif header.kind == FrameType.CREDIT:
+            self.flow.credited(header.source, header.group, header.nbytes)
+        elif header.kind == FrameType.ASK:
+            self._questions.answer(header)
+        elif header.kind == FrameType.ANSWER and self._questions.accept(frame):
+            self.hand_over()
 
     def timers(self, now: float) -> float:
         """Do what is due; return when the next thing is due (`now` if something has changed)."""

@@ -124,13 +124,13 @@ class Request:
         links: LinkExchange | None = None,
         wait: int | Wait = _START,
     ) -> None:
-        told = entry.told
+        info = entry.info
         self.entry = entry
-        self.group = told.group
-        self.members = told.members
+        self.group = info.group
+        self.members = info.members
         self.call = entry.call
-        self.fingerprint = told.fingerprint
-        self.what = told.what
+        self.fingerprint = info.fingerprint
+        self.what = info.what
         self.channel = channel
         self.links = links
         # No frame arrives for calls in shared memory, so they need polling.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
-Answer = tuple[bytes, memoryview]  # a description, and the bytes; nobody writes them any more
+Answer = tuple[bytes, memoryview]  # description, and bytes that are never written again
 
 
 class GetRequest:

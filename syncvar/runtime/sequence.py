@@ -80,7 +80,7 @@ class SequenceTracker:
         self.left: dict[int, dict[int, int]] = {}
         self._hosts = hosts
         self._next_call: dict[int, int] = {}
-        self._doomed: list[Message] = []
+        self._decisions: list[Message] = []
         # Protects decisions and searches in blocks: the progress thread follows a peer's calls
         # while the user's thread makes its own. The user's thread ends a block without the lock,
         # in one step of the interpreter, and looks for decisions afterwards. Reentrant, because a
@@ -95,7 +95,7 @@ class SequenceTracker:
     def has_refusals(self) -> bool:
         """Whether any call may have to be refused."""
         return bool(self.left) or any(
-            old["last_call"] >= self.following(old["group"]) - 1 for old in self._doomed
+            old["last_call"] >= self.following(old["group"]) - 1 for old in self._decisions
         )
 
     def may_refuse(self, group: int, call: int) -> bool:
@@ -104,7 +104,7 @@ class SequenceTracker:
         There is a decision on it, or a rank has left.
         """
         return bool(self.left) or any(
-            old["group"] == group and old["last_call"] >= call for old in self._doomed
+            old["group"] == group and old["last_call"] >= call for old in self._decisions
         )
 
     # -- numbers -----------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class SequenceTracker:
         with self._lock:
             for one in groups:
                 blocks = self.blocks(one.identity)
-                if self._doomed and blocks and blocks[-1].epoch_end == one.next_call - 1:
+                if self._decisions and blocks and blocks[-1].epoch_end == one.next_call - 1:
                     block = blocks.pop()
                     if self._is_refused(blocks, one.identity, block, {rank: reason}):
                         refused.append(one)
@@ -256,7 +256,7 @@ class SequenceTracker:
         last, epoch_end = block.last, block.epoch_end
         overlapping = [
             old
-            for old in self._doomed
+            for old in self._decisions
             if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
         ]
         known = [old for old in overlapping if old["call"] <= last + 1]
@@ -271,7 +271,7 @@ class SequenceTracker:
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
-        self._doomed.append(
+        self._decisions.append(
             {
                 "group": group,
                 "call": following,
@@ -304,33 +304,35 @@ class SequenceTracker:
 
     # -- calls that cannot succeed -----------------------------------------------------------------
 
-    def doom(self, verdict: Message) -> None:
+    def doom(self, decision: Message) -> None:
         """Record a decision of the coordinator.
 
         The calls that it names fail, also those that have not begun.
         """
         with self._lock:
-            blocks = self._passed.get(verdict["group"], deque())
+            blocks = self._passed.get(decision["group"], deque())
             for block in list(blocks):
-                if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
+                if block.last < decision["last_call"] and decision["call"] <= block.epoch_end:
                     # The group knows it; later calls must not fail because of it.
-                    block.epoch_end = verdict["call"] - 1
+                    block.epoch_end = decision["call"] - 1
                     if block.epoch_end <= block.last:
                         _remove(blocks, block)
             # Decisions on calls that are over are of no use any more.
-            self._doomed = [
-                old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1
+            self._decisions = [
+                old
+                for old in self._decisions
+                if old["last_call"] >= self.following(old["group"]) - 1
             ]
-            self._doomed.append(verdict)
+            self._decisions.append(decision)
 
     def refusal(self, operation: Request) -> SyncvarError | None:
         """Return why a call cannot succeed, if that is known.
 
         A decision, or a rank that left before the call.
         """
-        for verdict in self._doomed:
-            if self.concerns(verdict, operation):
-                return self.sentence(verdict, operation)
+        for decision in self._decisions:
+            if self.concerns(decision, operation):
+                return self.sentence(decision, operation)
         for rank in self.left:
             if self.is_without(rank, operation):
                 call = self._numbers.text(operation.what, operation.group, operation.call)
@@ -338,17 +340,17 @@ class SequenceTracker:
         return None
 
     @staticmethod
-    def concerns(verdict: Message, operation: Request) -> bool:
+    def concerns(decision: Message, operation: Request) -> bool:
         """Return whether a decision concerns this call."""
         return bool(
-            verdict["group"] == operation.group
-            and verdict["call"] <= operation.call <= verdict["last_call"]
+            decision["group"] == operation.group
+            and decision["call"] <= operation.call <= decision["last_call"]
         )
 
-    def sentence(self, verdict: Message, operation: Request) -> MismatchError:
+    def sentence(self, decision: Message, operation: Request) -> MismatchError:
         """Return the error for a call on which there is a decision."""
         call = self._numbers.text(operation.what, operation.group, operation.call)
-        return MismatchError(f"{call}: {verdict['text']}", verdict["table"])
+        return MismatchError(f"{call}: {decision['text']}", decision["table"])
 
     def is_without(self, rank: int, operation: Request) -> bool:
         """Return whether a rank left before it entered this call."""

@@ -49,7 +49,7 @@ def stage_steps(
         links: Exchange of frames; None if the call has no stage over links.
         is_begun: Phase 0 is over.
     """
-    check = check_of(entry.told.fingerprint, entry.call)
+    check = check_of(entry.info.fingerprint, entry.call)
     # Arguments of phase 0, which the first stage on the host executes.
     opening = None if channel is None or is_begun else (entry.call, check)
     is_read = True  # all ranks have read what this rank published in the stage before

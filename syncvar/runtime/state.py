@@ -261,7 +261,7 @@ class Core(AdmissionState):
         if self.recorder.is_due:
             self.recorder.ended()
 
-    # -- what the launcher is told -----------------------------------------------------------------
+    # -- messages to the launcher ------------------------------------------------------------------
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a message to the launcher, as the driver."""
@@ -316,7 +316,7 @@ class Core(AdmissionState):
             self.is_quiet = False
             self.left_run(one.identity, one.members, one.next_call - 1, one.next_call, GONE_ON)
 
-    # -- what breaks the generation ----------------------------------------------------------------
+    # -- failure of the group ----------------------------------------------------------------------
 
     def break_generation(self, failure: TransportError, but: Awaited | None = None) -> None:
         """Fail all running operations except `but`, and refuse all later calls."""
@@ -338,7 +338,7 @@ class Core(AdmissionState):
     def interrupted(self, operation: Awaited, error: BaseException) -> None:
         """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
-        group = operation.entry.told.group
+        group = operation.entry.info.group
         location = self.recorder.numbers.text(operation.what, group, operation.call)
         self.fall(error, location, but=operation)
 

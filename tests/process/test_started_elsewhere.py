@@ -570,7 +570,7 @@ def test_a_rank_of_mpiexec_that_cannot_meet_says_no_last_word_so_that_mpiexec_en
     told = [mpich(rank, manager, MPI_LOCALRANKID=0, MPI_LOCALNRANKS=1) for rank in range(3)]
     for code, out in start(told, descriptors=[other.fileno() for other in manager.others]):
         assert code == 3, out
-        assert "ConfigError PMI_RANK, PMI_SIZE: 2 hosts have the ranks in turns" in out
+        assert "ConfigError PMI_RANK, PMI_SIZE: the ranks alternate between 2 hosts" in out
     assert not any(fields["cmd"] == "finalize" for fields in manager.heard)
     (code, out) = start([mpich(0, manager, MPI_LOCALRANKID=0, MPI_LOCALNRANKS=1)])[-1]
     assert code == 3, out

@@ -89,7 +89,7 @@ def test_what_says_nothing_of_this_process(environ):
         (tf(0, kind="ps", ps=["p:1"]), "only syncvar-launch starts parameter servers"),
         (tf(0, ("a",)), "'a' is no host:port"),
         (tf(0, ("a:x",)), "TF_CONFIG has 'x' for a port"),
-        (tf(0, ("a:1", "b:1", "a:2")), "do not follow each other"),
+        (tf(0, ("a:1", "b:1", "a:2")), "must be numbered host by host"),
         (
             TORCH | tf(2),
             "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE says rank 3, TF_CONFIG says rank 2",

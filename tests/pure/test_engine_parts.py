@@ -10,7 +10,7 @@ import zmq
 import syncvar as sv
 from syncvar.bootstrap.launch_env.detection import told_elsewhere
 from syncvar.runner.call_parts import CallPart, End, EnginePlace, packed, parts, unpacked
-from syncvar.runner.engine_worker import _let_go, arrive
+from syncvar.runner.engine_worker import _release_port, arrive
 
 
 def told(grounds, **more):
@@ -73,7 +73,7 @@ def test_the_port_of_a_place_is_kept_for_it():
     assert unpacked(EnginePlace, arrive("127.0.0.1")).port != place.port, (
         "the place of another call"
     )
-    _let_go()
+    _release_port()
 
 
 @pytest.mark.parametrize(("name", "module"), [("ray", "ray"), ("dask", "distributed")])

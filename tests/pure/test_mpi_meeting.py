@@ -154,7 +154,9 @@ def test_a_rank_that_waits_for_who_keeps_the_roll_says_so_once(
         answer_roll_call(rank, RuntimeConfig(rendezvous_timeout_s=20), _Links(), channel, 0, "")
     said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
     assert len(said) == says
-    assert all("s for the others at tcp://h:1, where rank 0 keeps the roll" in one for one in said)
+    assert all(
+        "s for the others at tcp://h:1, where rank 0 runs the rendezvous" in one for one in said
+    )
 
 
 @pytest.mark.parametrize(

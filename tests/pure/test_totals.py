@@ -62,7 +62,7 @@ def test_works_that_have_not_ended_are_looked_at_a_few_times_only():
     looks = 0
 
     class Started:
-        told = told("barrier")
+        info = told("barrier")
 
         @property
         def state(self):

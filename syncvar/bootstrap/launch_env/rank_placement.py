@@ -26,8 +26,8 @@ def placed(
     places = [order.index(one) for one in hosts]
     if places != sorted(places):
         raise ConfigError(
-            f"{told.source}: {len(order)} hosts have the ranks in turns, so that those of a host "
-            "do not follow each other: ranks 0, 1, … are on "
+            f"{told.source}: the ranks alternate between {len(order)} hosts, but must be numbered "
+            "host by host: ranks 0, 1, … are on "
             f"{', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}. {remedy}"
         )
     index = places[told.rank]

@@ -134,22 +134,22 @@ class CallInfo(NamedTuple):
 class PendingRecord:
     """The entry of an operation that is still running."""
 
-    __slots__ = ("began", "call", "detail", "ended", "nbytes", "state", "thread", "told", "way")
+    __slots__ = ("began", "call", "detail", "ended", "info", "nbytes", "state", "thread", "way")
 
-    def __init__(self, told: CallInfo, call: int, began: int) -> None:
-        self.told = told
+    def __init__(self, info: CallInfo, call: int, began: int) -> None:
+        self.info = info
         self.call = call
         self.began = began
         self.ended = 0
-        self.nbytes = told.nbytes
-        self.way = told.path
+        self.nbytes = info.nbytes
+        self.way = info.path
         self.state = "started"
         self.thread = get_ident()
         self.detail = ""
 
     def stage(self, algorithm: str, nbytes: int) -> None:
         """Record that the operation reaches a schedule that works on so many bytes."""
-        self.way = f"{self.told.path} {algorithm}"
+        self.way = f"{self.info.path} {algorithm}"
         self.nbytes += nbytes
 
     def end(self, error: BaseException | None = None) -> None:
@@ -167,29 +167,23 @@ UNRECORDED = PendingRecord(CallInfo("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
 
 def event_of(entry: Any) -> Event:
     """Convert an entry of the ring: a `PendingRecord`, or the tuple that `Recorder.add` takes."""
+    info = told_of(entry)
     if isinstance(entry, tuple):
-        told, call, began, ended, thread = entry
-        nbytes, path, state, detail = told.nbytes, told.path, "done", ""
+        _, call, began, ended, thread = entry
+        nbytes, path, times = info.nbytes, info.path, (began, ended, "done", thread, "")
     else:
-        told, call, began, ended, thread = (
-            entry.told,
-            entry.call,
-            entry.began,
-            entry.ended,
-            entry.thread,
-        )
-        nbytes, path, state, detail = entry.nbytes, entry.way, entry.state, entry.detail
-    what, group, _, fingerprint, *_ = told
-    times = began, ended, state, thread, detail
-    collective, op, dtype, shape, *numbers = told.fields
-    described = collective, op, dtype, str(list(shape)) if dtype else "", *numbers
-    return Event(what, group, call, fingerprint, nbytes, path, *times, *described)
+        call, nbytes, path = entry.call, entry.nbytes, entry.way
+        times = entry.began, entry.ended, entry.state, entry.thread, entry.detail
+    names: Any = info.fields
+    shape = str(list(names.shape)) if names.dtype else ""
+    head = info.what, info.group, call, info.fingerprint, nbytes, path
+    return Event(*head, *times, *names._replace(shape=shape))
 
 
 def told_of(entry: Any) -> CallInfo:
     """Return the part of an entry that repeated calls share."""
-    told: CallInfo = entry[0] if isinstance(entry, tuple) else entry.told
-    return told
+    info: CallInfo = entry[0] if isinstance(entry, tuple) else entry.info
+    return info
 
 
 def error_text(error: BaseException) -> str:

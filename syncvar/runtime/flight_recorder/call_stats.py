@@ -36,21 +36,21 @@ def size_class(nbytes: int) -> int:
     )
 
 
-def size_of(told: CallInfo, nbytes: int) -> int:
+def size_of(info: CallInfo, nbytes: int) -> int:
     """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown.
 
     Args:
-        told: The call.
+        info: The call.
         nbytes: Bytes that were recorded; used if the call does not know its size.
     """
-    fields = told.fields
+    fields = info.fields
     if fields.size >= 0:
         return fields.size
-    if told.path == "hosts":  # several schedules ran, on parts of the data
+    if info.path == "hosts":  # several schedules ran, on parts of the data
         return -1
     # A persistent call records the bytes of one rank in advance.
-    is_block = told.nbytes and fields.collective == "all_gather"
-    return nbytes * len(told.members) if is_block else nbytes
+    is_block = info.nbytes and fields.collective == "all_gather"
+    return nbytes * len(info.members) if is_block else nbytes
 
 
 class Totals:
@@ -70,12 +70,12 @@ class Totals:
         """Record an operation in the ring and in the totals."""
         self._append(item)
         if type(item) is tuple:
-            told, _, began, ended, _ = item
-            cell = self._prepared.get(id(told))
+            info, _, began, ended, _ = item
+            cell = self._prepared.get(id(info))
             if cell is None:
                 if len(self._prepared) >= _KINDS_MAX:
                     self._fold()
-                cell = self._prepared[id(told)] = [told, 0, 0]
+                cell = self._prepared[id(info)] = [info, 0, 0]
             cell[1] += 1
             cell[2] += ended - began
         else:
@@ -103,26 +103,26 @@ class Totals:
 
     def _fold(self) -> None:
         prepared, self._prepared = self._prepared, {}
-        for told, calls, ns in prepared.values():
-            self._count(told, calls, told.nbytes, ns)
+        for info, calls, ns in prepared.values():
+            self._count(info, calls, info.nbytes, ns)
         for _ in range(len(self._others)):
             entry = self._others.popleft()
             if entry.state == "started":
                 self._others.append(entry)  # still running
-            elif entry.told.members:
+            elif entry.info.members:
                 is_done = entry.state == "done"
                 self._count(
-                    entry.told, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done
+                    entry.info, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done
                 )
         # Running ones are not checked again at every call.
         self._fold_at = _FOLD_AT + 2 * len(self._others)
 
     def _count(
-        self, told: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
+        self, info: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
     ) -> None:
-        size = size_of(told, nbytes)
+        size = size_of(info, nbytes)
         row = self._rows.setdefault(
-            (_row_name(told.fields), told.group, told.members, size_class(max(0, size))),
+            (_row_name(info.fields), info.group, info.members, size_class(max(0, size))),
             [0, 0, 0, 0],
         )
         row[0] += calls

@@ -111,9 +111,9 @@ class Recorder:
 
     # -- entries -----------------------------------------------------------------------------------
 
-    def begin(self, told: CallInfo, call: int, began: int | None = None) -> PendingRecord:
+    def begin(self, info: CallInfo, call: int, began: int | None = None) -> PendingRecord:
         """Add an operation that begins now or began at `began`; `PendingRecord.end` ends it."""
-        entry = PendingRecord(told, call, monotonic_ns() if began is None else began)
+        entry = PendingRecord(info, call, monotonic_ns() if began is None else began)
         self.add(entry)
         return entry
 
@@ -122,9 +122,9 @@ class Recorder:
         entry = self.begin(CallInfo(what, NOWHERE, (), 0, 0, ""), NOWHERE)
         entry.state, entry.ended, entry.detail = "noted", entry.began, detail[:DETAIL_MAX]
 
-    def refused(self, told: CallInfo, call: int, error: BaseException) -> None:
+    def refused(self, info: CallInfo, call: int, error: BaseException) -> None:
         """Add a call whose arguments were refused."""
-        self.begin(told, call).end(error)
+        self.begin(info, call).end(error)
 
     def failed(self, error: BaseException) -> None:
         """Write the record for a failed call, if nothing has been written yet."""
@@ -201,9 +201,9 @@ class Recorder:
         entries = self._entries()
         events = [event_of(entry) for entry in entries]
         groups = {
-            told.group: told.members
-            for told in (told_of(entry) for entry in entries)
-            if told.members
+            info.group: info.members
+            for info in (told_of(entry) for entry in entries)
+            if info.members
         }
         return {
             "format": FORMAT,

@@ -120,7 +120,7 @@ class LinkExchange:
     needs_looks = False
 
     def __init__(self, entry: PendingRecord, sink: FrameSink) -> None:
-        self.group = entry.told.group
+        self.group = entry.info.group
         self.call = entry.call
         self.queued = 0
         self.loans: list[Any] = []
@@ -179,7 +179,7 @@ class LinkExchange:
 
     def apply(self, frame: Frame) -> None:
         """Use a frame of this round."""
-        what = self._entry.told.what
+        what = self._entry.info.what
         header, payload = frame
         source = header.source
         wanted = self._incoming.get(source)
@@ -230,7 +230,7 @@ class LinkExchange:
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
         if brought is not None:
             if plan.apart is None:
-                what = self._entry.told.what
+                what = self._entry.info.what
                 raise InternalError(f"{what}: the schedule needs its input in the work buffer")
             rounds, self._buffers = plan.apart, (work, scratch, brought)
         self._entry.stage(plan.algorithm, work.nbytes)
@@ -267,7 +267,7 @@ class LinkExchange:
     def _send(
         self, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int
     ) -> None:
-        sink, fingerprint = self._sink, self._entry.told.fingerprint
+        sink, fingerprint = self._sink, self._entry.info.fingerprint
         segment = 0
         while True:
             end = min(stop, start + per_segment)
@@ -301,5 +301,5 @@ class LinkExchange:
 
     def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
         if self._ufunc is None:
-            raise InternalError(f"{self._entry.told.what}: the schedule reduces, but has no op")
+            raise InternalError(f"{self._entry.info.what}: the schedule reduces, but has no op")
         combine_two(self._ufunc, left, right, target)

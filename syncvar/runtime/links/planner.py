@@ -99,7 +99,7 @@ class Planner:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
             found = self._plans[key] = self._compile(
-                collective, counts, itemsize, root, reproducible, algorithm
+                collective, counts, itemsize, root, algorithm, reproducible=reproducible
             )
         return found
 
@@ -113,8 +113,9 @@ class Planner:
         counts: Any,
         itemsize: int,
         root: int,
-        reproducible: bool,
         algorithm: str | None,
+        *,
+        reproducible: bool,
     ) -> Prepared | Published | PreparedStages:
         rank, size = self._rank, self._size
         sizes: dict[str, Any] = {"count": counts}

@@ -48,12 +48,12 @@ class MessageType(NamedTuple):
 
     Args:
         what: Packed type, see `RingWriter.put`.
-        told: Shared part of the flight records.
+        info: Shared part of the flight records.
         is_buffer: The array can be copied as it is.
     """
 
     what: int
-    told: CallInfo
+    info: CallInfo
     is_buffer: bool
 
 
@@ -172,7 +172,7 @@ class P2PChannel:
                 count.next_call = count.number = stream.next_call = call + 1
                 is_over = not waits or outward.is_taken_soon(number)
                 if is_over:
-                    stream.recorder.add((sort.told, call, begin, monotonic_ns(), get_ident()))
+                    stream.recorder.add((sort.info, call, begin, monotonic_ns(), get_ident()))
                 self._keep((array.dtype, array.shape, kind), sort)
                 operation = (
                     None if is_over else stream.operation(call, _resumed(request(), number), begin)
@@ -196,8 +196,8 @@ class P2PChannel:
         if sort is not None:
             return sort
         stream, (label, dtype) = self.stream, words()
-        told = CallInfo(label, stream.identity, stream.members, 0, array.nbytes, WAY)
-        return MessageType(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
+        info = CallInfo(label, stream.identity, stream.members, 0, array.nbytes, WAY)
+        return MessageType(what_of(kind, dtype, array.ndim), info, array.dtype.kind in _EXPORTED)
 
     def take(
         self,
@@ -243,7 +243,7 @@ class P2PChannel:
                     count.next_call = number + 1
                     result = finish(*message_parts)
                     sort = self._met(request, *message_parts)
-                    stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
+                    stream.recorder.add((sort.info, number, begin, monotonic_ns(), get_ident()))
                     return result
                 if not waits:
                     stream.next_call = count.number = number
@@ -324,7 +324,7 @@ class P2PChannel:
                 shared=stream.engine.under_way,
             )
         if self.native is not None:
-            self.native.remember(dtype, shape, sort.what, sort.told)
+            self.native.remember(dtype, shape, sort.what, sort.info)
 
     def _go_on(
         self,

@@ -53,7 +53,7 @@ class Sending:
 
         Nothing happens before the first one.
         """
-        self._group, self._call = entry.told.group, entry.call
+        self._group, self._call = entry.info.group, entry.call
         return self._steps(entry, over_link)
 
     # -- the `Wait` protocol -----------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Receiving:
         From now on the message is expected.
         """
         self._links = links
-        self._key = entry.told.group, entry.call
+        self._key = entry.info.group, entry.call
         self._inward.expected.add(self._key)
         return self._steps(entry, over_link)
 
