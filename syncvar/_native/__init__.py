@@ -283,7 +283,7 @@ def run(
 def slot_call(*parts: Any, **objects: Any) -> Any:
     """Return a persistent call in C, or None if C cannot run it; see `persistent_call.c`.
 
-    `PersistentCallBuilder.natively` explains the keyword arguments.
+    `PersistentCallBuilder.build_native` explains the keyword arguments.
     """
     if _native is None:
         return None

@@ -7,7 +7,7 @@ typedef enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED } AsyncState;
  * publishes before it has ended, or the engine has adopted it. */
 typedef struct {
     PyObject_HEAD SlotCall *call;
-    PyObject *number, *begin, *timeout, *made, *site, *instruction, *operation;
+    PyObject *number, *begin, *timeout, *output, *site, *instruction, *operation;
     uint64_t check;
     AsyncState state;
 } AsyncCall;
@@ -30,14 +30,14 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
     if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
     SlotCall *call = self->call;
     if (patience_ns == 0 && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
-    if (!fit_still(call, &call->made, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0;
+    if (!fit_still(call, &call->output, self->output, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0;
     if (!all_agree(call, self->check, patience_ns)) return 0;
-    finish(call, (int)call->channel->side, NULL, self->made);
+    finish(call, (int)call->channel->side, NULL, self->output);
     self->state = ENDED;
     call->channel->begun = NULL;
     Py_INCREF(object); /* the lists may hold the last reference */
     withdraw(self);
-    const int recorded = record(call->add, call->told, self->number, self->begin);
+    const int recorded = record(call->add, call->info, self->number, self->begin);
     Py_DECREF(object);
     return recorded < 0 ? -1 : 1;
 }
@@ -47,8 +47,8 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
 PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
                       PyObject *instruction) {
     ChannelState *channel = self->channel;
-    PyObject *brought = NULL, *goal = NULL, *work = NULL;
-    if (self->adopt == Py_None || !accept(self, x, out, &brought, &goal)) Py_RETURN_NONE;
+    PyObject *input = NULL, *target = NULL, *work = NULL;
+    if (self->adopt == Py_None || !accept(self, x, out, &input, &target)) Py_RETURN_NONE;
     AsyncCall *begun = new_object(async_call_type);
     if (begun == NULL) goto given_up;
     int taken = 0;
@@ -56,14 +56,14 @@ PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *time
     begun->timeout = Py_NewRef(timeout);
     begun->site = Py_NewRef(site);
     begun->instruction = Py_NewRef(instruction);
-    begun->made = make_result(self, goal);
-    if (begun->made == NULL) goto done;
+    begun->output = make_result(self, target);
+    if (begun->output == NULL) goto done;
     work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
     begun->begin = PyLong_FromLongLong(now_ns());
     if (work == NULL || begun->begin == NULL) goto done;
     /* The code above may have run other threads, or the garbage collector. The code below does not:
      * so these checks stay valid. */
-    if (!may_begin(self) || !fit_still(self, &self->brought, brought, IN_ONE_PIECE | ALIGNED))
+    if (!may_begin(self) || !fit_still(self, &self->input, input, IN_ONE_PIECE | ALIGNED))
         goto done;
     taken = 1;
     if (call_one(self->begun, name_append, (PyObject *)begun) < 0 ||
@@ -72,11 +72,11 @@ PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *time
     const long long call = take_number(self, &begun->number);
     if (call < 0) goto done;
     const int side = (int)(channel->side ^= 1);
-    const uint64_t told = put_own(self, side, brought);
+    const uint64_t location = put_own(self, side, input);
     begun->check = self->digest + (uint64_t)call * SPREAD + self->detail;
     begun->state = BEGUN;
     channel->begun = (PyObject *)begun;
-    publish_call(self, call, begun->check, begun->check - self->detail, told);
+    publish_call(self, call, begun->check, begun->check - self->detail, location);
 done:
     if (PyErr_Occurred()) {
         Py_CLEAR(work);
@@ -93,8 +93,8 @@ done:
     }
     Py_DECREF(begun);
 given_up:
-    Py_XDECREF(brought);
-    Py_XDECREF(goal);
+    Py_XDECREF(input);
+    Py_XDECREF(target);
     return work;
 }
 
@@ -104,7 +104,7 @@ static PyObject *async_call_end(PyObject *object, PyObject *arguments) {
     const int ended = end_async_call(object, waits ? 0 : -1);
     if (ended < 0) return NULL;
     AsyncCall *const self = (AsyncCall *)object;
-    return ended ? given_of(self->call, self->made) : Py_NewRef(Py_None);
+    return ended ? result_of(self->call, self->output) : Py_NewRef(Py_None);
 }
 
 /* Let the engine continue the call. Callers hold the lock of the group, so that no other call of
@@ -118,7 +118,7 @@ static PyObject *async_call_adopt(PyObject *object, PyObject *unused) {
     call->channel->begun = NULL;
     Py_INCREF(object);
     self->operation =
-        PyObject_CallFunctionObjArgs(call->adopt, self->number, self->begin, self->made,
+        PyObject_CallFunctionObjArgs(call->adopt, self->number, self->begin, self->output,
                                      self->timeout, self->site, self->instruction, NULL);
     if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
     withdraw(self);
@@ -140,7 +140,7 @@ static int async_call_clear(PyObject *object) {
 
 static PyMemberDef async_call_members[] = {
     HELD(AsyncCall, call),        HELD(AsyncCall, number),    HELD(AsyncCall, begin),
-    HELD(AsyncCall, timeout),     HELD(AsyncCall, made),      HELD(AsyncCall, site),
+    HELD(AsyncCall, timeout),     HELD(AsyncCall, output),    HELD(AsyncCall, site),
     HELD(AsyncCall, instruction), HELD(AsyncCall, operation), {NULL},
 };
 

@@ -2,7 +2,7 @@
 #ifndef SYNCVAR_CONSTANTS_H
 #define SYNCVAR_CONSTANTS_H
 
-#define FORM 21
+#define FORM 22
 #define SPREAD 11400714819323198485ull
 #define RANKS_MAX 64
 #define RING_SLOTS 32
@@ -14,7 +14,7 @@
 #define PAGE 4096
 #define ADDRESS 1152921504606846976ull
 #define AT_PAGE 4611686018427387904ull
-#define PEER_GONE (-1099511627776ll)
+#define PEER_ENDED (-1099511627776ll)
 #define UNREAD (-2199023255552ll)
 #define PLACES 8
 #define WRITES_PER_DECISION 64
@@ -63,7 +63,7 @@ enum RingWord {
 
 enum EntryWord {
     LENGTH = 0,
-    WHAT = 1,
+    TYPE_CODE = 1,
     STREAM = 2,
     CALL = 3,
     NBYTES = 4,

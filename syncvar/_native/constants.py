@@ -11,7 +11,7 @@ from pathlib import Path
 
 HEADER = Path(__file__).with_name("constants.h")
 
-FORM = 21  # version of the interface between Python and the extension
+FORM = 22  # version of the interface between Python and the extension
 
 # Of calls and their checks.
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that calls with one fingerprint have different checks
@@ -29,7 +29,7 @@ ADDRESS = 1 << 60  # in a location: an address in the owner's process, not a sha
 AT_PAGE = 1 << 62  # in the word of an input: the page of the segment at which its cells begin
 
 # Yielded by a run in place of the publication to wait for.
-PEER_GONE = -(1 << 40)  # the process whose memory the run reads has ended
+PEER_ENDED = -(1 << 40)  # the process whose memory the run reads has ended
 UNREAD = -(1 << 41)  # the memory of another process could not be read
 
 # Of messages and variables.
@@ -93,7 +93,7 @@ class EntryWord(IntEnum):
     """Word of an entry in a message ring; START is the first byte of a part in its message."""
 
     LENGTH = 0
-    WHAT = 1
+    TYPE_CODE = 1
     STREAM = 2
     CALL = 3
     NBYTES = 4

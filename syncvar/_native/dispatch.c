@@ -75,7 +75,7 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
         SlotCall *call = (SlotCall *)place[which];
         if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator &&
             call->prepared_calls == prepared_calls &&
-            (form != NULL ? call->leaf_count == 0 && fits(&call->brought, value, 0)
+            (form != NULL ? call->leaf_count == 0 && fits(&call->input, value, 0)
                           : call->leaf_count > 0 && holds_leaves(call, value)))
             found = call;
     }
@@ -138,9 +138,9 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
         else
             return NULL;
     }
-    const int brings = x != Py_None || out == Py_None;
+    const int has_input = x != Py_None || out == Py_None;
     PyObject *array;
-    if (!brings) { /* a rank without input may pass `out` only */
+    if (!has_input) { /* a rank without input may pass `out` only */
         array = Py_NewRef(out);
     } else if (self->takes_numbers && are_numbers(x)) {
         array = PyObject_CallFunctionObjArgs(as_array, x, NULL);
@@ -153,7 +153,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
     if ((PyObject *)kind == array_type || kind == &PyList_Type || kind == &PyTuple_Type ||
         kind == &PyDict_Type) {
         SlotCall *call = find_call(self, group, op, array);
-        if (call != NULL && (brings || brings_nothing(call))) {
+        if (call != NULL && (has_input || ignores_input(call))) {
             Py_INCREF((PyObject *)call);
             result = later ? begin_remembered(self, call, array, out, timeout)
                            : run_slots((PyObject *)call, array, out, Py_None, timeout);
@@ -182,7 +182,7 @@ static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, siz
 
 /* Cache a persistent call; the oldest entry of its set is evicted. */
 static void keep_call(Entrance *self, SlotCall *call) {
-    const Form *form = &call->brought;
+    const Form *form = &call->input;
     PyObject *const communicator = (PyObject *)call->communicator;
     Remembered **place =
         call->leaf_count == 0

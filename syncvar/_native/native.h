@@ -37,9 +37,11 @@
     X(_communicator)                                                                               \
     X(_ground)                                                                                     \
     X(_references)                                                                                 \
-    X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename) X(default)       \
-        X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls)   \
-            X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
+    X(_shown)                                                                                      \
+    X(acquire)                                                                                     \
+    X(append) X(array) X(async_op) X(channel) X(co_filename) X(default) X(engine) X(f_lasti)       \
+        X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) X(remove)   \
+            X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
@@ -70,8 +72,10 @@ int intern_names(void);
     X(communicator_state)                                                                          \
     X(variable_counters)                                                                           \
     X(check_gate)                                                                                  \
-    X(copy_guard) X(channel_state) X(program) X(run) X(slot_call) X(async_call) X(entrance)        \
-        X(write) X(look) X(read) X(group) X(message_counter) X(end) X(message_entrance)
+    X(copy_guard)                                                                                  \
+    X(channel_state)                                                                               \
+    X(program) X(run) X(slot_call) X(async_call) X(entrance) X(write) X(look) X(read) X(group)     \
+        X(message_counter) X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
@@ -93,7 +97,7 @@ int is_unlocked(PyObject *lock);
 int is_free(PyObject *engine, PyObject *lock);
 int try_acquire(PyObject *lock);
 void release(PyObject *lock);
-int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin);
+int record(PyObject *add, PyObject *info, PyObject *number, PyObject *begin);
 int64_t now_ns(void);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
@@ -394,7 +398,7 @@ typedef struct {
     int64_t nbytes;
 } Span;
 
-int bind_vector(Run *self, const Span *brought, const Span *made, int count,
+int bind_vector(Run *self, const Span *input, const Span *output, int count,
                 const uint64_t *sources, const uint64_t *targets, int tells);
 long long advance_run(Run *self, Py_ssize_t end);
 

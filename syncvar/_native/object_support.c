@@ -146,11 +146,11 @@ int64_t now_ns(void) {
 }
 
 /* Add an ended call to the flight recorder; NULL for number or begin means an exception is set. */
-int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
+int record(PyObject *add, PyObject *info, PyObject *number, PyObject *begin) {
     PyObject *end = PyLong_FromLongLong(now_ns()),
              *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     const int are_there = number != NULL && begin != NULL && end != NULL && thread != NULL;
-    PyObject *entry = are_there ? PyTuple_Pack(5, told, number, begin, end, thread) : NULL;
+    PyObject *entry = are_there ? PyTuple_Pack(5, info, number, begin, end, thread) : NULL;
     PyObject *added = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(add, entry, NULL);
     Py_XDECREF(end);
     Py_XDECREF(thread);

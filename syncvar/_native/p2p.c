@@ -44,13 +44,13 @@ static int may_begin(const End *self) {
 }
 
 static int is_of(const Sort *sort, PyObject *value, int flags) {
-    return sort->told != NULL && fits(&sort->form, value, flags);
+    return sort->info != NULL && fits(&sort->form, value, flags);
 }
 
 /* Add a message to the flight recorder. */
 static int note(const End *self, const Sort *sort, long long call, int64_t begin) {
     PyObject *number = PyLong_FromLongLong(call), *since = PyLong_FromLongLong(begin);
-    const int noted = record(self->add, sort->told, number, since);
+    const int noted = record(self->add, sort->info, number, since);
     Py_XDECREF(number);
     Py_XDECREF(since);
     return noted;
@@ -75,12 +75,12 @@ static uint64_t *begin_entry(End *self, uint64_t length, uint64_t gap, uint64_t 
     if (gap) {
         uint64_t *before = (uint64_t *)(self->ring + filled % self->ring_bytes);
         before[LENGTH] = gap;
-        before[WHAT] = GAP;
+        before[TYPE_CODE] = GAP;
         store(self->words + FILLED, filled += gap);
     }
     uint64_t *entry = (uint64_t *)(self->ring + filled % self->ring_bytes);
     entry[LENGTH] = length;
-    entry[WHAT] = what;
+    entry[TYPE_CODE] = what;
     entry[STREAM] = self->identity;
     entry[CALL] = call;
     entry[NBYTES] = nbytes;
@@ -270,9 +270,9 @@ static uint64_t take_parts(End *self, uint64_t call, char *target, uint64_t nbyt
         const char *start = self->ring + used % self->ring_bytes;
         const uint64_t *entry = (const uint64_t *)start;
         if (there == 0 || entry[LENGTH] > there) break;
-        if ((entry[WHAT] & 0xFF) != GAP) {
+        if ((entry[TYPE_CODE] & 0xFF) != GAP) {
             const uint64_t part = entry[NBYTES], at = data_at(1, part);
-            if ((entry[WHAT] & 0xFF) != PART || entry[STREAM] != self->identity ||
+            if ((entry[TYPE_CODE] & 0xFF) != PART || entry[STREAM] != self->identity ||
                 entry[CALL] != call || entry[START] != done)
                 break;
             if (part > nbytes - done || in_lines(at + part) != entry[LENGTH] ||
@@ -317,19 +317,19 @@ static const uint64_t *oldest_entry(End *self) {
         const uint64_t used = self->words[USED];
         if (wait_for(self, used + 1) <= used) return NULL;
         const uint64_t *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
-        if ((entry[WHAT] & 0xFF) != GAP) return entry;
+        if ((entry[TYPE_CODE] & 0xFF) != GAP) return entry;
         store(self->words + USED, used + entry[LENGTH]);
     }
 }
 
 /* Return the cached dtype and shape of an entry; NULL if there is none. */
 static const Sort *sort_of(const End *self, const uint64_t *entry) {
-    const uint64_t form = entry[WHAT] & 0xFF,
+    const uint64_t form = entry[TYPE_CODE] & 0xFF,
                    left = self->ring_bytes - self->words[USED] % self->ring_bytes;
     if (form != WHOLE && form != BY_ADDRESS) return NULL;
     for (int which = 0; which < SORTS; which++) {
         const Sort *one = &self->sorts[which];
-        if (one->told == NULL || (one->what | form) != entry[WHAT] ||
+        if (one->info == NULL || (one->what | form) != entry[TYPE_CODE] ||
             (uint64_t)one->form.nbytes != entry[NBYTES])
             continue;
         int same = (form == WHOLE ? length_whole(one) : length_told(one)) <= left;
@@ -363,7 +363,7 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     if (out == Py_None && (count->number != call || self->words[USED] != used ||
                            !is_of(sort, made, 0) || !may_begin(self))) {
         result = Py_NewRef(Py_None);
-    } else if ((entry[WHAT] & 0xFF) == BY_ADDRESS) {
+    } else if ((entry[TYPE_CODE] & 0xFF) == BY_ADDRESS) {
         result = receive_long(self, sort, made, call, begin);
     } else if (!take(self, used, sort, ((Array *)made)->data)) {
         result = Py_NewRef(Py_None);

@@ -11,7 +11,7 @@
 /* Messages of one dtype and shape. */
 typedef struct {
     Form form;
-    PyObject *shape, *told; /* told: CallInfo; NULL: an empty entry */
+    PyObject *shape, *info; /* info: CallInfo; NULL: an empty entry */
     uint64_t what;
 } Sort;
 

@@ -42,22 +42,22 @@ TYPE(MessageCounter, message_counter, message_counter_members, 0,
 
 /* -- endpoints --------------------------------------------------------------------------------- */
 
-/* remember(dtype, shape, what, told): cache a dtype and shape; `told` is the CallInfo. */
+/* remember(dtype, shape, what, info): cache a dtype and shape; `info` is the CallInfo. */
 static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     End *self = (End *)object;
-    PyObject *dtype, *shape, *told;
+    PyObject *dtype, *shape, *info;
     unsigned long long what;
-    if (!PyArg_ParseTuple(arguments, "OO!KO", &dtype, &PyTuple_Type, &shape, &what, &told))
+    if (!PyArg_ParseTuple(arguments, "OO!KO", &dtype, &PyTuple_Type, &shape, &what, &info))
         return NULL;
     if (PyTuple_Size(shape) > BOX_NDIM_MAX) Py_RETURN_NONE;
-    Sort made = {.shape = shape, .told = told, .what = what};
+    Sort made = {.shape = shape, .info = info, .what = what};
     PyObject *held =
-        read_form(dtype, shape, &made.form) ? PyTuple_Pack(3, dtype, shape, told) : NULL;
+        read_form(dtype, shape, &made.form) ? PyTuple_Pack(3, dtype, shape, info) : NULL;
     Py_DECREF(made.form.dtype); /* `held` owns it */
     int is_known = held == NULL;
     for (int which = 0; which < SORTS && !is_known; which++) {
         const Sort *one = &self->sorts[which];
-        is_known = one->told != NULL && one->what == what && one->form.dtype == dtype &&
+        is_known = one->info != NULL && one->what == what && one->form.dtype == dtype &&
                    one->form.ndim == made.form.ndim &&
                    memcmp(one->form.shape, made.form.shape, made.form.ndim * sizeof(intptr_t)) == 0;
     }
@@ -81,7 +81,7 @@ static PyObject *end_retire(PyObject *object, PyObject *unused) {
 static int end_clear(PyObject *object) {
     End *self = (End *)object;
     forget((Remembered *)self);
-    for (int which = 0; which < SORTS; which++) self->sorts[which].told = NULL;
+    for (int which = 0; which < SORTS; which++) self->sorts[which].info = NULL;
     return clear_held(object);
 }
 
@@ -140,7 +140,7 @@ static PyMethodDef end_methods[] = {
     {"send", send_now, METH_O,
      "send(x): True if the message is in the ring, False if nothing was done"},
     {"receive", receive_now, METH_O, "receive(out): the message, or None if nothing was done"},
-    {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, told)"},
+    {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, info)"},
     {"retire", end_retire, METH_NOARGS, "retire(): stop sending and receiving"},
     {NULL},
 };

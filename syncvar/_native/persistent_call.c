@@ -3,23 +3,23 @@
 
 /* -- input and result -------------------------------------------------------------------------- */
 
-/* Return whether a call takes x and out. Set the array of each, or the tuple of several; the goal
+/* Return whether a call takes x and out. Set the array of each, or the tuple of several; the target
  * is None if `out` is. */
-int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal) {
+int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **input, PyObject **target) {
     const int read = IN_ONE_PIECE | ALIGNED, written = read | WRITEABLE;
     if (self->leaf_count == 0) {
-        if (!fits(&self->brought, x, read) || (out != Py_None && !fits(&self->made, out, written)))
+        if (!fits(&self->input, x, read) || (out != Py_None && !fits(&self->output, out, written)))
             return 0;
-        *brought = Py_NewRef(x);
-        *goal = Py_NewRef(out);
+        *input = Py_NewRef(x);
+        *target = Py_NewRef(out);
         return 1;
     }
-    *brought = leaves_of(self, x, read);
-    *goal = *brought == NULL ? NULL
-            : out == Py_None ? Py_NewRef(out)
-                             : leaves_of(self, out, written);
-    if (*goal == NULL) Py_CLEAR(*brought);
-    return *goal != NULL;
+    *input = leaves_of(self, x, read);
+    *target = *input == NULL   ? NULL
+              : out == Py_None ? Py_NewRef(out)
+                               : leaves_of(self, out, written);
+    if (*target == NULL) Py_CLEAR(*input);
+    return *target != NULL;
 }
 
 /* Return whether accepted arrays still fit: other threads may have changed them. */
@@ -27,10 +27,10 @@ int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flag
     return self->leaf_count ? are_leaves(self, arrays, flags) : fits(form, arrays, flags);
 }
 
-/* Return the output: the goal, or new arrays. */
-PyObject *make_result(const SlotCall *self, PyObject *goal) {
+/* Return the output: the target, or new arrays. */
+PyObject *make_result(const SlotCall *self, PyObject *target) {
     if (self->nothing != Py_None) return Py_NewRef(self->nothing);
-    if (goal != Py_None) return Py_NewRef(goal);
+    if (target != Py_None) return Py_NewRef(target);
     return self->leaf_count ? make_leaves(self)
                             : PyObject_Call(make_array, self->make_arguments, NULL);
 }
@@ -43,7 +43,7 @@ int are_all_put(const SlotCall *self) {
 }
 
 /* Return whether the call ignores the input: the rank only receives. */
-int brings_nothing(const SlotCall *self) {
+int ignores_input(const SlotCall *self) {
     int nothing = self->put_count == 0 && !self->is_long;
     for (int take = 0; take < self->take_count; take++)
         nothing = nothing && self->takes[take].rank >= 0;
@@ -51,13 +51,13 @@ int brings_nothing(const SlotCall *self) {
 }
 
 /* Return the caller's result: the array, the list of its parts, or the pytree. */
-PyObject *given_of(const SlotCall *self, PyObject *made) {
-    if (self->leaf_count) return structure_of(self, made);
-    if (self->parts == 0) return Py_NewRef(made);
-    const Py_ssize_t rows = (Py_ssize_t)self->made.shape[0] / self->parts;
+PyObject *result_of(const SlotCall *self, PyObject *output) {
+    if (self->leaf_count) return structure_of(self, output);
+    if (self->parts == 0) return Py_NewRef(output);
+    const Py_ssize_t rows = (Py_ssize_t)self->output.shape[0] / self->parts;
     PyObject *given = PyList_New(self->parts);
     for (int part = 0; given != NULL && part < self->parts; part++) {
-        PyObject *one = PySequence_GetSlice(made, part * rows, (part + 1) * rows);
+        PyObject *one = PySequence_GetSlice(output, part * rows, (part + 1) * rows);
         if (one == NULL)
             Py_CLEAR(given);
         else
@@ -97,12 +97,12 @@ static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
 static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     const Py_ssize_t given = PyTuple_Size(arguments);
     if (given < 2 || given > 4 || keywords != NULL) {
-        PyErr_SetString(PyExc_TypeError, "a persistent call takes (x, out, said, timeout)");
+        PyErr_SetString(PyExc_TypeError, "a persistent call takes (x, out, label, timeout)");
         return NULL;
     }
-    PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
+    PyObject *label = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
              *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
-    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said,
+    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), label,
                      timeout);
 }
 
@@ -113,21 +113,21 @@ static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
     return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
 }
 
-/* end(check, made): combine several small arrays if all ranks have published this check; return
+/* end(check, output): combine several small arrays if all ranks have published this check; return
  * whether they have. */
 static PyObject *slot_call_end(PyObject *object, PyObject *arguments) {
     SlotCall *self = (SlotCall *)object;
     unsigned long long check;
-    PyObject *made;
-    if (!PyArg_ParseTuple(arguments, "KO!", &check, &PyTuple_Type, &made)) return NULL;
-    if (self->leaf_count == 0 || self->is_long || PyTuple_Size(made) != self->leaf_count) {
+    PyObject *output;
+    if (!PyArg_ParseTuple(arguments, "KO!", &check, &PyTuple_Type, &output)) return NULL;
+    if (self->leaf_count == 0 || self->is_long || PyTuple_Size(output) != self->leaf_count) {
         PyErr_SetString(PyExc_ValueError, "end() is for calls of several small arrays");
         return NULL;
     }
-    if (!fit_still(self, &self->made, made, IN_ONE_PIECE | ALIGNED | WRITEABLE) ||
+    if (!fit_still(self, &self->output, output, IN_ONE_PIECE | ALIGNED | WRITEABLE) ||
         !all_agree(self, check, -1))
         Py_RETURN_FALSE;
-    finish(self, (int)self->channel->side, NULL, made);
+    finish(self, (int)self->channel->side, NULL, output);
     Py_RETURN_TRUE;
 }
 
@@ -155,27 +155,27 @@ static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
 
 /* Check that all copies stay within the slots and the arrays; there is no later check. */
 static int check_places(const SlotCall *self) {
-    const Py_ssize_t slot = self->channel->side_bytes, brought = in_slots(self, &self->brought),
-                     made = in_slots(self, &self->made);
+    const Py_ssize_t slot = self->channel->side_bytes, input = in_slots(self, &self->input),
+                     output = in_slots(self, &self->output);
     int good = 1;
     for (int put = 0; put < self->put_count; put++)
-        good = good && is_within(self->puts[put].from, self->puts[put].nbytes, brought) &&
+        good = good && is_within(self->puts[put].from, self->puts[put].nbytes, input) &&
                is_within(self->puts[put].to, self->puts[put].nbytes, slot);
     for (int take = 0; take < self->take_count + self->term_count; take++) {
         const Copy *copy =
             take < self->take_count ? &self->takes[take] : &self->terms[take - self->take_count];
         good = good && copy->rank < self->channel->size &&
-               is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : slot);
-        good = good && is_within(copy->to, copy->nbytes, made) &&
-               (take < self->take_count || copy->nbytes == made);
+               is_within(copy->from, copy->nbytes, copy->rank < 0 ? input : slot);
+        good = good && is_within(copy->to, copy->nbytes, output) &&
+               (take < self->take_count || copy->nbytes == output);
     }
     if (self->ring >= 0) /* the terms are the whole inputs */
-        good = good && self->put_count == 1 && self->puts[0].nbytes == brought &&
-               (self->term_count == 0 || brought == made) && !self->is_long &&
+        good = good && self->put_count == 1 && self->puts[0].nbytes == input &&
+               (self->term_count == 0 || input == output) && !self->is_long &&
                is_within(self->ring, self->ring ? RING_SLOTS * slot : 0, self->channel->memory.len);
     if (self->how.half) /* the terms are the inputs, widened into the slots */
         good = good && self->put_count == 1 && self->puts[0].from == 0 && self->puts[0].to == 0 &&
-               self->puts[0].nbytes == brought && self->how.width == sizeof(float) &&
+               self->puts[0].nbytes == input && self->how.width == sizeof(float) &&
                self->term_count > 0 && are_all_put(self);
     if (!good)
         PyErr_SetString(
@@ -210,10 +210,10 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
         !PyObject_TypeCheck((PyObject *)self->communicator, communicator_state_type) ||
         !PyList_Check(self->begun))
         goto wrong;
-    if (!read_form(dtypes[0], shapes[0], &self->brought) ||
-        !read_form(dtypes[1], shapes[1], &self->made))
+    if (!read_form(dtypes[0], shapes[0], &self->input) ||
+        !read_form(dtypes[1], shapes[1], &self->output))
         goto failed;
-    if (parts < 0 || (parts && self->made.ndim == 0)) goto wrong;
+    if (parts < 0 || (parts && self->output.ndim == 0)) goto wrong;
     self->put_count = read_copies(puts, self->puts, RANKS_MAX);
     self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
     self->term_count = read_copies(terms, self->terms, RANKS_MAX);
@@ -249,12 +249,12 @@ static PyMemberDef slot_call_members[] = {
     HELD(SlotCall, busy),
     HELD(SlotCall, queue),
     HELD(SlotCall, add),
-    HELD(SlotCall, told),
+    HELD(SlotCall, info),
     HELD(SlotCall, plain),
     HELD(SlotCall, later),
     HELD(SlotCall, hand_over),
     HELD(SlotCall, interrupt),
-    HELD(SlotCall, saying),
+    HELD(SlotCall, with_label),
     HELD(SlotCall, begun),
     HELD(SlotCall, work),
     HELD(SlotCall, adopt),
@@ -270,8 +270,8 @@ static PyMemberDef slot_call_members[] = {
     HOLDS(SlotCall, face, "_face"),
     HOLDS(SlotCall, op, "_op"),
     HOLDS(SlotCall, prepared_calls, "_prepared_calls"),
-    HOLDS(SlotCall, brought.dtype, "_brought"),
-    HOLDS(SlotCall, made.dtype, "_made"),
+    HOLDS(SlotCall, input.dtype, "_brought"),
+    HOLDS(SlotCall, output.dtype, "_made"),
     HOLDS(SlotCall, how.fold.owner, "_fold"),
     HOLDS(SlotCall, how.divide.owner, "_divide"),
     HOLDS(SlotCall, apply.owner, "_apply"),
@@ -285,13 +285,13 @@ static PyMemberDef slot_call_members[] = {
 static PyMethodDef slot_call_methods[] = {
     {"learn", slot_call_learn, METH_VARARGS, "Add the program for a placement of long vectors."},
     {"end", slot_call_end, METH_VARARGS,
-     "Combine several small arrays if all ranks have entered: (check, made)."},
+     "Combine several small arrays if all ranks have entered: (check, output)."},
     {"begin", slot_call_begin, METH_VARARGS,
      "Begin an asynchronous call: (x, out, timeout, site)."},
     {NULL},
 };
 
 TYPE(SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
-     "A persistent call: call(x, out, said, timeout).", {Py_tp_new, slot_call_new},
+     "A persistent call: call(x, out, label, timeout).", {Py_tp_new, slot_call_new},
      {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
      {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held})

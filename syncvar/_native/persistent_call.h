@@ -31,8 +31,8 @@ typedef struct {
 
 /* One of several arrays that form one vector for each kind. */
 typedef struct {
-    int ndim, is_alone; /* is_alone: long enough to be reduced by itself if it is in shared memory
-                           on any rank */
+    int ndim, is_separate; /* is_separate: long enough to be reduced by itself if it is in shared
+                           memory on any rank */
     int kind;
     Py_ssize_t first, count; /* elements of its kind before it, and its own */
     intptr_t shape[LEAF_NDIM_MAX];
@@ -42,14 +42,14 @@ typedef struct {
     PyObject_HEAD PyObject *face;
     ChannelState *channel;
     CommunicatorState *communicator;
-    PyObject *engine, *busy, *queue, *add, *told, *plain, *later, *hand_over, *interrupt, *saying,
-        *begun, *work, *adopt;
+    PyObject *engine, *busy, *queue, *add, *info, *plain, *later, *hand_over, *interrupt,
+        *with_label, *begun, *work, *adopt;
     PyObject *nothing;                 /* the result on a rank that gets none; else None */
     PyObject *crowd;                   /* GilMonitor of a call with a long vector; else None */
     PyObject *structure, *leaves_type; /* TreeDef and class `PyTree` of several arrays; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* parts of its cache key */
-    Form brought, made;
+    Form input, output;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
     int put_count, take_count, term_count;
     Leaf *leaves;   /* arrays whose concatenation is the input, and the result */
@@ -88,18 +88,18 @@ int are_leaves(const SlotCall *self, PyObject *arrays, int flags);
 PyObject *make_leaves(const SlotCall *self);
 PyObject *structure_of(const SlotCall *self, PyObject *arrays);
 void find_spans(const SlotCall *self, PyObject *arrays, Span *spans);
-int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made);
+int leaves_do_not_overlap(const SlotCall *self, PyObject *input, PyObject *output);
 int lies_alone(const SlotCall *self, const Span *spans);
 void put_leaves(const SlotCall *self, char *slot, PyObject *arrays);
 void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays);
 
 /* of persistent_call.c */
-int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal);
+int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **input, PyObject **target);
 int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags);
 int are_all_put(const SlotCall *self);
-int brings_nothing(const SlotCall *self);
-PyObject *make_result(const SlotCall *self, PyObject *goal);
-PyObject *given_of(const SlotCall *self, PyObject *made);
+int ignores_input(const SlotCall *self);
+PyObject *make_result(const SlotCall *self, PyObject *target);
+PyObject *result_of(const SlotCall *self, PyObject *output);
 
 /* of persistent_call_exec.c */
 int may_begin(const SlotCall *self);
@@ -108,8 +108,8 @@ uint64_t put_own(const SlotCall *self, int side, PyObject *x);
 void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source,
                   uint64_t target);
 int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns);
-void finish(const SlotCall *self, int side, const char *brought, PyObject *made);
-void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said);
+void finish(const SlotCall *self, int side, const char *input, PyObject *output);
+void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *label);
 
 /* of async_call.c */
 int end_async_call(PyObject *begun, int64_t patience_ns);

@@ -12,10 +12,10 @@
 
 /* One attempt to make a call. */
 typedef struct {
-    PyObject *x, *out, *said, *timeout;
-    PyObject *brought, *goal;               /* the arrays of x and of out, or tuples of several */
-    PyObject *told, *made, *number, *begin; /* CallInfo, output, call number, start time */
-    Span one[2], *spans;                    /* memory of the inputs, then of the outputs */
+    PyObject *x, *out, *label, *timeout;
+    PyObject *input, *target;                 /* the arrays of x and of out, or tuples of several */
+    PyObject *info, *output, *number, *begin; /* CallInfo, output, call number, start time */
+    Span one[2], *spans;                      /* memory of the inputs, then of the outputs */
     PyObject *kept_spans;
     Run *run;                /* run of a long vector */
     int has_lock;            /* it has the lock of the group's calls */
@@ -34,11 +34,11 @@ typedef enum {
 static char *data_of(PyObject *array) { return ((Array *)array)->data; }
 
 /* Return whether the output may be written while parts of the input are still to be read. */
-static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
-    if (self->leaf_count) return !self->is_long || lie_leaves_apart(self, x, out);
-    const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
-    if (self->is_long && !self->tells && brought == made) return 1;
-    return brought + self->brought.nbytes <= made || made + self->made.nbytes <= brought ||
+static int do_not_overlap(const SlotCall *self, PyObject *x, PyObject *out) {
+    if (self->leaf_count) return !self->is_long || leaves_do_not_overlap(self, x, out);
+    const char *input = ((Array *)x)->data, *output = ((Array *)out)->data;
+    if (self->is_long && !self->tells && input == output) return 1;
+    return input + self->input.nbytes <= output || output + self->output.nbytes <= input ||
            (x == out && self->term_count == 0 && !self->parts) || are_all_put(self);
 }
 
@@ -47,53 +47,52 @@ static const char *slot_of(const SlotCall *self, int rank, int side) {
     const ChannelState *channel = self->channel;
     const char *memory = channel->memory.buf;
     if (self->ring >= 0) {
-        const uint64_t told =
+        const uint64_t location =
             seen(channel->words + entry_of(channel, rank) + channel->target_at + side);
-        if (told && told <= (uint64_t)channel->memory.len &&
-            is_within((Py_ssize_t)told, in_slots(self, &self->made), channel->memory.len))
-            return memory + told;
+        if (location && location <= (uint64_t)channel->memory.len &&
+            is_within((Py_ssize_t)location, in_slots(self, &self->output), channel->memory.len))
+            return memory + location;
     }
     return memory + channel->slots[rank] + side * channel->side_bytes;
 }
 
-static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *brought) {
-    return (copy->rank < 0 ? brought : slot_of(self, copy->rank, side)) + copy->from;
+static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *input) {
+    return (copy->rank < 0 ? input : slot_of(self, copy->rank, side)) + copy->from;
 }
 
 /* Return whether the input may be read instead of this rank's slot: it has the same bytes, and the
  * output does not overwrite bytes that are still to be read. */
-static int reads_brought(const SlotCall *self, const char *brought, const char *out) {
-    const Py_ssize_t nbytes = self->made.nbytes;
-    return self->ring >= 0 && !self->how.half && brought != NULL &&
-           (brought == out || brought + nbytes <= out || out + nbytes <= brought);
+static int reads_input(const SlotCall *self, const char *input, const char *out) {
+    const Py_ssize_t nbytes = self->output.nbytes;
+    return self->ring >= 0 && !self->how.half && input != NULL &&
+           (input == out || input + nbytes <= out || out + nbytes <= input);
 }
 
 /* Combine the terms into the result, or apply the combination to it. */
-static void combine_terms(const SlotCall *self, int side, const char *brought, char *out) {
+static void combine_terms(const SlotCall *self, int side, const char *input, char *out) {
     const char *terms[RANKS_MAX];
     for (int term = 0; term < self->term_count; term++)
-        terms[term] =
-            self->terms[term].rank == self->channel->rank && reads_brought(self, brought, out)
-                ? brought
-                : place_in(self, &self->terms[term], side, brought);
+        terms[term] = self->terms[term].rank == self->channel->rank && reads_input(self, input, out)
+                          ? input
+                          : place_in(self, &self->terms[term], side, input);
     fold_terms(&self->how, &self->apply, terms, self->term_count, out,
-               in_slots(self, &self->made) / self->how.width);
+               in_slots(self, &self->output) / self->how.width);
 }
 
 /* Make the result of a call on which all ranks agree. */
-void finish(const SlotCall *self, int side, const char *brought, PyObject *made) {
+void finish(const SlotCall *self, int side, const char *input, PyObject *output) {
     if (self->leaf_count) {
         const char *slots[RANKS_MAX];
         for (int rank = 0; rank < self->channel->size; rank++)
             slots[rank] = slot_of(self, rank, side);
-        combine_leaves(self, slots, made);
+        combine_leaves(self, slots, output);
         return;
     }
-    char *const out = data_of(made);
+    char *const out = data_of(output);
     for (int take = 0; take < self->take_count; take++)
-        memmove(out + self->takes[take].to, place_in(self, &self->takes[take], side, brought),
+        memmove(out + self->takes[take].to, place_in(self, &self->takes[take], side, input),
                 self->takes[take].nbytes);
-    if (self->term_count) combine_terms(self, side, brought, out);
+    if (self->term_count) combine_terms(self, side, input, out);
 }
 
 /* -- publishing -------------------------------------------------------------------------------- */
@@ -144,25 +143,25 @@ int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
 }
 
 /* Copy the input into this rank's slot; return its offset if it is in the ring of slots, else 0. */
-uint64_t put_own(const SlotCall *self, int side, PyObject *brought) {
+uint64_t put_own(const SlotCall *self, int side, PyObject *input) {
     ChannelState *channel = self->channel;
-    uint64_t told = 0;
+    uint64_t location = 0;
     if (self->ring > 0) {
         channel->turn = (channel->turn + 1) % RING_SLOTS;
-        told = (uint64_t)(self->ring + channel->turn * channel->side_bytes);
+        location = (uint64_t)(self->ring + channel->turn * channel->side_bytes);
     }
-    char *own =
-        (char *)channel->memory.buf +
-        (told ? (Py_ssize_t)told : channel->slots[channel->rank] + side * channel->side_bytes);
+    char *own = (char *)channel->memory.buf +
+                (location ? (Py_ssize_t)location
+                          : channel->slots[channel->rank] + side * channel->side_bytes);
     if (self->leaf_count)
-        put_leaves(self, own, brought);
+        put_leaves(self, own, input);
     else if (self->how.half)
-        widen(self->how.half, data_of(brought), (float *)own, self->brought.nbytes / 2);
+        widen(self->how.half, data_of(input), (float *)own, self->input.nbytes / 2);
     else
         for (int put = 0; put < self->put_count; put++)
             copy_out(&channel->stores, own + self->puts[put].to,
-                     data_of(brought) + self->puts[put].from, self->puts[put].nbytes);
-    return told;
+                     data_of(input) + self->puts[put].from, self->puts[put].nbytes);
+    return location;
 }
 
 /* -- running ----------------------------------------------------------------------------------- */
@@ -171,11 +170,11 @@ uint64_t put_own(const SlotCall *self, int side, PyObject *brought) {
 static Result run_small(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
-    const uint64_t told = put_own(self, side, attempt->brought);
+    const uint64_t location = put_own(self, side, attempt->input);
     const uint64_t plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
-    publish_call(self, call, check, plain, told);
+    publish_call(self, call, check, plain, location);
     if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return PUBLISHED;
-    finish(self, side, self->leaf_count ? NULL : data_of(attempt->brought), attempt->made);
+    finish(self, side, self->leaf_count ? NULL : data_of(attempt->input), attempt->output);
     return COMPLETED;
 }
 
@@ -187,7 +186,7 @@ static uint64_t offset_of(const ChannelState *channel, const char *memory) {
 
 /* Return whether a published word means a copied input: it has the side and page of its cells, and
  * no offset. */
-static int is_brought(uint64_t told) { return told < 2 || told & AT_PAGE; }
+static int is_copied_input(uint64_t location) { return location < 2 || location & AT_PAGE; }
 
 /* Find the program for the placement that all ranks have published; NULL if it is not known yet. */
 static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t *targets) {
@@ -199,10 +198,10 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
         const Py_ssize_t entry = entry_of(channel, rank);
         sources[rank] = seen(channel->words + entry + channel->source_at + side);
         targets[rank] = seen(channel->words + entry + channel->target_at + side);
-        bits |= (uint64_t)!is_brought(sources[rank]) << rank;
+        bits |= (uint64_t)!is_copied_input(sources[rank]) << rank;
         into_all = into_all && targets[rank] != 0;
         by_owners =
-            by_owners || (!is_brought(sources[rank]) && sources[rank] >> 1 == targets[rank]);
+            by_owners || (!is_copied_input(sources[rank]) && sources[rank] >> 1 == targets[rank]);
     }
     for (int pattern = 0; pattern < PATTERNS; pattern++) {
         const Known *known = &self->known[pattern];
@@ -282,29 +281,29 @@ static Result run_long(const SlotCall *self, const Attempt *attempt, long long c
     ChannelState *channel = self->channel;
     Run *run = attempt->run;
     const int arrays = self->leaf_count ? self->span_count : 1;
-    const Span *const brought = attempt->spans, *const made = brought + arrays;
+    const Span *const input = attempt->spans, *const output = input + arrays;
     uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
     const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD,
                    check = plain + self->detail;
     channel->side ^= 1;
-    const uint64_t offer = self->tells ? tell_places(self, brought->at) : 0;
-    if (self->tells ? offer == 0 : is_brought(source)) {
+    const uint64_t offer = self->tells ? tell_places(self, input->at) : 0;
+    if (self->tells ? offer == 0 : is_copied_input(source)) {
         advance_run(run, run->program->opening);
         channel->tail = (long long)(source & 1);
     }
-    if (self->kind_count > self->rider) put_own(self, (int)channel->side, attempt->brought);
+    if (self->kind_count > self->rider) put_own(self, (int)channel->side, attempt->input);
     if (self->tells)
         publish_call(self, call, check, plain, source << 3 | offer);
     else
         publish_call(self, call, check, source,
-                     self->leaf_count ? 0 : offset_of(channel, made->at));
+                     self->leaf_count ? 0 : offset_of(channel, output->at));
     if (!all_agree(self, check, PATIENCE_NS)) return PUBLISHED;
-    if (self->kind_count > self->rider) finish(self, (int)channel->side, NULL, attempt->made);
+    if (self->kind_count > self->rider) finish(self, (int)channel->side, NULL, attempt->output);
     const Known *known =
         self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
     if (known == NULL) return PUBLISHED;
     run->program = known->program; /* the call owns it */
-    if (!bind_vector(run, brought, made, arrays, sources, targets, self->tells)) return PUBLISHED;
+    if (!bind_vector(run, input, output, arrays, sources, targets, self->tells)) return PUBLISHED;
     if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
     run->place = known->program->opening;
     return advance_run(run, known->program->length) ? RUN_SUSPENDED : COMPLETED;
@@ -313,12 +312,12 @@ static Result run_long(const SlotCall *self, const Attempt *attempt, long long c
 /* -- continuing in Python ---------------------------------------------------------------------- */
 
 /* Abort the job: the exception that is set leaves a call in which other ranks take part. */
-void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said) {
+void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *label) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     PyObject *done =
-        PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, said, NULL);
+        PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, label, NULL);
     if (done == NULL) PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, error, trace);
@@ -329,25 +328,26 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
  *
  * `later` returns (True, result), or (False, generator) for the engine. An exception in it leaves a
  * call in which other ranks take part, so it aborts the job. */
-static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
+static PyObject *continue_in_python(SlotCall *self, const Attempt *attempt, int waits) {
     PyObject *const number = attempt->number, *const begin = attempt->begin,
-                    *const said = attempt->said;
+                    *const label = attempt->label;
     const int taken = self->is_long ? 0 : try_acquire(self->busy);
-    PyObject *told =
+    PyObject *outcome =
         taken < 0
             ? NULL
-            : PyObject_CallFunctionObjArgs(self->later, number, begin, attempt->brought,
-                                           attempt->goal, attempt->made, said,
+            : PyObject_CallFunctionObjArgs(self->later, number, begin, attempt->input,
+                                           attempt->target, attempt->output, label,
                                            waits ? (PyObject *)attempt->run : Py_None, self, NULL);
     PyObject *result = NULL;
-    if (told == NULL)
-        interrupt_call(self, number, begin, said);
-    else if (PyTuple_GetItem(told, 0) == Py_True)
-        result = Py_NewRef(PyTuple_GetItem(told, 1));
+    if (outcome == NULL)
+        interrupt_call(self, number, begin, label);
+    else if (PyTuple_GetItem(outcome, 0) == Py_True)
+        result = Py_NewRef(PyTuple_GetItem(outcome, 1));
     else
-        result = PyObject_CallFunctionObjArgs(
-            self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, attempt->timeout, NULL);
-    Py_XDECREF(told);
+        result = PyObject_CallFunctionObjArgs(self->hand_over, number, begin,
+                                              PyTuple_GetItem(outcome, 1), label, attempt->timeout,
+                                              NULL);
+    Py_XDECREF(outcome);
     if (taken > 0) release(self->busy);
     return result;
 }
@@ -362,26 +362,26 @@ static int bind_own(const SlotCall *self, Attempt *attempt) {
                          ? new_room(&attempt->kept_spans, 2 * arrays * (Py_ssize_t)sizeof(Span))
                          : attempt->one;
     if (attempt->spans == NULL) return 0;
-    Span *const brought = attempt->spans, *const made = brought + arrays;
+    Span *const input = attempt->spans, *const output = input + arrays;
     if (self->leaf_count) {
-        find_spans(self, attempt->brought, brought);
-        find_spans(self, attempt->made, made);
+        find_spans(self, attempt->input, input);
+        find_spans(self, attempt->output, output);
     } else {
-        *brought = (Span){data_of(attempt->brought), self->brought.nbytes};
-        *made = (Span){data_of(attempt->made), self->made.nbytes};
+        *input = (Span){data_of(attempt->input), self->input.nbytes};
+        *output = (Span){data_of(attempt->output), self->output.nbytes};
     }
     const uint64_t lies = self->leaf_count
-                              ? (uint64_t)(lies_alone(self, brought) || lies_alone(self, made))
-                              : offset_of(channel, brought->at),
-                   told = self->everyone || brought->at != made->at ? lies : 0;
+                              ? (uint64_t)(lies_alone(self, input) || lies_alone(self, output))
+                              : offset_of(channel, input->at),
+                   location = self->everyone || input->at != output->at ? lies : 0;
     uint64_t own[RANKS_MAX] = {0};
-    if (self->tells || told == 0)
+    if (self->tells || location == 0)
         attempt->source = cells_for(self) | (self->tells ? 0 : AT_PAGE);
     else
-        attempt->source = told << 1 | (uint64_t)(channel->tail ^ 1);
+        attempt->source = location << 1 | (uint64_t)(channel->tail ^ 1);
     own[channel->rank] = attempt->source;
-    return bind_vector(attempt->run, brought, made, arrays, own, NULL, self->tells) &&
-           (!self->reads || lies != 0 || is_readable(attempt->brought));
+    return bind_vector(attempt->run, input, output, arrays, own, NULL, self->tells) &&
+           (!self->reads || lies != 0 || is_readable(attempt->input));
 }
 
 /* Check whether C can make a call, and allocate everything it needs. Nothing that other ranks see
@@ -389,24 +389,24 @@ static int bind_own(const SlotCall *self, Attempt *attempt) {
 static Result set_up(SlotCall *self, Attempt *attempt) {
     const int memories = self->memories; /* may grow until the call begins: other threads run */
     const int64_t scratch_bytes = self->scratch_bytes;
-    PyObject *const said = attempt->said;
-    if (!accept(self, attempt->x, attempt->out, &attempt->brought, &attempt->goal))
+    PyObject *const label = attempt->label;
+    if (!accept(self, attempt->x, attempt->out, &attempt->input, &attempt->target))
         return FALL_BACK;
-    if (attempt->goal != Py_None && !lie_apart(self, attempt->brought, attempt->goal))
+    if (attempt->target != Py_None && !do_not_overlap(self, attempt->input, attempt->target))
         return FALL_BACK;
-    if (said == Py_None) {
-        attempt->told = Py_NewRef(self->told);
+    if (label == Py_None) {
+        attempt->info = Py_NewRef(self->info);
     } else {
-        attempt->digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(said, 1));
-        attempt->told =
-            PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
+        attempt->digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(label, 1));
+        attempt->info =
+            PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->with_label, label, NULL);
     }
-    attempt->made = attempt->told == NULL ? NULL : make_result(self, attempt->goal);
-    if (attempt->made == NULL) return FAILED;
+    attempt->output = attempt->info == NULL ? NULL : make_result(self, attempt->target);
+    if (attempt->output == NULL) return FAILED;
     if (self->is_long) {
         if (is_true(self->crowd, name_is_alert)) return FALL_BACK;
-        PyObject *kept = PyTuple_Pack(2, attempt->brought,
-                                      attempt->made); /* the run may outlive this function */
+        PyObject *kept = PyTuple_Pack(2, attempt->input,
+                                      attempt->output); /* the run may outlive this function */
         attempt->run = kept == NULL ? NULL
                                     : new_run(self->known[0].program, self->channel, kept, 0,
                                               memories, scratch_bytes);
@@ -415,11 +415,10 @@ static Result set_up(SlotCall *self, Attempt *attempt) {
     }
     /* The code above may have run other threads, or the garbage collector. The code below does not:
      * so these checks stay valid. */
-    if (!may_begin(self) ||
-        !fit_still(self, &self->brought, attempt->brought, IN_ONE_PIECE | ALIGNED))
+    if (!may_begin(self) || !fit_still(self, &self->input, attempt->input, IN_ONE_PIECE | ALIGNED))
         return FALL_BACK;
-    if (attempt->goal != Py_None &&
-        !fit_still(self, &self->made, attempt->goal, IN_ONE_PIECE | ALIGNED | WRITEABLE))
+    if (attempt->target != Py_None &&
+        !fit_still(self, &self->output, attempt->target, IN_ONE_PIECE | ALIGNED | WRITEABLE))
         return FALL_BACK;
     if (self->is_long) {
         const int taken = try_acquire(self->busy);
@@ -448,11 +447,11 @@ static Result make_call(SlotCall *self, Attempt *attempt) {
     return state;
 }
 
-PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said,
+PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *label,
                     PyObject *timeout) {
     SlotCall *self = (SlotCall *)object;
     Attempt attempt = {
-        .x = x, .out = out, .said = said, .timeout = timeout, .digest = self->digest};
+        .x = x, .out = out, .label = label, .timeout = timeout, .digest = self->digest};
     if (self->nothing != Py_None) attempt.out = Py_None; /* this rank gets no result */
     PyObject *result = NULL;
     Result state = set_up(self, &attempt);
@@ -463,23 +462,23 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said
     }
     if (state == COMPLETED) state = make_call(self, &attempt);
     if (state == PUBLISHED || state == RUN_SUSPENDED) {
-        result = hand_on(self, &attempt, state == RUN_SUSPENDED);
+        result = continue_in_python(self, &attempt, state == RUN_SUSPENDED);
         if (self->leaf_count && result != NULL) {
             PyObject *const arrays = result;
             result = structure_of(self, arrays);
             Py_DECREF(arrays);
         }
     }
-    if (state == COMPLETED && record(self->add, attempt.told, attempt.number, attempt.begin) == 0)
-        result = given_of(self, attempt.made);
+    if (state == COMPLETED && record(self->add, attempt.info, attempt.number, attempt.begin) == 0)
+        result = result_of(self, attempt.output);
     if (attempt.has_lock) release(self->busy);
     if (state == FALL_BACK)
-        result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, said, timeout, NULL);
-    Py_XDECREF(attempt.brought);
-    Py_XDECREF(attempt.goal);
+        result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, label, timeout, NULL);
+    Py_XDECREF(attempt.input);
+    Py_XDECREF(attempt.target);
     Py_XDECREF(attempt.kept_spans);
-    Py_XDECREF(attempt.told);
-    Py_XDECREF(attempt.made);
+    Py_XDECREF(attempt.info);
+    Py_XDECREF(attempt.output);
     Py_XDECREF(attempt.number);
     Py_XDECREF(attempt.begin);
     Py_XDECREF((PyObject *)attempt.run);

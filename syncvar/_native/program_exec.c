@@ -27,7 +27,7 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
         const size_t most = goes_aside && nbytes > READ_AT_ONCE ? READ_AT_ONCE : (size_t)nbytes;
         struct iovec here = {first, most}, remote = {(void *)there, most};
         const ssize_t done = process_vm_readv((pid_t)process, &here, 1, &remote, 1, 0);
-        if (done <= 0) return done < 0 && errno == ESRCH ? PEER_GONE : UNREAD;
+        if (done <= 0) return done < 0 && errno == ESRCH ? PEER_ENDED : UNREAD;
         if (goes_aside) copy_bytes(into, first, (size_t)done);
         into += done;
         there += done;
@@ -52,7 +52,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
         switch (*step) {
         case COPY:
         case STORE: {
-            const Named *goal = &program->named[step[3]];
+            const Named *named = &program->named[step[3]];
             char *target = bound[step[3]].at + step[4] * width;
             const char *source = bound[step[1]].at + step[2] * width;
             const Py_ssize_t nbytes = step[5] * width;
@@ -62,9 +62,9 @@ long long advance_run(Run *self, Py_ssize_t end) {
                 if (failed) return failed;
             } else if (*step == STORE && program->apply.loop != NULL) {
                 combine(&program->apply, target, source, width, target, step[5], width);
-            } else if (goal->kind > SCRATCH) { /* memory that other ranks read */
+            } else if (named->kind > SCRATCH) { /* memory that other ranks read */
                 copy_out(&channel->stores, target, source, nbytes);
-            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST &&
+            } else if (named->kind == TARGET && named->nbytes * channel->size >= STREAMED_LEAST &&
                        are_apart(target, source, (size_t)nbytes)) {
                 copy_past(target, source, nbytes);
             } else {
@@ -129,9 +129,9 @@ static char *find_memory(const ChannelState *channel, int kind, int rank, int pl
     } else {
         const uint64_t base = seen(channel->words + entry_of(channel, rank) + channel->segments_at);
         if (base == 0 || place < 0 || place > 1) return NULL;
-        const uint64_t told = sources[rank], start = tells || told & AT_PAGE
-                                                         ? (told & ~AT_PAGE) >> 1
-                                                         : 0; /* first page of the cells */
+        const uint64_t location = sources[rank], start = tells || location & AT_PAGE
+                                                             ? (location & ~AT_PAGE) >> 1
+                                                             : 0; /* first page of the cells */
         if (kind == CELLS &&
             (start > (uint64_t)channel->segment_bytes / PAGE ||
              !is_within((Py_ssize_t)(start * PAGE), nbytes, channel->segment_bytes)))
@@ -155,21 +155,21 @@ static int find_told(const ChannelState *channel, int rank, int place, int64_t n
                      Bound *found) {
     if (rank < 0 || rank >= channel->size || place < 0 || place >= RANKS_MAX) return 0;
     const char *memory = channel->memory.buf;
-    const uint64_t told = ((const uint64_t *)(memory + channel->slots[rank] +
-                                              channel->side * channel->side_bytes))[place];
-    if (told & ADDRESS) {
-        *found = (Bound){(char *)(told ^ ADDRESS), channel->processes[rank]};
+    const uint64_t location = ((const uint64_t *)(memory + channel->slots[rank] +
+                                                  channel->side * channel->side_bytes))[place];
+    if (location & ADDRESS) {
+        *found = (Bound){(char *)(location ^ ADDRESS), channel->processes[rank]};
         return found->process != 0;
     }
-    *found = (Bound){(char *)memory + told, 0};
-    return told != 0 && told <= (uint64_t)channel->memory.len &&
-           is_within((Py_ssize_t)told, nbytes, channel->memory.len);
+    *found = (Bound){(char *)memory + location, 0};
+    return location != 0 && location <= (uint64_t)channel->memory.len &&
+           is_within((Py_ssize_t)location, nbytes, channel->memory.len);
 }
 
 /* Find the memories of a program for `count` input and output arrays. Without `targets` only this
  * rank's own memories are known. If ranks publish locations of blocks (`tells`), `sources` has the
  * sides of their cells. */
-int bind_vector(Run *self, const Span *brought, const Span *made, int count,
+int bind_vector(Run *self, const Span *input, const Span *output, int count,
                 const uint64_t *sources, const uint64_t *targets, int tells) {
     const Program *program = self->program;
     for (int memory = 0; memory < program->memories; memory++) {
@@ -178,7 +178,7 @@ int bind_vector(Run *self, const Span *brought, const Span *made, int count,
         const int64_t nbytes = program->named[memory].nbytes;
         char **at = &self->bound[memory].at;
         if (kind == SOURCE || kind == TARGET) {
-            const Span *const span = (kind == SOURCE ? brought : made) + place;
+            const Span *const span = (kind == SOURCE ? input : output) + place;
             *at = place < 0 || place >= count || nbytes > span->nbytes ? NULL : span->at;
         } else if (kind == SCRATCH) {
             *at = self->scratch;
@@ -260,35 +260,35 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
         !PyArg_ParseTuple(arguments, "O!O!O!Opp", program_type, &program, channel_state_type,
                           &channel, &PyTuple_Type, &arrays, &offsets, &keeps_lock, &opens))
         return NULL;
-    const Program *made = (const Program *)program;
-    if (!((ChannelState *)channel)->is_bound || PyTuple_Size(offsets) != made->memories ||
-        PyTuple_Size(arrays) != made->memories) {
+    const Program *checked = (const Program *)program;
+    if (!((ChannelState *)channel)->is_bound || PyTuple_Size(offsets) != checked->memories ||
+        PyTuple_Size(arrays) != checked->memories) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "a run needs an array or an offset for each memory");
         return NULL;
     }
-    Run *self =
-        new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock, made->memories, 0);
+    Run *self = new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock,
+                        checked->memories, 0);
     if (self == NULL) return NULL;
-    for (int memory = 0; memory < made->memories; memory++) {
+    for (int memory = 0; memory < checked->memories; memory++) {
         const Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GetItem(offsets, memory));
         PyObject *array = PyTuple_GetItem(arrays, memory);
         if (PyErr_Occurred()) goto failed;
         if (opens && offset < 0 && array == Py_None) continue;
-        if (bind_given(self, memory, offset, array) < made->named[memory].nbytes) {
+        if (bind_given(self, memory, offset, array) < checked->named[memory].nbytes) {
             PyErr_Format(PyExc_ValueError, "memory %d of a program is too short", memory);
             goto failed;
         }
     }
-    self->place = made->opening;
+    self->place = checked->opening;
     if (opens) {
         if (!is_opening_bound(self)) {
             PyErr_SetString(PyExc_ValueError, "the opening uses a memory that was not passed");
             goto failed;
         }
         self->place = 0;
-        advance_to(self, made->opening);
-        self->place = made->length; /* the steps would need all memories */
+        advance_to(self, checked->opening);
+        self->place = checked->length; /* the steps would need all memories */
     }
     return (PyObject *)self;
 failed:

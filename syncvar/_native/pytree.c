@@ -73,8 +73,9 @@ static PyTypeObject *number_of(PyObject *dtype) {
 
 /* Read the kinds, ((arithmetic, dtype, start of the vector in a slot, its elements), ...). */
 static int read_kinds(SlotCall *self, PyObject *given) {
-    const Py_ssize_t count = PyTuple_Size(given),
-                     slot = self->is_long ? self->channel->side_bytes : in_slots(self, &self->made);
+    const Py_ssize_t count = PyTuple_Size(given), slot = self->is_long
+                                                             ? self->channel->side_bytes
+                                                             : in_slots(self, &self->output);
     if (count < 1 || count > KINDS_MAX) return 0;
     self->rider = self->is_long;
     self->kept_kinds = Py_NewRef(given); /* owns the dtypes and ufuncs */
@@ -100,7 +101,7 @@ static int read_kinds(SlotCall *self, PyObject *given) {
     return 1;
 }
 
-/* Read the leaves, ((shape, is_alone, kind), ...); an empty tuple means one array. */
+/* Read the leaves, ((shape, is_separate, kind), ...); an empty tuple means one array. */
 int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
@@ -114,7 +115,7 @@ int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     for (Py_ssize_t place = 0; place < count; place++) {
         Leaf *leaf = &self->leaves[place];
         PyObject *shape;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(given, place), "Opi", &shape, &leaf->is_alone,
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given, place), "Opi", &shape, &leaf->is_separate,
                               &leaf->kind))
             return 0;
         if (leaf->kind < 0 || leaf->kind >= self->kind_count) return 0;
@@ -132,9 +133,9 @@ int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     for (int kind = 0; kind < self->kind_count; kind++)
         if (found[kind] != self->kinds[kind].count) return 0;
     if ((self->kind_count == 1 || self->is_long) &&
-        self->kinds[0].count * width_of(&self->kinds[0]) != self->made.nbytes)
+        self->kinds[0].count * width_of(&self->kinds[0]) != self->output.nbytes)
         return 0;
-    if (self->brought.nbytes != self->made.nbytes) return 0;
+    if (self->input.nbytes != self->output.nbytes) return 0;
     self->leaf_count = (int)count;
     const Kind *last = &self->kinds[self->kind_count - 1];
     if (self->kind_count > self->rider)
@@ -327,12 +328,12 @@ static int by_start(const void *one, const void *other) {
 
 /* Return whether outputs may be written while inputs are still to be read: each input is its own
  * output or overlaps none, and outputs do not overlap each other. */
-int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
+int leaves_do_not_overlap(const SlotCall *self, PyObject *input, PyObject *made) {
     Touched *const touched = PyMem_Malloc(2 * (size_t)self->leaf_count * sizeof *touched);
     if (touched == NULL) return 0; /* the slow path tries again */
     size_t count = 0;
     for (int place = 0; place < self->leaf_count; place++) {
-        const char *const read = ((Array *)PyTuple_GetItem(brought, place))->data,
+        const char *const read = ((Array *)PyTuple_GetItem(input, place))->data,
                           *const written = ((Array *)PyTuple_GetItem(made, place))->data;
         const Py_ssize_t nbytes = nbytes_of(self, place);
         if (nbytes == 0) continue;
@@ -361,7 +362,7 @@ int lies_alone(const SlotCall *self, const Span *spans) {
     int any = 0;
     for (int place = 0; place < self->leaf_count; place++) {
         if (self->leaves[place].kind >= self->rider) continue;
-        any = any || (self->leaves[place].is_alone && spans->at >= start &&
+        any = any || (self->leaves[place].is_separate && spans->at >= start &&
                       spans->at < start + channel->memory.len);
         spans++;
     }
@@ -376,11 +377,11 @@ void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
         const Kind *kind = &self->kinds[leaf->kind];
         if (leaf->kind < self->rider) continue;
         const char *source = ((Array *)PyTuple_GetItem(arrays, place))->data;
-        char *const goal = slot + kind->start + leaf->first * kind->how.width;
+        char *const target = slot + kind->start + leaf->first * kind->how.width;
         if (kind->how.half)
-            widen(kind->how.half, source, (float *)goal, leaf->count);
+            widen(kind->how.half, source, (float *)target, leaf->count);
         else
-            copy_out(&self->channel->stores, goal, source, (size_t)nbytes_of(self, place));
+            copy_out(&self->channel->stores, target, source, (size_t)nbytes_of(self, place));
     }
 }
 

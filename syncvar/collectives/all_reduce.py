@@ -148,13 +148,13 @@ def _request(
     work = contribution(array, how, communicator.home_rank, prescale)
     if how.element_shape:
         work, how = work.view(how.result), how._replace(element_shape=())
-    brought: Any = work.reshape(array.shape)
+    operand: Any = work.reshape(array.shape)
     inner = how.name
     if weight is not None:
         factor = np.asarray(weight, work.dtype)
         # The mean over an empty batch is NaN and has weight 0: NaN * 0 would be NaN.
-        brought, inner = (
-            [brought * factor if weight else np.zeros_like(brought), factor.reshape(())],
+        operand, inner = (
+            [operand * factor if weight else np.zeros_like(operand), factor.reshape(())],
             "sum",
         )
     scaled = f", scaled{'' if weight is None else ', weighted'}"
@@ -162,7 +162,7 @@ def _request(
         "" if postscale is None else f" by {postscale!r}"
     )
     request = reduce_request(
-        communicator, brought, inner, reproducible=reproducible, name=name, algorithm=algorithm
+        communicator, operand, inner, reproducible=reproducible, name=name, algorithm=algorithm
     )
     first = request.body
 
@@ -201,7 +201,7 @@ def reduce_request(
         target = None if out is None else checked_output(out, array.shape, how.result)
         if keep:
             array = array.copy()
-            target = _place_of_result(communicator, array, how, target)
+            target = _output_for(communicator, array, how, target)
         body = reduce_one(communicator, array, how, target, reproducible, apply, algorithm)
         return ReduceArgs(what, digest, body, op, is_entered=array.dtype == how.result)
     structure, leaves = flatten(x)
@@ -221,7 +221,7 @@ def reduce_request(
     if keep:
         arrays, like = [array.copy() for array in arrays], fresh(structure, x)
         targets = [
-            _place_of_result(communicator, *one) for one in zip(arrays, hows, targets, strict=True)
+            _output_for(communicator, *one) for one in zip(arrays, hows, targets, strict=True)
         ]
 
     def together() -> Generator[Stage, None, Any]:
@@ -234,14 +234,14 @@ def reduce_request(
     return ReduceArgs(what, digest, together(), op, is_entered=is_entered)
 
 
-def _place_of_result(
+def _output_for(
     communicator: Communicator, copy: NDArray[Any], how: Reduction, target: NDArray[Any] | None
 ) -> NDArray[Any] | None:
     """Return the output of an asynchronous call: in shared memory the copy of the input serves."""
-    is_place = (
+    serves = (
         target is None and communicator.is_shared and copy.dtype == how.result and not how.is_packed
     )
-    return copy if is_place else target
+    return copy if serves else target
 
 
 def agree(
@@ -250,20 +250,20 @@ def agree(
     op: str,
     numbers: NDArray[Any],
     timeout: float | None,
-    said: tuple[str, int] | None = None,
+    label: tuple[str, int] | None = None,
 ) -> NDArray[Any]:
     """Combine a few numbers of all ranks elementwise by a persistent call. Collective.
 
-    `numbers` is flat, of one dtype and length on all ranks. `said` is the text of this call and the
-    fingerprint that ranks compare; None means those of `name`.
+    `numbers` is flat, of one dtype and length on all ranks. `label` is the text and the
+    fingerprint of this call; None means those of `name`.
     """
     key = (name, op, numbers.dtype, numbers.shape)
     make = partial(_agreement, communicator, op, name)
-    made = call_prepared(communicator, key, numbers, None, timeout, make, said)
+    made = call_prepared(communicator, key, numbers, None, timeout, make, label)
     if made is None:
-        what = name if said is None else said[0]
+        what = name if label is None else label[0]
         made = communicator.perform(
-            what, lambda: agreement_request(communicator, name, op, numbers, said), timeout
+            what, lambda: agreement_request(communicator, name, op, numbers, label), timeout
         )
     return made  # type: ignore[no-any-return]
 
@@ -279,8 +279,8 @@ def agreement_request(
     name: str,
     op: str,
     numbers: NDArray[Any],
-    said: tuple[str, int] | None,
+    label: tuple[str, int] | None,
 ) -> CollectiveSpec:
     """Return the request of the slow path of `agree`."""
     request = reduce_request(communicator, numbers, op, name=name)
-    return request if said is None else CollectiveSpec(*said, request.body)
+    return request if label is None else CollectiveSpec(*label, request.body)

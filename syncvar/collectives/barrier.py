@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, entered, make_call, never
+from syncvar.collectives.dispatch import Cacheable, entered, make_call, uncacheable
 from syncvar.collectives.sync_points import meeting
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
@@ -62,4 +62,4 @@ class _BarrierCall(Cacheable):
     ) -> PreparedCall | None:
         if communicator.forced("barrier") is None:
             return prepare_barrier(communicator, self.digest, self.what)
-        return never
+        return uncacheable

@@ -131,8 +131,8 @@ def broadcast_request(
 
     def general() -> Generator[Stage, None, Any]:
         records = yield from exchange(communicator, record)
-        brought = [one for one in records if one.kind != NOTHING]
-        if any(one != records[root] for one in brought):
+        values = [one for one in records if one.kind != NOTHING]
+        if any(one != records[root] for one in values):
             require_same(communicator, f"{name} from rank {root}", records, records)
         theirs = records[root]
         if theirs.kind == BYTES:

@@ -227,7 +227,7 @@ def reduce_one(
     return outcome(how, work, size, array.shape, target)
 
 
-def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, size: int) -> bool:
+def _takes_sums(target: NDArray[Any], source: NDArray[Any], how: Reduction, size: int) -> bool:
     """Return whether messages may be combined in the target, which a mismatch must leave unchanged.
 
     With two ranks the first frame proves that they agree, and nothing is written before it. With
@@ -241,7 +241,7 @@ def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, siz
         and target.flags.c_contiguous
     )
     return is_plain and (
-        not np.may_share_memory(brought, target) or _are_same(brought, target.reshape(-1))
+        not np.may_share_memory(source, target) or _are_same(source, target.reshape(-1))
     )
 
 

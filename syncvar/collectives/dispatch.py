@@ -16,7 +16,7 @@ from syncvar._native import recall, remember
 from syncvar._native.constants import NUMBERS_MAX
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.tensors import in_kind, is_foreign
+from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.lazy_import import unexpected
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.flight_recorder.call_sites import own_site
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import Said
+    from syncvar.runtime.persistent.builder import CallLabel
     from syncvar.runtime.work import Work
 
     Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
@@ -48,14 +48,14 @@ class Cacheable(CollectiveSpec):
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
     def prepared(self, communicator: Communicator, like: Any, make: Make) -> PreparedCall | None:
-        """Return a persistent call for inputs like `like`, None if impossible now, or `never`.
+        """Return a persistent call for inputs like `like`, or None, or `uncacheable`.
 
         `make` takes (x, out) and returns the request of such a call.
         """
         raise NotImplementedError
 
 
-def never(*_: Any) -> None:
+def uncacheable(*_: Any) -> None:
     """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
@@ -122,7 +122,7 @@ def make_call(
         def again(x: Any, out: Any = None) -> Any:
             return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, how)
 
-        return in_kind(again, x, out)
+        return call_with_numpy(again, x, out)
     check = partial(make, communicator, x, out, async_op, *how)
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
 
@@ -134,7 +134,7 @@ def call_prepared(
     out: Any,
     timeout: float | None,
     make: Make,
-    said: Said | None = None,
+    label: CallLabel | None = None,
     *,
     public: Any = None,
     how: tuple[Any, ...] = (),
@@ -146,14 +146,14 @@ def call_prepared(
         key: Cache key of the call.
         form, out, timeout: Input, output and timeout in seconds (None: the job's default).
         make: Function of (x, out) that returns the request, to build the call or to continue it.
-        said: Text of this call and the fingerprint that is compared; None for those of the request.
+        label: Text and fingerprint of this call; None for those of the request.
         public: Public function whose C dispatch may find this call from now on; None for none.
         how: As for `make_call`.
     """
     ready = _ready(communicator, key, form, form, out, make, public, how)
     if ready is None or not (timeout is None or is_seconds(timeout)):
         return None
-    return ready(form, out, said, timeout)
+    return ready(form, out, label, timeout)
 
 
 def _ready(

@@ -87,7 +87,7 @@ def _let_go(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
-def sending_words(name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
+def send_text(name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
     """Return the text of a send."""
     peer = line.stream.members[_DEST]
     fields = CallFields(name, size=array.nbytes, peer=peer, tag=tag)
@@ -129,7 +129,7 @@ def to_send(
         else None
     )
     return CollectiveSpec(
-        sending_words(name, line, array, kind, tag), fingerprint("message"), body(), message
+        send_text(name, line, array, kind, tag), fingerprint("message"), body(), message
     )
 
 

@@ -12,8 +12,8 @@ from syncvar.collectives.reduce_args import (
     contribution,
     described,
     outcome,
+    release_others,
     run_plan,
-    tell_that_all_came,
 )
 from syncvar.core.array_arguments import checked_output
 from syncvar.core.pytree import arrays_in, fresh, unflatten
@@ -118,7 +118,7 @@ def _request(
         for how, work in zip(hows, works, strict=True):
             rest = run_plan(communicator, "reduce", work, how, root=target, algorithm=algorithm)
             left.append((yield from rest))
-        yield from tell_that_all_came(communicator, target)
+        yield from release_others(communicator, target)
         if not is_root:
             return None
         results = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native.constants import LEAVES_MAX
-from syncvar.collectives.dispatch import Cacheable, never, plain_array
+from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
@@ -204,14 +204,14 @@ def run_plan(
     return how
 
 
-def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[Stage, None, None]:
-    """Let `witness`, the one rank that has heard of all others, release them.
+def release_others(communicator: Communicator, informed: int) -> Generator[Stage, None, None]:
+    """Let `informed`, the one rank that has heard of all others, release them.
 
     No rank ends the call before that, so that a mismatch fails on every rank. In shared memory
     phase 0 of the call does this.
     """
     if not communicator.is_shared:
-        yield Stage(communicator.plan("broadcast", 0, root=witness), _NOTHING)
+        yield Stage(communicator.plan("broadcast", 0, root=informed), _NOTHING)
 
 
 def form_of(x: Any) -> NDArray[Any] | PyTree | None:
@@ -293,7 +293,7 @@ def prepare_form(
     ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
-    """Build the persistent call of reductions like `form`; None if impossible now, or `never`.
+    """Build the persistent call of reductions like `form`, or None, or `uncacheable`.
 
     `ends` says which ranks get which result. With `apply`, `out` must be given and becomes
     apply(out, result). Registered ops have no persistent calls, because they may be replaced.
@@ -312,17 +312,17 @@ def prepare_form(
         or not all(array.dtype.isnative for array in arrays)
         or (leaves is not None and ends != EVERYWHERE)
     ):
-        return never
+        return uncacheable
     sizes = sizes_of(kinds, arrays)
     is_small = is_direct(sum(sizes), communicator.size)
     if leaves is not None and (len(kinds) > 1 or not is_small):
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
         if are_at_once:
             return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, what)
-        return never
+        return uncacheable
     (how,) = kinds
     if not is_small and ends != EVERYWHERE and form.dtype != how.accumulate:
-        return never  # the slow path converts the input
+        return uncacheable  # the slow path converts the input
     neutral = identity(how) if ends.collective == "exscan" else None
     shape = arrays[0].shape if leaves is None else (sum([array.size for array in arrays]),)
     return prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral, leaves)
@@ -339,4 +339,4 @@ def prepared_reduction(
     """Build the persistent call of the all-reduces of `reduce_request`."""
     _, digest, what = described_reduction(x, op, name, reproducible)
     made = prepare_form(communicator, x, op, digest, what, apply=apply)
-    return None if made is never else made
+    return None if made is uncacheable else made

@@ -128,7 +128,7 @@ def _request(
     )
     if is_moved:
         takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
-        brought = array.copy() if keep else array
+        operand = array.copy() if keep else array
         divisor = size if how.is_mean else 0
         layout = TransferLayout(
             None, how.accumulate, shape, size - 1, takes, ufunc=how.ufunc, divisor=divisor
@@ -137,7 +137,7 @@ def _request(
             what,
             digest,
             layout,
-            arrange=lambda: blocks_of(brought, into),
+            arrange=lambda: blocks_of(operand, into),
             finish=lambda made: deliver(made, into),
             general=None,
             front=lambda x, out: fits_out(blocks_of(x, out), out),

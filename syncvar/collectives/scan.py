@@ -14,8 +14,8 @@ from syncvar.collectives.reduce_args import (
     contribution,
     described,
     outcome,
+    release_others,
     run_plan,
-    tell_that_all_came,
 )
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.reduce_ops import identity, op_name
@@ -136,7 +136,7 @@ def _request(
 
     def body() -> Generator[Stage, None, Any]:
         left = yield from run_plan(communicator, name, work, how, algorithm=algorithm)
-        yield from tell_that_all_came(communicator, communicator.size - 1)
+        yield from release_others(communicator, communicator.size - 1)
         if count:
             return outcome(left, work, count, array.shape, into)
         return deliver(np.full(array.shape, neutral, how.result), into)

@@ -18,8 +18,8 @@ import numpy as np
 from syncvar._native import remember
 from syncvar.bootstrap.process import current, messages_entered_natively
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.pair_calls import line_of, sending_words, to_receive, to_send
-from syncvar.collectives.tensors import in_kind, is_foreign
+from syncvar.collectives.pair_calls import line_of, send_text, to_receive, to_send
+from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.lazy_import import unexpected
@@ -101,7 +101,7 @@ def send(
             _remember(send, line, communicator, dest, tag)
             return None
     if is_foreign(x):
-        return in_kind(
+        return call_with_numpy(
             partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x
         )
     return _sent(
@@ -178,7 +178,7 @@ def _sent(
     eager_bytes = current().config.eager_bytes
 
     def words_of(array: NDArray[Any]) -> tuple[str, int]:
-        return sending_words(name, line, array, kind, tag), array_record(array).dtype
+        return send_text(name, line, array, kind, tag), array_record(array).dtype
 
     def check() -> CollectiveSpec:
         array = make()
@@ -247,7 +247,7 @@ def recv(
                 _remember(recv, line, communicator, source, tag)
                 return made
     if is_foreign(out):
-        return in_kind(
+        return call_with_numpy(
             partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out
         )
     finish = partial(_delivered, out)
@@ -302,25 +302,25 @@ def sendrecv(
     how: dict[str, Any] = {"group": group, "timeout": timeout}
     if is_foreign(x, out):
         again = partial(sendrecv, dest=dest, source=source, tag=tag, recv_tag=recv_tag, **how)
-        return in_kind(again, x, out)
+        return call_with_numpy(again, x, out)
     if source is None:
         return None if dest is None else send(x, dest, tag=tag, **how)
-    how_received = {**how, "tag": tag if recv_tag is None else recv_tag, "out": out}
+    recv_options = {**how, "tag": tag if recv_tag is None else recv_tag, "out": out}
     if dest is None:
-        return recv(source, **how_received)
+        return recv(source, **recv_options)
     try:
         array = _message(x)
     except ConfigError:
         return send(x, dest, tag=tag, **how)  # raises it again, and informs the receiver
     for name, rank in (("dest", dest), ("source", source)):  # check both before sending
         _checked(name, rank, communicator_of(group).size)
-    _checked_tag(how_received["tag"])
+    _checked_tag(recv_options["tag"])
     if array.nbytes <= current().config.eager_bytes:  # does not wait for its receiver
         send(array, dest, tag=tag, **how)
-        return recv(source, **how_received)
+        return recv(source, **recv_options)
     if isinstance(out, np.ndarray) and np.may_share_memory(array, out):
         array = array.copy()  # the receive may write to it before it has been sent
-    work = recv(source, **how_received, async_op=True)
+    work = recv(source, **recv_options, async_op=True)
     send(array, dest, tag=tag, **how)
     return work.wait()
 
@@ -440,11 +440,13 @@ if not TYPE_CHECKING:
     recv = messages_entered_natively(recv, is_sending=False)
 
 
-def _remember(door: Any, line: P2PChannel, communicator: Communicator, peer: int, tag: int) -> None:
+def _remember(
+    dispatch: Any, line: P2PChannel, communicator: Communicator, peer: int, tag: int
+) -> None:
     """Let the C dispatch find this channel at once, for messages of the world."""
     if not line.is_remembered and communicator is current().world:
         line.is_remembered = True
-        remember(door, line.native, peer, tag)
+        remember(dispatch, line.native, peer, tag)
 
 
 def _own(communicator: Communicator, tag: int) -> Mailbox:

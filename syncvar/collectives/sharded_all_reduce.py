@@ -126,7 +126,7 @@ class _Kind(NamedTuple):
         return f"{describe(self.structure)} of {shown}{more}"
 
 
-class _Told(NamedTuple):
+class _Announcement(NamedTuple):
     """Announcement of a rank: its ids as ranges, and the kind of its shards (None: no shards)."""
 
     runs: tuple[tuple[int, int], ...]
@@ -161,7 +161,7 @@ def shards_request(
             )
     for index, _ in () if kind is None else kind.arrays:
         reduction(op, dtype_from_index(index))  # raises for a dtype that has no sum
-    told = _Told(tuple(runs_of(ids)), kind)
+    told = _Announcement(tuple(runs_of(ids)), kind)
     if communicator.size == 1:
         wrong = _first_wrong([told])
         if wrong:
@@ -236,18 +236,20 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
     return ids, leaves, kinds[ids[0]] if ids else None
 
 
-def _packed(told: _Told) -> bytes:
+def _packed(told: _Announcement) -> bytes:
     kind = told.kind
     shown = None if kind is None else [plain_structure(kind.structure), kind.arrays]
     return pack_object([told.runs, shown])
 
 
-def _unpacked(data: bytes) -> _Told:
+def _unpacked(data: bytes) -> _Announcement:
     runs, kind = unpack_object(data)
-    return _Told(runs, None if kind is None else _Kind(restored_structure(kind[0]), kind[1]))
+    return _Announcement(
+        runs, None if kind is None else _Kind(restored_structure(kind[0]), kind[1])
+    )
 
 
-def _first_wrong(everyone: Sequence[_Told]) -> str:
+def _first_wrong(everyone: Sequence[_Announcement]) -> str:
     """Return why the shards of the ranks cannot be combined, or an empty text."""
     found = {
         one.kind: rank for rank, one in reversed(list(enumerate(everyone))) if one.kind is not None

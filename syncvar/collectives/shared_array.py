@@ -14,7 +14,7 @@ import numpy as np
 from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.shm_empty import checked_kind, zeros
+from syncvar.collectives.shm_empty import checked_shape_dtype, zeros
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
@@ -88,7 +88,7 @@ def shared_array(
     asked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
 
     def check() -> SharedArraySpec:
-        lengths, kind = checked_kind(shape, dtype)
+        lengths, kind = checked_shape_dtype(shape, dtype)
         _require_one_host(context, communicator)
         asked.append((lengths, kind))
         label = CallLabel(

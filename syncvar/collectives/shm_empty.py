@@ -49,7 +49,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         >>> sv.empty((2, 3), "float32").shape
         (2, 3)
     """
-    lengths, kind = checked_kind(shape, dtype)
+    lengths, kind = checked_shape_dtype(shape, dtype)
     shm = current().shm
     if shm is not None:
         return shm.empty(lengths, kind)
@@ -74,7 +74,7 @@ def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
     return made
 
 
-def checked_kind(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def checked_shape_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the lengths and the dtype; raise ConfigError if such an array cannot be shared."""
     try:
         lengths = tuple(

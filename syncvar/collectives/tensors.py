@@ -49,19 +49,19 @@ def _holds(value: Any) -> bool:
 _PLAIN = {bool, int, float, complex, np.ndarray, np.float64, np.float32, np.int64}
 
 
-def in_kind(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
+def call_with_numpy(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
     """Make a call with NumPy arrays in place of other libraries' arrays; convert its result back.
 
     `call` takes (x), or (x, out=out). The result is the caller's own `out`, if there is one.
     """
     places: dict[int, tuple[Any, Any]] = {}
-    mine = _taken(x, places if out is None else {})
+    mine = _to_numpy(x, places if out is None else {})
     if out is None:
         result = call(mine)
         if isinstance(result, Work):
             return result.then(partial(given_back, _kept(x)))
         return given_back(x, result)
-    result = call(mine, out=_taken(out, places))
+    result = call(mine, out=_to_numpy(out, places))
     if isinstance(result, Work):
         return result.then(partial(_written, _kept(out), places))
     return _written(out, places, result)
@@ -74,7 +74,7 @@ def _kept(value: Any) -> Any:
     return None if library_of(value) is None else value
 
 
-def _taken(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
+def _to_numpy(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     """Replace arrays by NumPy arrays, noted in `places` as id -> (NumPy array, original).
 
     A value that cannot be converted becomes one that the call refuses, so that the group is
@@ -83,10 +83,10 @@ def _taken(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     try:
         return _exchanged(value, places)
     except Exception as error:  # of a container: it holds itself, or is of the caller's own class
-        return _untaken(value, error)
+        return _unsupported(value, error)
 
 
-def _untaken(value: Any, error: Exception) -> UnsupportedLibrary:
+def _unsupported(value: Any, error: Exception) -> UnsupportedLibrary:
     return UnsupportedLibrary(f"of type {type(value).__name__} cannot be an array: {told(error)}")
 
 
@@ -103,7 +103,7 @@ def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     try:
         array = library.take(value)
     except Exception as error:  # whatever the library raises: the call informs the group
-        return _untaken(value, error)
+        return _unsupported(value, error)
     places[id(array)] = array, value
     return array
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, never
+from syncvar.collectives.dispatch import Cacheable, uncacheable
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_transfer import prepare_move
 from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Movement, TransferLayout
@@ -80,7 +80,7 @@ class TransferArgs(Cacheable):
     ) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
         if self._layout is None or self._front is None or not like.dtype.isnative:
-            return never
+            return uncacheable
 
         def general(x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
             request = make(x, out)

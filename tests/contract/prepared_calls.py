@@ -69,7 +69,7 @@ def limits(size):
         segment // 2 // shared_moves._LAG,
         shared_moves._NATIVE_SLOT_BYTES,
         shared_reduce._BLOCK_BYTES,
-        shared_reduce._ALONE_BYTES,
+        shared_reduce._SEPARATE_BYTES,
         2 * arithmetic._WIDENED,
         4 * crowd.PIECE,
     }

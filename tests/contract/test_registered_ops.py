@@ -121,7 +121,7 @@ REFUSED = {
         (2,),
         "is not elementwise",
     ),
-    "other arrays": (np.matmul, (3, 3), r"takes arrays of shape \(..., 3, 3\)"),
+    "other arrays": (np.matmul, (3, 3), r"was registered for arrays of shape \(..., 3, 3\)"),
     "too long": (np.add, (70_000,), "560000 bytes"),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from harness import covering, everywhere
 
 import syncvar as sv
-from syncvar._native.constants import PEER_GONE, UNREAD
+from syncvar._native.constants import PEER_ENDED, UNREAD
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import block_transfer, program_runner
@@ -173,7 +173,7 @@ def test_a_rank_that_is_gone_when_a_failed_reading_is_looked_into_ends_as_one_th
     """The C runner has failed to read, for another reason; before Python finds out why, the process ends."""
     channel = SimpleNamespace(reach=SimpleNamespace(read=lambda *_, **__: False))
     found = program_runner.reading(channel, iter([-7, UNREAD]), iter([(1, ADDRESS | 8)]))
-    assert [next(found), next(found)] == [-7, PEER_GONE]
+    assert [next(found), next(found)] == [-7, PEER_ENDED]
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

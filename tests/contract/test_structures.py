@@ -37,7 +37,7 @@ from syncvar.runtime.programs import shm_reduce
     ],
 )
 def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
-    monkeypatch.setattr(shm_reduce, "_ALONE_BYTES", 128 << 10)
+    monkeypatch.setattr(shm_reduce, "_SEPARATE_BYTES", 128 << 10)
 
     def fn():
         held = []
@@ -82,7 +82,7 @@ def test_results_lie_over_other_arrays(layout, size, turns):
     ],
 )
 def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
-    monkeypatch.setattr(shm_reduce, "_ALONE_BYTES", 128 << 10)
+    monkeypatch.setattr(shm_reduce, "_SEPARATE_BYTES", 128 << 10)
     everywhere(
         size,
         lambda: check_arrays_of_several_kinds(11, turns),
@@ -95,7 +95,7 @@ def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_structures(monkeypatch, size, seed):
-    monkeypatch.setattr(shm_reduce, "_ALONE_BYTES", 128 << 10)
+    monkeypatch.setattr(shm_reduce, "_SEPARATE_BYTES", 128 << 10)
     everywhere(
         size,
         lambda: check_every_structure(100 + seed, SMALL + LONG, 12),

@@ -1,7 +1,7 @@
 """Who has heard of whom when a plan over links ends: the calls of a group rely on it to find that they disagree.
 
 A rank that has heard of all others has made the same call as they. Of a collective in which only one rank has, that
-one tells the others (`tell_that_all_came`); the collectives with neither begin with a header exchange.
+one tells the others (`release_others`); the collectives with neither begin with a header exchange.
 """
 
 from dataclasses import replace

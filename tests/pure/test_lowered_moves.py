@@ -159,9 +159,12 @@ def moves(kind, size, count, tell, lag=2):
             if count <= 2 and not tell
             else TransferPath.CELLS
         )
-        has_told = way == TransferPath.CELLS and rank in tell and mine > 0
+        has_published = way == TransferPath.CELLS and rank in tell and mine > 0
         program = lower_move(
-            move, way, has_told=has_told, some_told=way == TransferPath.CELLS and bool(tell)
+            move,
+            way,
+            has_published=has_published,
+            some_published=way == TransferPath.CELLS and bool(tell),
         )
         held = {
             (MemoryKind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)]

@@ -20,7 +20,7 @@ from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_sites import site_of
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.programs.program_runner import DISAGREE
-from syncvar.runtime.programs.shm_reduce import is_alone
+from syncvar.runtime.programs.shm_reduce import is_separate
 from syncvar.runtime.request import Request
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.runtime.work import Work
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.shm.group_channel import Channel
 
-    Said = tuple[str, int]  # text and fingerprint of a call
+    CallLabel = tuple[str, int]  # text and fingerprint of a call
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
 
 
-def preparation_of(
+def builder_for(
     communicator: Communicator, what: str, digest: int, nbytes: int, way: str
 ) -> PersistentCallBuilder | None:
     """Return the builder of a persistent call; None without a channel or cache."""
@@ -81,18 +81,18 @@ class PersistentCallBuilder(NamedTuple):
     engine: ProgressEngine
     told: CallInfo
 
-    def saying(self, said: Said | None) -> PersistentCallBuilder:
+    def with_label(self, label: CallLabel | None) -> PersistentCallBuilder:
         """Return a builder with the text and fingerprint of one call."""
-        if said is None:
+        if label is None:
             return self
-        return self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
+        return self._replace(told=self.told._replace(what=label[0], fingerprint=label[1]))
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> Request:
         return Request(
             self.engine.recorder.begin(self.told, number, begin), steps, self.channel, wait=need
         )
 
-    def go_on(
+    def continue_in_engine(
         self,
         number: int,
         begin: int,
@@ -112,7 +112,7 @@ class PersistentCallBuilder(NamedTuple):
             operation, None if timeout is None else checked_timeout(timeout)
         )
 
-    def plainly(
+    def build_python(
         self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False
     ) -> PreparedCall:
         """Build a persistent call in Python.
@@ -131,7 +131,7 @@ class PersistentCallBuilder(NamedTuple):
         add, clock = engine.recorder.add, monotonic_ns
 
         def call(
-            x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
+            x: NDArray[Any], out: Any, label: CallLabel | None = None, timeout: float | None = None
         ) -> Any:
             if (
                 queue
@@ -154,23 +154,25 @@ class PersistentCallBuilder(NamedTuple):
                 communicator.next_call = number + 1
                 begin = clock()
                 try:
-                    check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
+                    check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
                     made, steps, need, held = attempt(number, check, arrays)
                     if steps is None:
-                        info = told if said is None else self.saying(said).told
+                        info = told if label is None else self.with_label(label).told
                         add((info, number, begin, clock(), get_ident()))
                         return made
                 except BaseException as error:
-                    self.saying(said).interrupt(number, begin, error)
+                    self.with_label(label).interrupt(number, begin, error)
                     raise
-                made = self.saying(said).go_on(number, begin, steps, need, held, timeout=timeout)
+                made = self.with_label(label).continue_in_engine(
+                    number, begin, steps, need, held, timeout=timeout
+                )
                 if notes:
                     crowd.note((clock() - begin) / 1e9, told.nbytes)
                 return made
 
         return call
 
-    def natively(
+    def build_native(
         self,
         plain: PreparedCall,
         later: Any,
@@ -190,7 +192,7 @@ class PersistentCallBuilder(NamedTuple):
 
         Args:
             plain: The Python version; takes every unusual call before anything has changed.
-            later: Function of (number, begin, x, out, output, said, run, C call). It continues a
+            later: Function of (number, begin, x, out, output, label, run, C call). It continues a
                 published call, and its run if not None. It returns (True, result), or (False,
                 steps) for the engine.
             divisor: Divisor of a mean, as an array of no dimensions.
@@ -203,10 +205,9 @@ class PersistentCallBuilder(NamedTuple):
                 call; None if calls cannot be asynchronous.
             leaves: Example arrays of a call with several arrays, which are tuples within a call.
             kinds: Their dtypes; the vector then is bytes, or the long arrays of the first kind.
-            copies: `brought` and `made`, forms of input and output; `puts`, `takes` and `terms`,
-                copies (from, to, nbytes, rank); `ring`; `parts`; `reads`; `crowd` of a long vector;
-                `everyone`, False if not all ranks get all of it; `half`, the half type that is
-                float32 in slots.
+            copies: `input_form` and `output_form`; copies `puts`, `takes` and `terms`: (from, to,
+                nbytes, rank); `ring`; `parts`; `reads`; `crowd` of a long vector; `everyone`, False
+                if not all ranks get all of it; `half`, the half type that is float32 in slots.
         """
         if not self.channel.is_native:
             return None
@@ -224,15 +225,19 @@ class PersistentCallBuilder(NamedTuple):
         }
 
         def hand_over(
-            number: int, begin: int, steps: Any, said: Said | None, timeout: float | None
+            number: int, begin: int, steps: Any, label: CallLabel | None, timeout: float | None
         ) -> Any:
-            made = self.saying(said).go_on(number, begin, steps, self.channel.last, timeout=timeout)
+            made = self.with_label(label).continue_in_engine(
+                number, begin, steps, self.channel.last, timeout=timeout
+            )
             if layout["crowd"] is not None:
                 crowd.note((monotonic_ns() - begin) / 1e9, self.told.nbytes)
             return made
 
-        def interrupt(number: int, begin: int, error: BaseException, said: Said | None) -> None:
-            self.saying(said).interrupt(number, begin, error)
+        def interrupt(
+            number: int, begin: int, error: BaseException, label: CallLabel | None
+        ) -> None:
+            self.with_label(label).interrupt(number, begin, error)
 
         def adopt(
             number: int,
@@ -252,22 +257,22 @@ class PersistentCallBuilder(NamedTuple):
             )
             return operation
 
-        in_slots = np.dtype(np.float32) if layout["half"] else layout["made"][0]
+        in_slots = np.dtype(np.float32) if layout["half"] else layout["output_form"][0]
         division = (None, b"") if divisor is None else (np.divide, divisor.tobytes())
         how = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
         arrays = () if leaves is None else leaves.arrays
         kinds = (
-            kinds or [DtypeGroup(how, layout["made"][0], 0, range(len(arrays)))]
+            kinds or [DtypeGroup(how, layout["output_form"][0], 0, range(len(arrays)))]
             if leaves is not None
             else ()
         )
-        kind_of = {place: number for number, kind in enumerate(kinds) for place in kind.places}
+        group_index = {place: number for number, kind in enumerate(kinds) for place in kind.places}
         made: PreparedCall | None = slot_call(
             self.told.fingerprint,
             detail,
             tells,
-            layout["brought"],
-            layout["made"],
+            layout["input_form"],
+            layout["output_form"],
             layout["puts"],
             layout["takes"],
             layout["terms"],
@@ -291,8 +296,8 @@ class PersistentCallBuilder(NamedTuple):
                 [
                     (
                         array.shape,
-                        len(kinds[kind_of[place]].places) > 1 and is_alone(array),
-                        kind_of[place],
+                        len(kinds[group_index[place]].places) > 1 and is_separate(array),
+                        group_index[place],
                     )
                     for place, array in enumerate(arrays)
                 ]
@@ -305,12 +310,12 @@ class PersistentCallBuilder(NamedTuple):
             communicator=self.communicator,
             busy=self.communicator.busy,
             add=self.engine.recorder.add,
-            told=self.told,
+            info=self.told,
             plain=plain,
             later=later,
             hand_over=hand_over,
             interrupt=interrupt,
-            saying=lambda said: self.saying(said).told,
+            with_label=lambda label: self.with_label(label).told,
             begun=self.engine.begun,
             work=Work,
             adopt=None if steps is None else adopt,
@@ -326,7 +331,7 @@ class PersistentCallBuilder(NamedTuple):
         self.engine.interrupted(operation, error)
 
 
-def as_far_as_others_come(channel: Channel, steps: Iterable[int], number: int) -> int | None:
+def run_while_spinning(channel: Channel, steps: Iterable[int], number: int) -> int | None:
     """Run steps while spinning; return the publication to wait for, or None at the end."""
     wait = channel.hold if crowd.holds() else channel.wait
     others, limit = channel.others, (number << 1) + 4

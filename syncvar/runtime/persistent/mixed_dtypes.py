@@ -15,20 +15,20 @@ from numpy.lib.stride_tricks import as_strided
 from syncvar._native.constants import KINDS_MAX
 from syncvar.core.pytree import PyTree
 from syncvar.runtime.gil_contention import crowd
-from syncvar.runtime.persistent.builder import DtypeGroup, preparation_of
+from syncvar.runtime.persistent.builder import DtypeGroup, builder_for
 from syncvar.runtime.persistent.persistent_reduce import OutputSpec, has_segments, reducing, then
 from syncvar.runtime.programs.arithmetic import HALVES
 from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement
 from syncvar.runtime.programs.program_runner import agreed
 from syncvar.runtime.programs.shm_reduce import (
     ReduceBuffers,
+    add_native_program,
     combine_small,
     flat_of,
     places_of,
     reduce_published,
     reduce_shared,
     reduce_small,
-    teach,
 )
 from syncvar.shm.channel_table import MASK, SPREAD
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import PersistentCallBuilder, Said
+    from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
     from syncvar.shm.group_channel import Channel
 
 
@@ -68,7 +68,7 @@ def prepare_kinds(
         [list(kinds.items())[number] for number in order],
         [sizes[number] for number in order],
     )
-    ground = preparation_of(
+    ground = builder_for(
         communicator, what, digest, sum(sizes), "shm small" if longest is None else "shm"
     )
     if ground is None:
@@ -118,7 +118,7 @@ class _Kinds(NamedTuple):
             how.source == how.result.name for how, _ in self.kinds
         )
 
-    def natively(self, first: int) -> list[DtypeGroup]:
+    def build_native(self, first: int) -> list[DtypeGroup]:
         """Return the kinds for C; those from `first` on use the slots."""
         starts = [0] * first + list(places_of(self.sizes[first:])[0])
         return [
@@ -144,18 +144,20 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         _x: Any,
         _out: Any,
         made: Any,
-        said: Said | None,
+        label: CallLabel | None,
         _run: None,
         native: Any,
     ) -> tuple[bool, Any]:
         """Continue at once: a rank that waits for this one is late in its next call."""
         check, target = (
-            ((digest if said is None else said[1]) + number * SPREAD) & MASK,
+            ((digest if label is None else label[1]) + number * SPREAD) & MASK,
             channel.last,
         )
         if not channel.wait(channel.others, target) or not native.end(check, made):
             return False, left(check, target, made)
-        engine.recorder.add((ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
+        engine.recorder.add(
+            (ground.with_label(label).told, number, begin, monotonic_ns(), get_ident())
+        )
         return True, made
 
     def adopted(number: int, made: Any) -> Generator[int, None, Any]:
@@ -169,16 +171,16 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     if not several.are_native:
         return call
     in_slot = (np.dtype(np.uint8), (nbytes,))
-    native = ground.natively(
+    native = ground.build_native(
         call,
         later,
-        brought=in_slot,
-        made=in_slot,
+        input_form=in_slot,
+        output_form=in_slot,
         puts=((0, 0, nbytes, channel.rank),),
         terms=tuple((0, 0, nbytes, other) for other in range(channel.size)),
         steps=adopted,
         leaves=leaves,
-        kinds=several.natively(0),
+        kinds=several.build_native(0),
     )
     return native or call
 
@@ -186,7 +188,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
 def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     """Build the persistent call whose first kind is a long vector; the other kinds use slots."""
     channel, digest, leaves = ground.channel, ground.told.fingerprint, several.leaves
-    fate = OutputSpec(EVERYWHERE, range(channel.size))
+    output_spec = OutputSpec(EVERYWHERE, range(channel.size))
 
     def arrays_of(x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
         return several.prepared_by(x, out) if has_segments(channel) else None
@@ -202,18 +204,20 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         x: Any,
         _out: Any,
         made: Any,
-        said: Said | None,
+        label: CallLabel | None,
         run: Any,
         native: Any,
     ) -> tuple[bool, Any]:
         """Continue a call that C has published or begun."""
         if run is not None:
-            return False, then(run, made, fate)
+            return False, then(run, made, output_spec)
         vector, *riders = several.vectors_of(x, made)
-        check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-        return False, then(reduce_published(channel, check, vector, native, riders), made, fate)
+        check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
+        return False, then(
+            reduce_published(channel, check, vector, native, riders), made, output_spec
+        )
 
-    call = reducing(ground, reduce, arrays_of, fate)
+    call = reducing(ground, reduce, arrays_of, output_spec)
     how, places = several.kinds[0]
     counts = [leaves.arrays[place].size for place in places]
     like = as_strided(np.empty(1, how.result), (sum(counts),), (0,))
@@ -224,12 +228,18 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     if not (several.are_native and channel.are_native and vector.suits_native):
         return call
     form = (how.result, (sum(counts),))
-    native = ground.natively(
-        call, later, brought=form, made=form, crowd=crowd, leaves=leaves, kinds=several.natively(1)
+    native = ground.build_native(
+        call,
+        later,
+        input_form=form,
+        output_form=form,
+        crowd=crowd,
+        leaves=leaves,
+        kinds=several.build_native(1),
     )
     if native is None:
         return call
-    teach(channel, vector, BufferPlacement(), native)
+    add_native_program(channel, vector, BufferPlacement(), native)
     return native
 
 

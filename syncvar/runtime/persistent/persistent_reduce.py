@@ -16,18 +16,18 @@ from syncvar.core.errors import SyncvarError
 from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import quiet_caller, reduction
 from syncvar.runtime.gil_contention import crowd
-from syncvar.runtime.persistent.builder import as_far_as_others_come, preparation_of
+from syncvar.runtime.persistent.builder import builder_for, run_while_spinning
 from syncvar.runtime.programs.arithmetic import HALVES, store_parts
 from syncvar.runtime.programs.block_transfer import NOTHING
 from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
 from syncvar.runtime.programs.program_runner import agreed
 from syncvar.runtime.programs.shm_reduce import (
     ReduceBuffers,
+    add_native_program,
     flat_of,
     is_direct,
     reduce_published,
     reduce_shared,
-    teach,
 )
 from syncvar.shm.channel_table import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import PersistentCallBuilder, Said
+    from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
     from syncvar.shm.group_channel import Channel
 
     # Left operand, right operand, room; None stands for the array of the result.
@@ -70,32 +70,34 @@ def prepare_reduction(
         leaves: Example arrays of a call with several short arrays.
 
     Returns:
-        A function of (x, out, said, timeout). x is a native array of this dtype and shape, or a
-        `PyTree` of such arrays; `out` is None or anything. `said` is (text, fingerprint) of this
+        A function of (x, out, label, timeout). x is a native array of this dtype and shape, or a
+        `PyTree` of such arrays; `out` is None or anything. `label` is (text, fingerprint) of this
         call, None for `what` and `digest`. `timeout` is in seconds, None for the job's default;
         `is_seconds` must hold for it. The function returns the result, or None if it did nothing:
         take the slow path then.
     """
     nbytes = prod(shape) * how.accumulate.itemsize
     is_small = is_direct(nbytes, communicator.size)
-    ground = preparation_of(communicator, what, digest, nbytes, "shm small" if is_small else "shm")
+    ground = builder_for(communicator, what, digest, nbytes, "shm small" if is_small else "shm")
     if ground is None:
         return None
-    fate = OutputSpec(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
-    if ends.collective == "reduce" and not fate.terms:
-        fate = fate._replace(nothing=NOTHING)
+    output_spec = OutputSpec(
+        ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral
+    )
+    if ends.collective == "reduce" and not output_spec.terms:
+        output_spec = output_spec._replace(nothing=NOTHING)
     if is_small:
-        return _small(ground, how, shape, apply, fate, leaves)
-    return _long(ground, how, shape, apply, fate)
+        return _small(ground, how, shape, apply, output_spec, leaves)
+    return _long(ground, how, shape, apply, output_spec)
 
 
 def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
     """Build the persistent call of a barrier, a reduction of empty arrays, or return None."""
-    ground = preparation_of(communicator, what, digest, 0, "shm")
+    ground = builder_for(communicator, what, digest, 0, "shm")
     if ground is None:
         return None
-    fate = OutputSpec(EVERYWHERE, range(communicator.size), NOTHING)
-    return _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None, fate, None)
+    output_spec = OutputSpec(EVERYWHERE, range(communicator.size), NOTHING)
+    return _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None, output_spec, None)
 
 
 class OutputSpec(NamedTuple):
@@ -125,11 +127,11 @@ def _small(
     how: Reduction,
     shape: tuple[int, ...],
     apply: np.ufunc | None,
-    fate: OutputSpec,
+    output_spec: OutputSpec,
     leaves: PyTree | None,
 ) -> PreparedCall:
     """Build the persistent call of a vector that goes through slots."""
-    ends, terms, nothing, _ = fate
+    ends, terms, nothing, _ = output_spec
     _, channel, engine, told = ground
     words, entry, others, wait = channel.words, channel.entry, channel.others, channel.wait
     size, rank = channel.size, channel.rank
@@ -163,7 +165,7 @@ def _small(
         if not steps:
             if nothing is not None:
                 return nothing
-            return fate.filled(empty(shape, kind) if out is None else out)  # type: ignore[no-any-return]
+            return output_spec.filled(empty(shape, kind) if out is None else out)  # type: ignore[no-any-return]
         total: NDArray[Any] = (
             (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
         )
@@ -244,7 +246,7 @@ def _small(
             return (None, rest(check, target, out), target, None)
         return (result, None, 0, None)
 
-    call = ground.plainly(arrays_of, attempt)
+    call = ground.build_python(arrays_of, attempt)
     if leaves is not None:
         call = _joining(call, leaves)
 
@@ -254,7 +256,7 @@ def _small(
         _x: Any,
         _out: Any,
         made: Any,
-        said: Said | None,
+        label: CallLabel | None,
         _run: None,
         _native: Any,
     ) -> tuple[bool, Any]:
@@ -266,7 +268,7 @@ def _small(
             return False, left(check, target, made)
         if leaves is not None:
             store_parts(flat_of(made), result, None)
-        info = told if said is None else ground.saying(said).told
+        info = told if label is None else ground.with_label(label).told
         add((info, number, begin, clock(), get_ident()))
         return True, result if leaves is None else made
 
@@ -286,11 +288,11 @@ def _small(
     # C takes equal dtypes of input and result only.
     if how.source != kind.name or (not terms and (nothing is None or is_cast)):
         return call
-    native = ground.natively(
+    native = ground.build_native(
         call,
         later,
-        brought=(kind, shape),
-        made=(kind, shape) if nothing is None else (nothing.dtype, nothing.shape),
+        input_form=(kind, shape),
+        output_form=(kind, shape) if nothing is None else (nothing.dtype, nothing.shape),
         puts=((0, 0, whole, rank),),
         terms=tuple((0, 0, whole, other) for other in terms),
         fold=ufunc if terms else None,
@@ -360,10 +362,10 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
 def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
     """Build a call of several small arrays from the call of their concatenation."""
 
-    def call(x: Any, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
+    def call(x: Any, out: Any, label: CallLabel | None = None, timeout: float | None = None) -> Any:
         if out is not None or not isinstance(x, PyTree):
             return None
-        made = flat(np.concatenate(flat_of(x.arrays)), None, said, timeout)
+        made = flat(np.concatenate(flat_of(x.arrays)), None, label, timeout)
         if made is None:
             return None
         parts = [np.empty(array.shape, made.dtype) for array in x.arrays]
@@ -378,10 +380,10 @@ def _long(
     how: Reduction,
     shape: tuple[int, ...],
     apply: np.ufunc | None,
-    fate: OutputSpec,
+    output_spec: OutputSpec,
 ) -> PreparedCall:
     _, channel, _, told = ground
-    ends, terms, nothing, _ = fate
+    ends, terms, nothing, _ = output_spec
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
     digest = told.fingerprint
     divisor = ends.divisor(channel.rank, channel.size) if how.is_mean else 0
@@ -418,7 +420,7 @@ def _long(
                 flat = flat.copy()
         return vector_of(flat, flat_out), made
 
-    call = reducing(ground, reduce_shared, arrays_of, fate)
+    call = reducing(ground, reduce_shared, arrays_of, output_spec)
 
     def later(
         number: int,
@@ -426,16 +428,16 @@ def _long(
         x: Any,
         _out: Any,
         made: Any,
-        said: Said | None,
+        label: CallLabel | None,
         run: Any,
         native: Any,
     ) -> tuple[bool, Any]:
         """Continue a call that C has published or begun."""
         if run is not None:
-            return False, then(run, made, fate)
-        check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
+            return False, then(run, made, output_spec)
+        check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
         vector = vector_of(x.reshape(-1), made.reshape(-1))
-        return False, then(reduce_published(channel, check, vector, native), made, fate)
+        return False, then(reduce_published(channel, check, vector, native), made, output_spec)
 
     like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
     vector = vector_of(like, like)
@@ -447,18 +449,18 @@ def _long(
     ):
         return call
     made = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
-    native = ground.natively(
+    native = ground.build_native(
         call,
         later,
-        brought=(kind, shape),
-        made=made,
+        input_form=(kind, shape),
+        output_form=made,
         crowd=crowd,
         everyone=ends == EVERYWHERE,
         nothing=nothing,
     )
     if native is None:
         return call
-    teach(channel, vector, BufferPlacement(), native)
+    add_native_program(channel, vector, BufferPlacement(), native)
     return native
 
 
@@ -466,7 +468,7 @@ def reducing(
     ground: PersistentCallBuilder,
     reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]],
     arrays_of: Callable[[Any, Any], tuple[Any, Any] | None],
-    fate: OutputSpec,
+    output_spec: OutputSpec,
 ) -> PreparedCall:
     """Build a reduction in Python; `arrays_of` maps (x, out) to (input of `reduce`, result)."""
     channel = ground.channel
@@ -474,12 +476,12 @@ def reducing(
     def attempt(number: int, check: int, arrays: tuple[Any, Any]) -> tuple[Any, Any, int, None]:
         vector, made = arrays
         steps = reduce(channel, (number, check), vector)
-        need = as_far_as_others_come(channel, steps, number)
+        need = run_while_spinning(channel, steps, number)
         if need is None:
-            return (fate.filled(made), None, 0, None)
-        return (None, then(steps, made, fate), need, None)
+            return (output_spec.filled(made), None, 0, None)
+        return (None, then(steps, made, output_spec), need, None)
 
-    return ground.plainly(arrays_of, attempt, notes=True)
+    return ground.build_python(arrays_of, attempt, notes=True)
 
 
 def has_segments(channel: Channel) -> bool:
@@ -491,7 +493,7 @@ def has_segments(channel: Channel) -> bool:
     return True
 
 
-def then(steps: Any, made: Any, fate: OutputSpec) -> Generator[int, None, Any]:
+def then(steps: Any, made: Any, output_spec: OutputSpec) -> Generator[int, None, Any]:
     """Run the remaining steps of a call, and return its result."""
     yield from steps
-    return fate.filled(made)
+    return output_spec.filled(made)

@@ -14,17 +14,17 @@ from syncvar.runtime.flight_recorder.call_record import UNRECORDED
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.persistent.builder import (
     PersistentCallBuilder,
-    as_far_as_others_come,
-    preparation_of,
+    builder_for,
+    run_while_spinning,
 )
 from syncvar.runtime.programs.arithmetic import folder
 from syncvar.runtime.programs.block_transfer import (
     NOTHING,
     Movement,
+    add_native_programs,
     move_published,
     move_shared,
     take_blocks,
-    teach_moves,
 )
 from syncvar.runtime.stage_executor import stage_steps
 from syncvar.shm.channel_table import CHECK, MASK, SPREAD
@@ -49,7 +49,7 @@ def prepare_move(
     layout: TransferLayout,
     front: Front,
     general: General | None,
-    brought: NDArray[Any],
+    example: NDArray[Any],
 ) -> PreparedCall | None:
     """Build the persistent call of transfers, or return None if there is none.
 
@@ -61,9 +61,9 @@ def prepare_move(
             slow path.
         general: Function of (x, out) that returns the body of the call, without its first stage,
             for inputs that differ between ranks.
-        brought: Example input of this rank.
+        example: Example input of this rank.
     """
-    ground = preparation_of(communicator, request.what, request.digest, layout.nbytes, "shm")
+    ground = builder_for(communicator, request.what, request.digest, layout.nbytes, "shm")
     if ground is None:
         return None
     _, channel, engine, told = ground
@@ -90,7 +90,7 @@ def prepare_move(
             need, steps = channel.last, take_blocks(channel, check, movement)
         else:
             steps = move_shared(channel, (number, check), movement)
-            reached = as_far_as_others_come(channel, steps, number)
+            reached = run_while_spinning(channel, steps, number)
             if reached is None and movement.is_done:
                 return blocks.result, None, 0, None
             need = channel.last if reached is None else reached
@@ -114,7 +114,7 @@ def prepare_move(
         x: NDArray[Any],
         out: Any,
         made: NDArray[Any],
-        _said: None,
+        _label: None,
         run: Any,
         _native: Any,
     ) -> tuple[bool, Any]:
@@ -134,11 +134,11 @@ def prepare_move(
         )
         return False, followed(x, out, steps, movement)
 
-    call = ground.plainly(arrays_of, attempt, notes=True)
-    return _natively(ground, call, later, layout, front, brought) or call
+    call = ground.build_python(arrays_of, attempt, notes=True)
+    return _build_native(ground, call, later, layout, front, example) or call
 
 
-def _natively(
+def _build_native(
     ground: PersistentCallBuilder,
     call: PreparedCall,
     later: Any,
@@ -163,8 +163,8 @@ def _natively(
     if None in sources or None in targets or not is_plain:
         return None
     like_all: dict[str, Any] = {
-        "brought": (x.dtype, x.shape),
-        "made": (made.dtype, made.shape),
+        "input_form": (x.dtype, x.shape),
+        "output_form": (made.dtype, made.shape),
         "detail": layout.detail or 0,
         "tells": True,
         "parts": blocks.parts,
@@ -174,21 +174,23 @@ def _natively(
         if not channel.are_native:
             return None
         puts = tuple([(start, 0, 0, channel.rank) for start in sources[: len(blocks.outgoing)]])
-        native: Any = ground.natively(
+        native: Any = ground.build_native(
             call, later, puts=puts, crowd=crowd, reads=layout.is_read(channel), **like_all
         )
         starts = (
             tuple([start // layout.dtype.itemsize for start in sources]),
             tuple([start // layout.dtype.itemsize for start in targets]),
         )
-        is_taught = native is not None and teach_moves(channel, layout, blocks, starts, native)
-        return native if is_taught else None
+        is_known = native is not None and add_native_programs(
+            channel, layout, blocks, starts, native
+        )
+        return native if is_known else None
     places = enumerate(sources[: len(blocks.outgoing)])
     puts = tuple([(start, place * nbytes, nbytes, channel.rank) for place, start in places])
-    goals = targets * len(layout.takes) if folds else targets[: len(layout.takes)]
+    outputs = targets * len(layout.takes) if folds else targets[: len(layout.takes)]
     others = [
         (place * nbytes, goal, nbytes, peer)
-        for (peer, place), goal in zip(layout.takes, goals, strict=True)
+        for (peer, place), goal in zip(layout.takes, outputs, strict=True)
     ]
     own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
     if folds:
@@ -196,7 +198,7 @@ def _natively(
         like_all["divisor"] = np.asarray(layout.divisor, layout.dtype) if layout.divisor else None
     else:
         like_all["takes"] = (*own, *others)
-    return ground.natively(call, later, puts=puts, fold=layout.ufunc, **like_all)
+    return ground.build_native(call, later, puts=puts, fold=layout.ufunc, **like_all)
 
 
 def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> Any:

@@ -153,11 +153,11 @@ def combine_widened(
     hold: bool,
 ) -> None:
     """Combine terms in `dtype`, in pieces that fit the caches, and round the result once."""
-    per_stretch = PIECE if hold else _WIDENED
-    room = np.empty((len(terms), min(per_stretch, out.size)), dtype)
+    per_piece = PIECE if hold else _WIDENED
+    room = np.empty((len(terms), min(per_piece, out.size)), dtype)
     is_half = out.dtype == np.float16
-    for start in range(0, out.size, per_stretch):
-        stop = min(out.size, start + per_stretch)
+    for start in range(0, out.size, per_piece):
+        stop = min(out.size, start + per_piece)
         parts, made = [term[start:stop] for term in terms], out[start:stop]
         wide = list(room[:, : stop - start])
         is_scaled = is_half and are_scalable(parts, ufunc, divisor)

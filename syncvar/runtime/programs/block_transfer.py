@@ -224,12 +224,12 @@ class Movement:
     def __init__(self, layout: TransferLayout, blocks: Blocks) -> None:
         self.layout = layout
         self.blocks = blocks
-        brought = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
+        inputs = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
         targets = (
             blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
         )
         # Kept alive until the others have taken them.
-        sources = [np.ascontiguousarray(block).reshape(-1) for block in brought]
+        sources = [np.ascontiguousarray(block).reshape(-1) for block in inputs]
         self.arrays = sources, [target.reshape(-1) for target in targets]
         self.is_done = False  # it stays so if the details differ
 
@@ -255,7 +255,7 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         yield channel.begin(call, movement.layout.check_of(check), check, mark)
         yield from take_blocks(channel, check, movement)
     except BaseException:
-        _keep_told(channel, check, movement, mark)
+        _keep_published(channel, check, movement, mark)
         raise
 
 
@@ -273,11 +273,11 @@ def move_published(
         yield from reading(channel, run, ((peer, place) for peer, place in told if place & ADDRESS))
         movement.is_done = True
     except BaseException:
-        _keep_told(channel, check, movement, mark)
+        _keep_published(channel, check, movement, mark)
         raise
 
 
-def _keep_told(channel: Channel, check: int, movement: Movement, mark: int) -> None:
+def _keep_published(channel: Channel, check: int, movement: Movement, mark: int) -> None:
     is_refused = channel.is_reached(channel.last) and channel.disagreeing(
         movement.layout.check_of(check)
     )
@@ -285,7 +285,7 @@ def _keep_told(channel: Channel, check: int, movement: Movement, mark: int) -> N
         channel.keep(movement)  # others may still be reading the published blocks
 
 
-def teach_moves(
+def add_native_programs(
     channel: Channel, layout: TransferLayout, blocks: Blocks, starts: Starts, native: Any
 ) -> bool:
     """Give the C extension the programs of a call of long blocks; return whether it takes them.
@@ -357,15 +357,17 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
     elif reduce(and_, offers) & (_READS | _RESIDENT):  # every rank can take every block directly
         code = layout.code(channel, blocks, TransferPath.DIRECT)
     else:
-        has_told = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
-        some_told, path = any(offer & _LOCATED for offer in offers), TransferPath.CELLS
-        code = layout.code(channel, blocks, path, has_told=has_told, some_told=some_told)
+        has_published = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
+        some_published, path = any(offer & _LOCATED for offer in offers), TransferPath.CELLS
+        code = layout.code(
+            channel, blocks, path, has_published=has_published, some_published=some_published
+        )
         if code.last_side is not None:
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side
 
-    def lying(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
+    def location_of(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
         told = channel.told_place(rank, place)
         return RemoteRef(rank, told, layout.dtype) if told & ADDRESS else ShmRef(told, layout.dtype)
 
-    yield from run_code(channel, code, layout.how, movement.arrays, sides, lying=lying)
+    yield from run_code(channel, code, layout.how, movement.arrays, sides, location_of=location_of)
     movement.is_done = True

@@ -59,7 +59,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
             opening = _put(publication.ranges, slot, 0, publication.length)
             for take in publication.takes:
                 whole = Span(Memory(MemoryKind.SLOT, take.peer), take.start, take.target.count)
-                steps += _taken(take, whole, 0)
+                steps += _take_steps(take, whole, 0)
         elif publication.longest:
             for low in range(0, publication.longest, window):
                 cells, high = Memory(MemoryKind.CELLS, rank, windows & 1), low + window
@@ -68,13 +68,13 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
                     steps += [*put, Publish(), Await()]
                 else:
                     opening = put
-                steps += _taken_of(publication, low, low + window, windows & 1)
+                steps += _takes_between(publication, low, low + window, windows & 1)
                 windows += 1
         else:
             steps += [Publish(), Await()] if small or windows else []
             windows += 1
         for step in publication.local:
-            source, target = _stretch(step.source), _stretch(step.target)
+            source, target = _span(step.source), _span(step.target)
             if isinstance(step, Copy):
                 steps.append(CopyInstruction(source, target))
             else:
@@ -82,13 +82,15 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
     return Program(tuple(opening), tuple(steps), (windows - 1) & 1 if windows else None)
 
 
-def _taken_of(publication: Publication, low: int, high: int, side: int) -> Iterable[Instruction]:
+def _takes_between(
+    publication: Publication, low: int, high: int, side: int
+) -> Iterable[Instruction]:
     """Yield the steps that take elements [low, high) of the publications of other ranks."""
     for take in publication.takes:
         start, stop = max(low, take.start), min(high, take.start + take.target.count)
         if stop > start:
             part = Span(Memory(MemoryKind.CELLS, take.peer, side), start - low, stop - start)
-            yield from _taken(take, part, start - take.start)
+            yield from _take_steps(take, part, start - take.start)
 
 
 def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[CopyInstruction]:
@@ -97,15 +99,15 @@ def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[Cop
     for chunk in ranges:
         start, stop = max(low, begin), min(high, begin + chunk.count)
         if stop > start:
-            source = _stretch(chunk).cut(start - begin, stop - begin)
+            source = _span(chunk).cut(start - begin, stop - begin)
             made.append(CopyInstruction(source, Span(into, start - low, stop - start)))
         begin += chunk.count
     return made
 
 
-def _taken(take: Take, part: Span, first: int) -> list[Instruction]:
+def _take_steps(take: Take, part: Span, first: int) -> list[Instruction]:
     """Return the steps for a part of a take, whose element `first` is the start of the part."""
-    target = _stretch(take.target).cut(first, first + part.length)
+    target = _span(take.target).cut(first, first + part.length)
     if not part.length:
         return []
     if isinstance(take.step, RecvReduce):
@@ -117,5 +119,5 @@ def _combined(source: Span, target: Span, is_left: bool) -> Combine:
     return Combine((source, target) if is_left else (target, source), target)
 
 
-def _stretch(chunk: Chunk) -> Span:
+def _span(chunk: Chunk) -> Span:
     return Span(_MEMORIES[chunk.buffer], chunk.start, chunk.count)

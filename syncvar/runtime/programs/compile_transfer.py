@@ -99,23 +99,24 @@ class Move(NamedTuple):
 
 @lru_cache(maxsize=256)
 def move_code(
-    move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False
+    move: Move, way: TransferPath, *, has_published: bool = False, some_published: bool = False
 ) -> CompiledProgram:
     """Compile `lower_move`."""
-    return assemble(lower_move(move, way, has_told=has_told, some_told=some_told))
+    return assemble(
+        lower_move(move, way, has_published=has_published, some_published=some_published)
+    )
 
 
 def lower_move(
-    move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False
+    move: Move, way: TransferPath, *, has_published: bool = False, some_published: bool = False
 ) -> Program:
     """Return a rank's program of a transfer.
 
     Args:
         move: The blocks.
         way: The path.
-        has_told: This rank has published locations with phase 0; its first cells are not written
-            yet.
-        some_told: Some rank has published locations.
+        has_published: This rank has published locations with phase 0, but not written cells.
+        some_published: Some rank has published locations.
 
     Example:
         >>> move = Move(rank=0, elements=5, cell=3, lag=2, blocks=1, puts=1, takes=((1, 0),))
@@ -131,10 +132,10 @@ def lower_move(
     turns = -(-move.elements // move.cell)
     opening = _put(move, way, 0)
     told: list[Instruction] = (
-        [*(opening if has_told else ()), Publish(), Await()] if some_told else []
+        [*(opening if has_published else ()), Publish(), Await()] if some_published else []
     )
     last_side = ((turns - 1) // move.lag) & 1 if move.puts and turns else None
-    copies = () if has_told else tuple(opening)
+    copies = () if has_published else tuple(opening)
     return Program(copies, (*told, *_by_cells(move, turns)), last_side, is_read=False)
 
 

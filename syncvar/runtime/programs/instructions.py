@@ -7,9 +7,9 @@ so one program serves every call of its kind; a runner looks the memories up for
 Before a program begins, all ranks have published the same call (phase 0), together with the cells
 that the opening of the program wrote. Four instructions follow:
 
-* `CopyInstruction` copies a span of one memory to another one,
-* `Combine` combines spans in rank order, by the tree of `algorithms.reproducible.tree_order`,
-* `Publish` publishes that everything before it is done,
+* `CopyInstruction` copies a span of one memory to another one.
+* `Combine` combines spans in rank order, by the tree of `algorithms.reproducible.tree_order`.
+* `Publish` publishes that everything before it is done.
 * `Await` waits until the others have published as much.
 
 A copy to a result (`TARGET`, `PEER_TARGET`) is a **store**: it converts to the array's dtype, or

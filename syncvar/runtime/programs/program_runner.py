@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar._native import open_program, run
 from syncvar._native import program as native_program
-from syncvar._native.constants import PEER_GONE, UNREAD, MemoryKind
+from syncvar._native.constants import PEER_ENDED, UNREAD, MemoryKind
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import copier, crowd
 from syncvar.runtime.programs.arithmetic import folder, storer
@@ -59,8 +59,8 @@ def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
 
 def native_of(code: CompiledProgram, how: Arithmetic) -> Any:
     """Return a program for the C extension, or None if it has no loop for the arithmetic."""
-    found = code.natives.get(how, _NOT_MADE)
-    if found is _NOT_MADE:
+    found = code.natives.get(how, _MISSING)
+    if found is _MISSING:
         # A registered op may be any callable.
         is_known = how.ufunc is None or isinstance(how.ufunc, np.ufunc)
         found = code.natives[how] = (
@@ -69,7 +69,7 @@ def native_of(code: CompiledProgram, how: Arithmetic) -> Any:
     return found
 
 
-_NOT_MADE = object()
+_MISSING = object()
 
 
 def open_code(
@@ -96,7 +96,7 @@ def run_code(
     arrays: Arrays,
     sides: tuple[int, ...],
     slots: tuple[int, ...] | None = None,
-    lying: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
+    location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> Iterator[int]:
     """Run the steps of a program; yield the publications to wait for.
 
@@ -108,10 +108,9 @@ def run_code(
         sides: Side of the first cells of each rank; from bit 1 on the page at which they begin.
         slots: Offsets of the slots of all ranks in shared memory; None for the slots of these
             sides.
-        lying: Function of (kind, rank, place) that returns the location of an array of another
-            rank.
+        location_of: Function of (kind, rank, place): location of an array of another rank.
     """
-    found = _found(channel, code, how, arrays, sides, slots, lying)
+    found = _found(channel, code, how, arrays, sides, slots, location_of)
     native = _native(channel, code, how, found)
     if native is not None:
         steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
@@ -128,7 +127,7 @@ def run_code(
             channel, code.steps, _views(channel, code, found), copy, store, folder(how)
         )
     except UnknownRef:
-        yield PEER_GONE
+        yield PEER_ENDED
 
 
 def reading(
@@ -143,7 +142,7 @@ def reading(
             for rank, place in places:
                 read(channel, rank, place, np.empty(1, np.uint8), hold=True)
         except UnknownRef:
-            yield PEER_GONE
+            yield PEER_ENDED
         raise InternalError("reading the memory of another rank failed once, but works now")
 
 
@@ -167,7 +166,7 @@ def _found(
     arrays: Arrays,
     sides: tuple[int, ...],
     slots: tuple[int, ...] | None = None,
-    lying: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
+    location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> list[Any]:
     """Return the memories of a program: arrays, `ShmRef`, `RemoteRef`, or None if not known yet."""
     (sources, targets), wire = arrays, how.wire
@@ -185,8 +184,8 @@ def _found(
             found[number] = targets[place]
         elif kind == _SCRATCH:
             found[number] = np.empty(count, wire)
-        elif lying is not None:
-            found[number] = lying(kind, rank, place)
+        elif location_of is not None:
+            found[number] = location_of(kind, rank, place)
     return found
 
 

@@ -54,9 +54,9 @@ _BLOCK_BYTES = 256 << 10  # combined by an owner before it writes them to all ta
 _NATIVE_BLOCK_BYTES = 32 << 10
 _CELLS, _LAG = 8, 4  # cells of a segment, and how many may be unread, if all ranks run in C
 _SUMS_ALL_MAX = 2  # up to so many ranks each combines all cells; more ranks share the work
-_ALONE_BYTES = 256 << 10  # from here on one of several arrays is worth phases of its own
+_SEPARATE_BYTES = 256 << 10  # from here on one of several arrays is worth phases of its own
 _WORD = np.dtype(np.uint64)
-_ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # arrays whose locations fit into a segment
+_SEPARATE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # arrays whose locations fit into a segment
 
 
 def is_direct(nbytes: int, size: int) -> bool:
@@ -91,9 +91,13 @@ class ReduceBuffers(NamedTuple):
         ends: ResultPlacement = EVERYWHERE,
     ) -> ReduceBuffers:
         """Return the buffers of arrays; half types are not widened in shared memory."""
-        brought = sources[0].dtype
-        is_widened = brought != accumulate and targets[0].dtype == brought and apply is None
-        how = Arithmetic(ufunc, brought if is_widened else accumulate, accumulate, divisor, apply)
+        source_dtype = sources[0].dtype
+        is_widened = (
+            source_dtype != accumulate and targets[0].dtype == source_dtype and apply is None
+        )
+        how = Arithmetic(
+            ufunc, source_dtype if is_widened else accumulate, accumulate, divisor, apply
+        )
         return cls(sources, targets, how, ends)
 
     @property
@@ -124,10 +128,10 @@ class ReduceBuffers(NamedTuple):
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
         """Return the words that publish the locations of the arrays; copies go to cells of `side`.
 
-        Only `PlacedBuffers.from_words` may read such a word: it is not an offset.
+        Only `BufferLocations.from_words` may read such a word: it is not an offset.
         """
         if len(self.sources) > 1:
-            long = [array for array in (*self.sources, *self.targets) if is_alone(array)]
+            long = [array for array in (*self.sources, *self.targets) if is_separate(array)]
             lie = any(channel.shm.locate(array) is not None for array in long)
             return (_APART if lie else _NOWHERE) << 1 | side, _NOWHERE
         x, out = self.sources[0], self.targets[0]
@@ -148,7 +152,7 @@ def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     ]
 
 
-class PlacedBuffers(NamedTuple):
+class BufferLocations(NamedTuple):
     """Published locations of the buffers of all ranks, in rank order.
 
     Args:
@@ -162,7 +166,7 @@ class PlacedBuffers(NamedTuple):
     sides: tuple[int, ...]
 
     @classmethod
-    def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> PlacedBuffers:
+    def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> BufferLocations:
         """Read the words of all ranks, from `ReduceBuffers.told` or from the C extension."""
         places = [_NOWHERE if word & AT_PAGE else word >> 1 for word in sources]
         sides = [word ^ AT_PAGE if word & AT_PAGE else word & 1 for word in sources]
@@ -208,23 +212,23 @@ def reduce_shared(
     side = channel.tail ^ 1
     source, target = vector.told(channel, side)
     if source >> 1 == _NOWHERE:
-        _bring_first(channel, vector, side)
+        _write_first(channel, vector, side)
     _put_small(channel, riders)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
     yield from combine_small(channel, riders)
-    return (yield from _reduce_told(channel, vector))
+    return (yield from _reduce_located(channel, vector))
 
 
-def _reduce_told(
+def _reduce_located(
     channel: Channel, vector: ReduceBuffers, native: Any = None
 ) -> Generator[int, None, bool]:
-    """Continue after all ranks have published locations; teach the C extension this placement."""
-    placed = PlacedBuffers.from_words(*channel.arrays())
+    """Continue after all ranks have published locations; show C this placement."""
+    placed = BufferLocations.from_words(*channel.arrays())
     if len(vector.sources) > 1 and any(placed.sources):
         return (yield from _reduce_later(channel, vector))
     if native is not None:
-        teach(channel, vector, placed.places, native)
-    return (yield from _reduce_placed(channel, vector, placed))
+        add_native_program(channel, vector, placed.places, native)
+    return (yield from _reduce_with_locations(channel, vector, placed))
 
 
 def _reduce_later(channel: Channel, vector: ReduceBuffers) -> Generator[int, None, bool]:
@@ -232,30 +236,30 @@ def _reduce_later(channel: Channel, vector: ReduceBuffers) -> Generator[int, Non
     sides = (channel.next_parity(),) * channel.size
     alone, joined = _divided(vector.counts, vector.how.accumulate.itemsize)
     if alone:
-        sides = yield from _reduce_alone(channel, vector.only(alone))
+        sides = yield from _reduce_separately(channel, vector.only(alone))
         if not joined:
             return True
         vector = vector.only(joined)
-    _bring_first(channel, vector, sides[channel.rank])
+    _write_first(channel, vector, sides[channel.rank])
     yield channel.publish()
-    placed = PlacedBuffers.from_words(sides, [_NOWHERE] * channel.size)
-    return (yield from _reduce_placed(channel, vector, placed))
+    placed = BufferLocations.from_words(sides, [_NOWHERE] * channel.size)
+    return (yield from _reduce_with_locations(channel, vector, placed))
 
 
 @lru_cache(maxsize=256)
 def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return which of several arrays are reduced one by one, and which together."""
-    long = [place for place, count in enumerate(counts) if count * itemsize >= _ALONE_BYTES]
-    alone = tuple(long[:_ALONE_MAX]) if len(counts) > 1 else ()
+    long = [place for place, count in enumerate(counts) if count * itemsize >= _SEPARATE_BYTES]
+    alone = tuple(long[:_SEPARATE_MAX]) if len(counts) > 1 else ()
     return alone, tuple([place for place in range(len(counts)) if place not in set(alone)])
 
 
-def is_alone(array: NDArray[Any]) -> bool:
+def is_separate(array: NDArray[Any]) -> bool:
     """Return whether one of several arrays is long enough to be reduced by itself."""
-    return array.nbytes >= _ALONE_BYTES
+    return array.nbytes >= _SEPARATE_BYTES
 
 
-def _reduce_alone(
+def _reduce_separately(
     channel: Channel, several: ReduceBuffers
 ) -> Generator[int, None, tuple[int, ...]]:
     """Reduce long arrays one after another; return the side of each rank's next segment."""
@@ -270,15 +274,15 @@ def _reduce_alone(
     sides = [side] * size
     tables = [channel.segment(other, sides[other], length, _WORD).tolist() for other in range(size)]
     for index, vector in enumerate(vectors):
-        placed = PlacedBuffers.from_words(
+        placed = BufferLocations.from_words(
             [table[2 * index] for table in tables], [table[2 * index + 1] for table in tables]
         )
         # Otherwise inputs or results go through segments.
         if not (_are_known(placed.sources) and _are_known(placed.targets)):
             if placed.sources[rank] == _NOWHERE:
-                _bring_first(channel, vector, placed.sides[rank])
+                _write_first(channel, vector, placed.sides[rank])
             yield channel.publish()  # also: the results of the vector before have been taken
-        yield from _reduce_placed(channel, vector, placed, goes_on=True)
+        yield from _reduce_with_locations(channel, vector, placed, goes_on=True)
     return tuple([one ^ 1 for one in sides])
 
 
@@ -289,13 +293,15 @@ def reduce_published(
     native: Any,
     riders: Sequence[ReduceBuffers] = (),
 ) -> Iterator[int]:
-    """Continue a call that the C extension has published, and teach it this placement."""
+    """Continue a call that C has published, and show C this placement."""
     yield from agreed(channel, check, channel.last)
     yield from combine_small(channel, riders)
-    yield from _reduce_told(channel, vector, native)
+    yield from _reduce_located(channel, vector, native)
 
 
-def teach(channel: Channel, vector: ReduceBuffers, places: BufferPlacement, native: Any) -> None:
+def add_native_program(
+    channel: Channel, vector: ReduceBuffers, places: BufferPlacement, native: Any
+) -> None:
     """Give the C extension the program of a call for a placement of vectors."""
     code = _code(channel, vector, places)
     sources = sum(1 << rank for rank in places.sources)
@@ -304,7 +310,7 @@ def teach(channel: Channel, vector: ReduceBuffers, places: BufferPlacement, nati
     native.learn(sources, places.into_all, places.by_owners, last_side, program)
 
 
-def _bring_first(channel: Channel, vector: ReduceBuffers, side: int) -> None:
+def _write_first(channel: Channel, vector: ReduceBuffers, side: int) -> None:
     """Write the first cells of a vector."""
     code = _code(channel, vector, _NOWHERE_ELSE)
     open_code(channel, code, vector.how, vector[:2], side)
@@ -315,8 +321,8 @@ def _bring_first(channel: Channel, vector: ReduceBuffers, side: int) -> None:
 _NOWHERE_ELSE = BufferPlacement()
 
 
-def _reduce_placed(
-    channel: Channel, vector: ReduceBuffers, placed: PlacedBuffers, *, goes_on: bool = False
+def _reduce_with_locations(
+    channel: Channel, vector: ReduceBuffers, placed: BufferLocations, *, goes_on: bool = False
 ) -> Generator[int, None, bool]:
     """Combine a vector after all ranks know all locations; yield the publications to wait for.
 
@@ -328,12 +334,12 @@ def _reduce_placed(
         channel.tail = (placed.sides[channel.rank] & 1) ^ code.last_side
     how, kind_of_target = vector.how, vector.targets[0].dtype
 
-    def lying(kind: int, rank: int, _place: int) -> ShmRef:
+    def location_of(kind: int, rank: int, _place: int) -> ShmRef:
         if kind == MemoryKind.PEER_SOURCE:
             return ShmRef(placed.sources[rank], how.wire)
         return ShmRef(placed.targets[rank], kind_of_target)
 
-    yield from run_code(channel, code, how, vector[:2], placed.sides, lying=lying)
+    yield from run_code(channel, code, how, vector[:2], placed.sides, location_of=location_of)
     return code.is_read
 
 
