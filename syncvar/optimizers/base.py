@@ -376,9 +376,8 @@ class Optimizer(MigrationHintsMixin):
                 travels,
                 *described(settings, variables, everything),
             )
-            if not self._slots.missing(
-                variables
-            ):  # only then all checks of these variables are behind us
+            # only then all checks of these variables are behind us
+            if not self._slots.missing(variables):
                 if len(self._bases) >= _PLANS_MAX:
                     self._bases.clear()
                 self._bases[identities] = (

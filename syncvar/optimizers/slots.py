@@ -168,12 +168,10 @@ class OptimizerSlots:
         self._initials = initials
         self._counts = counts
         self._accumulates = accumulates
-        self._states: dict[
-            int, SlotState
-        ] = {}  # by the identity of the variable, which the state keeps alive
-        self.built: dict[
-            tuple[int, str], Variable
-        ] = {}  # by the identity of the variable, and the slot's name
+        # by the identity of the variable, which the state keeps alive
+        self._states: dict[int, SlotState] = {}
+        # by the identity of the variable, and the slot's name
+        self.built: dict[tuple[int, str], Variable] = {}
         self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
         self.is_waiting_independent = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}

@@ -125,9 +125,8 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         return iter(self.read_value())
 
     def __format__(self, spec: str) -> str:
-        return (
-            format(self.read_value(copy=False), spec) if spec else str(self)
-        )  # as repr, which never communicates
+        # as repr, which never communicates
+        return format(self.read_value(copy=False), spec) if spec else str(self)
 
     def __float__(self) -> float:
         return float(self.read_value(copy=False))

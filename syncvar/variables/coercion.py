@@ -92,10 +92,8 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
         return None
     try:
         return np.asarray(value).astype(dtype, copy=False)
-    except (
-        FloatingPointError,
-        Warning,
-    ):  # the program has told NumPy to raise what is rounded to nothing
+    # the program has told NumPy to raise what is rounded to nothing
+    except (FloatingPointError, Warning):
         return None
 
 

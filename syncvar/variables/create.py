@@ -80,7 +80,7 @@ class VariableInit(NamedTuple):
     """What a variable starts with on this replica."""
 
     owner: VariableOwner
-    namespace: Any  # where the name is unique: the ranks, or this process alone under NONE
+    namespace: Any  # of the name: the ranks, or this process alone under NONE
     name: str
     value: NDArray[Any]
     trainable: bool
@@ -120,7 +120,7 @@ def make_on_replicas(
     failure: Exception | None = None
     try:
         checked = _checked(owner, spec)
-    except Exception as error:  # told to the other replicas by the call below
+    except Exception as error:  # the call below informs the other replicas
         failure = error
     is_local = _is_local(spec.synchronization)
     namespace = "NONE" if is_local else communicator.members

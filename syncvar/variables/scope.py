@@ -28,10 +28,8 @@ class ScopeEntry(NamedTuple):
     context: CallContext
 
 
-_CROSS, _SPMD = (
-    CallContext.CROSS,
-    CallContext.SPMD,
-)  # to look a member up by its name takes as long as all else here
+# to look a member up by its name takes as long as all else here
+_CROSS, _SPMD = (CallContext.CROSS, CallContext.SPMD)
 
 _makers: list[Callable[[], VariableOwner]] = []
 
