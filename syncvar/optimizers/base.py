@@ -376,7 +376,7 @@ class Optimizer(MigrationHintsMixin):
                 travels,
                 *described(settings, variables, everything),
             )
-            # only then all checks of these variables are behind us
+            # Cache only after all checks of these variables have passed.
             if not self._slots.missing(variables):
                 if len(self._bases) >= _PLANS_MAX:
                     self._bases.clear()

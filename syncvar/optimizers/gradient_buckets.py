@@ -45,11 +45,7 @@ def listed(grads_and_vars: Any) -> list[Any]:
 
 
 def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
-    """Return gradients (None if there is none) and their variables.
-
-    Raises:
-        ConfigError: Not pairs of a gradient and a variable, or no gradient at all.
-    """
+    """Return gradients (None if there is none) and their variables."""
     try:
         pairs = [tuple(pair) for pair in listed(grads_and_vars)]
     except TypeError:
@@ -66,7 +62,6 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
 
 
 def _no_pair(pair: tuple[Any, ...]) -> str:
-    """Return the error text for a wrong pair."""
     if len(pair) == 2 and not isinstance(pair[0], Variable) and hasattr(pair[1], "dtype"):
         from syncvar.core.migration_hints import explained
 

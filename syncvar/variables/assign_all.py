@@ -75,7 +75,7 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
 
 
 def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
-    # which is refused as a pair
+    # Anything else is rejected below as an invalid pair.
     chosen = (
         pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]
     )

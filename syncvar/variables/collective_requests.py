@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
 
 
-# persistent calls of a group beyond which no more of these are kept: of a large model each would
-# put out another
+# Limit of cached calls of a group: with a large model each new one would evict another.
 _ALIKE_MAX = 256
 
 

@@ -208,11 +208,7 @@ def checked_value(
     calls: bool,
     shape: tuple[int, ...] | None = None,
 ) -> NDArray[Any] | None:
-    """Return the initial value as an array; None if a function makes it and is not called here.
-
-    Raises:
-        ConfigError: Not an array, another shape, or no mean of its dtype.
-    """
+    """Return the initial value as an array; None if a function makes it and is not called here."""
     if callable(given) and not isinstance(given, ArrayProtocol):
         if not calls:
             return None
@@ -246,7 +242,6 @@ def checked_name(name: Any) -> str:
 
 
 def _names(namespace: Any) -> Names:
-    """Return the used names of a namespace."""
     names: dict[Any, Names] = current().extras.setdefault("names_of_variables", {})
     return names.setdefault(namespace, Names())
 

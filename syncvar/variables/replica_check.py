@@ -190,7 +190,7 @@ def _body(
             others.append(entry.name)
     assert found is not None  # the combination of equal digests is equal
     counts = Counter(row.tobytes() for row in rows)
-    # of equally many: the one that is met first, that is, by lower ranks
+    # Ties go to the digests of the lowest rank.
     usual, count = counts.most_common(1)[0]
     strangers = [replica for replica, row in enumerate(rows) if row.tobytes() != usual]
     copy = found[1].storage.array

@@ -59,7 +59,6 @@ def _bytes_of(state: VariableState) -> Any:
 
 
 def _batches(shared: list[tuple[str, VariableState]]) -> Iterator[list[tuple[str, VariableState]]]:
-    """Yield the variables in batches of limited size."""
     part: list[tuple[str, VariableState]] = []
     nbytes = 0
     for name, one in shared:

@@ -19,7 +19,7 @@ class Names:
     """
 
     def __init__(self) -> None:
-        # of a name: it and all its numbers below this one are taken
+        # By base name: the name and all its numbers below this one are used.
         self._next: dict[str, int] = {}
 
     def __len__(self) -> int:

@@ -51,11 +51,7 @@ class AdamRule(UpdateRule):
         np.subtract(weight, gradient, out=weight)
 
     def _direction(
-        self,
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        epsilon: float,
+        self, gradient: NDArray[Any], slots: Arrays, scratch: NDArray[Any], epsilon: float
     ) -> None:
         """Update m and v, and replace `gradient` by m / (sqrt(v) + epsilon)."""
         mean, squares = slots

@@ -50,11 +50,7 @@ class RMSPropRule(UpdateRule):
     """s = rho * s + (1 - rho) * g * g; u = g / (sqrt(s) + epsilon); w -= rate * u."""
 
     def __init__(
-        self,
-        rho: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-7,
-        centered: Any = False,
+        self, rho: float = 0.9, momentum: float = 0.0, epsilon: float = 1e-7, centered: Any = False
     ) -> None:
         self._rho = checked_number("rho", rho, 0.0, 1.0)
         self._momentum = checked_number("momentum", momentum, 0.0, 1.0)
