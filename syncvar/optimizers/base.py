@@ -14,8 +14,13 @@ from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin, explained_attribute
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.clipping import Clipping
-from syncvar.optimizers.gradient_buckets import BucketPlan, checked_pairs, checked_variables, listed
+from syncvar.optimizers.gradient_buckets import (
+    BucketPlan,
+    Clipping,
+    checked_pairs,
+    checked_variables,
+    listed,
+)
 from syncvar.optimizers.gradient_call import (
     Call,
     checked_shards,
