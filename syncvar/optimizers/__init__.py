@@ -5,8 +5,7 @@
 
 Start reading in `base`: `apply_gradients` is the same for all optimizers. `sgd`, `adaptive`, `adam`
 and `custom` are the public classes; `rules/` has their arithmetic, which servers use too.
-`gradient_call` and `gradient_buckets` carry the gradients, `clipping` limits them, `slots` keeps
-the state.
+`gradient_call` and `gradient_buckets` carry and clip the gradients; `slots` keeps the state.
 """
 
 from __future__ import annotations

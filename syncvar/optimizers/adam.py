@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from syncvar.optimizers.base import Optimizer
-from syncvar.optimizers.rules.adam_rules import AdamRule, AdamWRule, LAMBRule
+from syncvar.optimizers.rules.builtin_rules import AdamRule, AdamWRule, LAMBRule
 
 if TYPE_CHECKING:
     from syncvar.optimizers.hyperparameters import Options, Rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Unpack
 
 from syncvar.optimizers.base import Optimizer
-from syncvar.optimizers.rules.adaptive_rules import AdagradRule, RMSPropRule
+from syncvar.optimizers.rules.builtin_rules import AdagradRule, RMSPropRule
 
 if TYPE_CHECKING:
     from syncvar.optimizers.hyperparameters import Options, Rate

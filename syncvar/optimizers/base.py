@@ -14,8 +14,13 @@ from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin, explained_attribute
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.clipping import Clipping
-from syncvar.optimizers.gradient_buckets import BucketPlan, checked_pairs, checked_variables, listed
+from syncvar.optimizers.gradient_buckets import (
+    BucketPlan,
+    Clipping,
+    checked_pairs,
+    checked_variables,
+    listed,
+)
 from syncvar.optimizers.gradient_call import (
     Call,
     checked_shards,
@@ -377,9 +382,8 @@ class Optimizer(MigrationHintsMixin):
                 travels,
                 *described(settings, variables, everything),
             )
-            if not self._slots.missing(
-                variables
-            ):  # only then all checks of these variables are behind us
+            # Cache only after all checks of these variables have passed.
+            if not self._slots.missing(variables):
                 if len(self._bases) >= _PLANS_MAX:
                     self._bases.clear()
                 self._bases[identities] = (

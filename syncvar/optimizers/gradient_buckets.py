@@ -8,12 +8,12 @@ step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.optimizers.rules.exact_math import BLOCK
+from syncvar.optimizers.rules.exact_math import BLOCK, norm
 from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.optimizers.slots import is_apart
 from syncvar.variables.coercion import operand_array
@@ -45,11 +45,7 @@ def listed(grads_and_vars: Any) -> list[Any]:
 
 
 def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
-    """Return gradients (None if there is none) and their variables.
-
-    Raises:
-        ConfigError: Not pairs of a gradient and a variable, or no gradient at all.
-    """
+    """Return gradients (None if there is none) and their variables."""
     try:
         pairs = [tuple(pair) for pair in listed(grads_and_vars)]
     except TypeError:
@@ -66,7 +62,6 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
 
 
 def _no_pair(pair: tuple[Any, ...]) -> str:
-    """Return the error text for a wrong pair."""
     if len(pair) == 2 and not isinstance(pair[0], Variable) and hasattr(pair[1], "dtype"):
         from syncvar.core.migration_hints import explained
 
@@ -269,3 +264,41 @@ def _size(variable: Variable) -> int:
     for length in variable.shape:
         size *= length
     return size
+
+
+class Clipping(NamedTuple):
+    """Limits of gradients.
+
+    Args:
+        norm_max: Maximum 2-norm of all of them; None for no limit.
+        value_max: Maximum absolute value of an element; None for no limit.
+        skips: Leave out steps whose gradients hold an infinity or NaN.
+    """
+
+    norm_max: float | None
+    value_max: float | None
+    skips: bool
+
+    def apply(
+        self, buckets: list[Bucket], plan: BucketPlan, weight: float | None, *, divide: bool
+    ) -> bool:
+        """Scale and clip gradients in place; return whether to make a step with them."""
+        flats = [bucket.flat for bucket in buckets]
+        if weight is not None:
+            if weight == 0.0:
+                return False
+            if divide:
+                for flat in flats:
+                    np.divide(flat, weight, out=flat)
+        if self.skips and not all(bool(np.isfinite(flat).all()) for flat in flats):
+            return False
+        if self.value_max is not None:
+            for flat in flats:
+                np.minimum(flat, self.value_max, out=flat)
+                np.maximum(flat, -self.value_max, out=flat)
+        if self.norm_max is not None:
+            length = norm(flats, plan.room)
+            if length > self.norm_max:
+                for flat in flats:
+                    np.multiply(flat, self.norm_max / length, out=flat)
+        return True

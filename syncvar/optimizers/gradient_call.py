@@ -76,11 +76,7 @@ class Call(NamedTuple):
 def checked_shards(
     gradients: Sequence[Any], variables: Sequence[Variable]
 ) -> dict[Any, list[NDArray[Any]]]:
-    """Return id -> a gradient for each variable, in the dtypes in which they are stepped.
-
-    Raises:
-        ConfigError: No dicts, other ids for one variable than for another, a wrong shape or dtype.
-    """
+    """Return id -> a gradient for each variable, in the dtypes in which they are stepped."""
     made: dict[Any, list[NDArray[Any]]] = {}
     for place, (given, variable) in enumerate(zip(gradients, variables, strict=True)):
         what = f"gradient of variable {variable.name!r}"

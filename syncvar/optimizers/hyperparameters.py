@@ -74,11 +74,7 @@ def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
 
 
 def checked_name(given: Any, default: str) -> str:
-    """Return the name of an optimizer, which is a part of its slots' names.
-
-    Raises:
-        ConfigError: It breaks the rule for names of variables, or leaves no room for theirs.
-    """
+    """Return the name of an optimizer, which is a part of its slots' names."""
     if given is None:
         return default
     if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_./-]{1,64}", given):

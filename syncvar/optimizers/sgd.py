@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Unpack
 
 from syncvar.optimizers.base import Optimizer
-from syncvar.optimizers.rules.gradient_descent import MomentumRule, SGDRule
+from syncvar.optimizers.rules.builtin_rules import MomentumRule, SGDRule
 
 if TYPE_CHECKING:
     from syncvar.optimizers.hyperparameters import Options, Rate

@@ -168,12 +168,10 @@ class OptimizerSlots:
         self._initials = initials
         self._counts = counts
         self._accumulates = accumulates
-        self._states: dict[
-            int, SlotState
-        ] = {}  # by the identity of the variable, which the state keeps alive
-        self.built: dict[
-            tuple[int, str], Variable
-        ] = {}  # by the identity of the variable, and the slot's name
+        # By the id of the variable, which the state keeps alive.
+        self._states: dict[int, SlotState] = {}
+        # By the id of the variable and the slot's name.
+        self.built: dict[tuple[int, str], Variable] = {}
         self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
         self.is_waiting_independent = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
@@ -191,11 +189,7 @@ class OptimizerSlots:
         return self._states.get(id(variable))
 
     def missing(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return the variables that have no slots yet.
-
-        Raises:
-            ConfigError: Two variables would have slots of the same name.
-        """
+        """Return the variables that have no slots yet."""
         found = [variable for variable in variables if id(variable) not in self._states]
         names = {self._key(state.changed[0]) for state in self._states.values()}
         for variable in found:

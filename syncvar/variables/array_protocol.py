@@ -57,9 +57,6 @@ class ArrayProtocol(NDArrayOperatorsMixin):
 
         It is a copy, because the value is read-only and arrays of other libraries may not be.
 
-        Raises:
-            BufferError: `copy=False`, or NumPy's DLPack does not support the dtype.
-
         Cost: that of reading, and one copy.
         """
         if copy is False:
@@ -125,9 +122,8 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         return iter(self.read_value())
 
     def __format__(self, spec: str) -> str:
-        return (
-            format(self.read_value(copy=False), spec) if spec else str(self)
-        )  # as repr, which never communicates
+        # Without a spec like repr, which never communicates.
+        return format(self.read_value(copy=False), spec) if spec else str(self)
 
     def __float__(self) -> float:
         return float(self.read_value(copy=False))

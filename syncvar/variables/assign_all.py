@@ -75,9 +75,10 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
 
 
 def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
+    # Anything else is rejected below as an invalid pair.
     chosen = (
         pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]
-    )  # which is refused as a pair
+    )
     if not chosen:
         return
     if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
@@ -131,7 +132,7 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
                 checked_operand(variable, operation, x, is_reduced=False)
             targets = [storage.writable() for storage in storages]
             names = tuple([state.name for state in states])
-            # Nothing but a view lies where a copy does, whose memory is its own.
+            # An array that owns its memory cannot overlap a copy.
             are_apart = all(map(owns_itself, arrays))
             return together_request(
                 owner.communicator,
@@ -157,7 +158,7 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
 def _group(
     owner: VariableOwner, operation: AccessKind, name: str, variables: list[Variable], op: str
 ) -> FlatBucket:
-    """Return the prepared group of variables; it is made when they are first written together."""
+    """Return the flat bucket of these variables; create it at their first grouped write."""
     groups = state_of(variables[0]).groups
     key = operation, len(variables)
     found: FlatBucket | None = groups.get(key)

@@ -54,9 +54,10 @@ def check_equal(
     """Compare a module or arrays with those of the other ranks, byte by byte. Collective.
 
     Args:
-        value: A module or optimizer of PyTorch (anything with `state_dict()`), a model of Keras
-            (anything with `get_weights()`), a variable (this replica's copy), an array or tensor of
-            any shape and dtype, a number or a text; also dicts, lists and tuples of such values.
+        value: A module or optimizer of PyTorch (anything with `state_dict()`), a
+            model of Keras (anything with `get_weights()`), a variable (this replica's copy), an
+            array or tensor of any shape and dtype, a number or a text; also dicts, lists and tuples
+            of such values.
         name: Name of the value in errors.
         every: Compare at the first call and then at every `every`-th one. Calls from one line with
             one name count together. Every rank makes each call; the calls between send nothing.
@@ -158,9 +159,8 @@ def _compare(
     )
     byte = int(np.flatnonzero((contents != contents[0]).any(axis=0))[0])
     size = found.array.itemsize
-    flat = (
-        block * BLOCK_BYTES + byte
-    ) // size  # no element crosses two blocks: their sizes are powers of two
+    # No element crosses two blocks, because sizes are powers of two.
+    flat = (block * BLOCK_BYTES + byte) // size
     begin = flat * size - block * BLOCK_BYTES
     values = [row[begin : begin + size].tobytes() for row in contents]
     raise _different_values(communicator, found, flat, values, others)

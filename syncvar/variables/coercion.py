@@ -44,9 +44,6 @@ def initial_array(value: Any, dtype: np.dtype[Any] | None, what: str) -> NDArray
     """Return an initial value as an array of its own.
 
     Python floats make float32, ints int64, bools bool; arrays keep their dtype.
-
-    Raises:
-        ConfigError: Not an array, or it does not fit into `dtype`.
     """
     array = plain_array(value, f"{what}: the value")
     if dtype is None:
@@ -92,10 +89,8 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
         return None
     try:
         return np.asarray(value).astype(dtype, copy=False)
-    except (
-        FloatingPointError,
-        Warning,
-    ):  # the program has told NumPy to raise what is rounded to nothing
+    # The program has set NumPy to raise on underflow.
+    except (FloatingPointError, Warning):
         return None
 
 

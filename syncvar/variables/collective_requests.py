@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
 
 
-# persistent calls of a group beyond which no more of these are kept: of a large model each would
-# put out another
+# Limit of cached calls of a group: with a large model each new one would evict another.
 _ALIKE_MAX = 256
 
 
@@ -117,13 +116,13 @@ def rows_request(
     """Return the request that carries rows; its result is (copy to change, rows to apply)."""
     travel = action.travel
     copy, rows = x
-    brought: Any = {"indices": rows.indices, "values": rows.values}
+    inputs: Any = {"indices": rows.indices, "values": rows.values}
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
-        request: CollectiveSpec = gather_request(communicator, brought, name=what)
+        request: CollectiveSpec = gather_request(communicator, inputs, name=what)
     elif travel is Travel.FIRST_ROWS:
         request = broadcast_request(
             communicator,
-            brought if communicator.rank == 0 else None,
+            inputs if communicator.rank == 0 else None,
             root=communicator.present[0],
             name=what,
         )

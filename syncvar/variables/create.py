@@ -80,7 +80,7 @@ class VariableInit(NamedTuple):
     """What a variable starts with on this replica."""
 
     owner: VariableOwner
-    namespace: Any  # where the name is unique: the ranks, or this process alone under NONE
+    namespace: Any  # of the name: the ranks, or this process alone under NONE
     name: str
     value: NDArray[Any]
     trainable: bool
@@ -120,7 +120,7 @@ def make_on_replicas(
     failure: Exception | None = None
     try:
         checked = _checked(owner, spec)
-    except Exception as error:  # told to the other replicas by the call below
+    except Exception as error:  # the call below informs the other replicas
         failure = error
     is_local = _is_local(spec.synchronization)
     namespace = "NONE" if is_local else communicator.members
@@ -208,11 +208,7 @@ def checked_value(
     calls: bool,
     shape: tuple[int, ...] | None = None,
 ) -> NDArray[Any] | None:
-    """Return the initial value as an array; None if a function makes it and is not called here.
-
-    Raises:
-        ConfigError: Not an array, another shape, or no mean of its dtype.
-    """
+    """Return the initial value as an array; None if a function makes it and is not called here."""
     if callable(given) and not isinstance(given, ArrayProtocol):
         if not calls:
             return None
@@ -246,7 +242,6 @@ def checked_name(name: Any) -> str:
 
 
 def _names(namespace: Any) -> Names:
-    """Return the used names of a namespace."""
     names: dict[Any, Names] = current().extras.setdefault("names_of_variables", {})
     return names.setdefault(namespace, Names())
 

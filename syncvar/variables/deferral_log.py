@@ -61,11 +61,7 @@ def append(path: str, strategy: int, changes: list[DeferralChange], *, begins: b
 
 
 def read(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
-    """Return a strategy's changes in the last job of a log: (at, step, of, variable, pace).
-
-    Raises:
-        ConfigError: The file cannot be read, or a line is not a decision.
-    """
+    """Return a strategy's changes in the last job of a log: (at, step, of, variable, pace)."""
     key = f"{strategy:016x}"
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -269,7 +269,6 @@ class DeferralTuner:
         self.next_run = min(later, default=NEVER)
 
     def _read_replay(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
-        """Return what the first rank reads in the file."""
         owner = self._owner()
         assert owner is not None
         communicator = owner.communicator

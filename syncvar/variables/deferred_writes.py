@@ -200,12 +200,7 @@ class WriteQueue:
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send the common prefix, and apply it.
-
-        Raises:
-            MismatchError: Another replica has made other writes, or rejected one; none of them is
-                applied.
-        """
+        """Send the common prefix, and apply it."""
         with self._lock:
             if self._started is not None:
                 self.finish(self._started)

@@ -2,8 +2,8 @@
 
 A grouped write is one all-reduce of one flat array. After the first one, each replica keeps the
 copies of these variables one after another in one piece of memory, which the call changes in place.
-If a view of a copy is alive, the result is copied to each variable instead, and from time to time
-the copies move into a new flat array.
+If a view of a copy is alive, the result is copied to each variable instead. From time to time the
+copies then move into a new flat array.
 """
 
 from __future__ import annotations

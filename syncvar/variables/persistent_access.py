@@ -1,9 +1,8 @@
 """Cached writes and reads: the fast path of an access that all replicas have made before.
 
 Caching fixes what cannot change for a variable: the collective, its description and its signature,
-    and the
-memory. Each cached access still checks what can change: the scope of the thread, the form of the
-operand, the channel of the group, a due comparison of the copies, and views of the copy.
+and the memory. Each cached access still checks what can change: scope, form of the operand, channel
+of the group. It also checks for a due comparison of the copies, and for views of the copy.
 """
 
 from __future__ import annotations

@@ -211,11 +211,7 @@ class VariableRegistry(CheckGate):
         self.until = self._schedule.next_after(looked_at, self.owner.check_every) - 1
 
     def before_write(self, states: Iterable[VariableState]) -> None:
-        """Compare the copies that are due before these variables are written. Collective.
-
-        Raises:
-            MismatchError: Copies of a variable differ; nothing has been written.
-        """
+        """Compare the copies that are due before these variables are written. Collective."""
         found = [(one.entry, one) for one in states if one.entry is not None]
         # A reported difference is perhaps repaired by this write.
         mended = {entry.number for entry, _ in found if entry.is_told}
@@ -251,11 +247,7 @@ class VariableRegistry(CheckGate):
         self._compared.update(entry.number for entry, _ in pairs)
 
     def end_run(self, check_every: int) -> None:
-        """Decide and compare what is due at the end of a run, with an empty queue. Collective.
-
-        Raises:
-            MismatchError: Copies of a variable differ.
-        """
+        """Decide and compare what is due at the end of a run, with an empty queue. Collective."""
         run = self.runs
         if self._is_paused or (run < self._next_due and run < self.tuner.next_run):
             return

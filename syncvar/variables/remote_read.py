@@ -77,8 +77,8 @@ def with_absent(
     def check() -> CollectiveSpec:
         return gather_request(communicator, mine[np.newaxis], name=what)
 
-    told = communicator.perform(what, check, owner.timeout)
-    copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, told, strict=True))
+    gathered = communicator.perform(what, check, owner.timeout)
+    copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, gathered, strict=True))
     for replica in [0] if travel is Travel.FIRST else range(len(communicator.whole)):
         if replica not in copies:
             copies[replica] = fetch(owner, namespace, name, replica, what)

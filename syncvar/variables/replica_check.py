@@ -1,8 +1,8 @@
 """The replica check: compare the copies of replicated variables by digests of all bytes.
 
 `CheckSchedule` says when which variables are compared; the registry calls `compare`. If digests
-differ, the replicas exchange them block by block, so that the error names the variable, the
-elements, the replicas, and the last good point of the program.
+differ, the replicas exchange them block by block. So the error names the variable, the elements,
+the replicas, and the last good point of the program.
 """
 
 from __future__ import annotations
@@ -190,9 +190,8 @@ def _body(
             others.append(entry.name)
     assert found is not None  # the combination of equal digests is equal
     counts = Counter(row.tobytes() for row in rows)
-    usual, count = counts.most_common(1)[
-        0
-    ]  # of equally many: the one that is met first, that is, by lower ranks
+    # Ties go to the digests of the lowest rank.
+    usual, count = counts.most_common(1)[0]
     strangers = [replica for replica, row in enumerate(rows) if row.tobytes() != usual]
     copy = found[1].storage.array
     size = copy.dtype.itemsize
@@ -217,26 +216,15 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
     ranks = [communicator.members[replica] for replica in found.strangers]
     table = {}
     for replica, member in enumerate(communicator.members):
-        value = (
-            np.frombuffer(found.values[replica], dtype)[0]
-            if len(found.values[replica]) == dtype.itemsize
-            else "?"
-        )
-        is_stranger = replica in found.strangers
-        table[member] = (
-            f"element {found.first} is {value!s} (bytes "
-            f"{found.values[replica].hex()}){', differs' if is_stranger else ''}"
-        )
-    which = (
-        f"rank {ranks[0]} differs"
-        if len(ranks) == 1
-        else f"ranks {', '.join(map(str, ranks))} differ"
-    )
-    whom = (
-        "from the majority"
-        if found.has_majority
-        else "from the lowest rank (no majority can tell who is right)"
-    )
+        data = found.values[replica]
+        value = np.frombuffer(data, dtype)[0] if len(data) == dtype.itemsize else "?"
+        note = ", differs" if replica in found.strangers else ""
+        table[member] = f"element {found.first} is {value!s} (bytes {data.hex()}){note}"
+    shown = ", ".join(map(str, ranks))
+    which = f"rank {shown} differs" if len(ranks) == 1 else f"ranks {shown} differ"
+    whom = "from the lowest rank (no majority can tell who is right)"
+    if found.has_majority:
+        whom = "from the majority"
     names = ", ".join(map(repr, found.others[:8])) + (", …" if len(found.others) > 8 else "")
     more = f" Further variables that differ: {names}." if found.others else ""
     return MismatchError(

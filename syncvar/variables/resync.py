@@ -26,7 +26,7 @@ def catch_up(owner: VariableOwner, roster: VariableRegistry, calls: int) -> None
     Cost: an exchange of some bytes; if the numbers of calls differ, a broadcast of all values.
     """
     communicator = owner.communicator
-    variables = roster.living()  # so they live until this has ended
+    variables = roster.living()  # keeps them alive until the end
     counts = {name: [one.tally.writes, one.tally.added] for name, one in variables.items()}
     mine = [calls, sum(writes for writes, _ in counts.values()), roster.runs, counts]
     everyone = gather_objects(communicator, _WHAT, lambda: mine, owner.timeout)
@@ -59,7 +59,6 @@ def _bytes_of(state: VariableState) -> Any:
 
 
 def _batches(shared: list[tuple[str, VariableState]]) -> Iterator[list[tuple[str, VariableState]]]:
-    """Yield the variables in batches of limited size."""
     part: list[tuple[str, VariableState]] = []
     nbytes = 0
     for name, one in shared:

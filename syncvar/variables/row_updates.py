@@ -122,7 +122,6 @@ def applied(
 
 
 def _truncated(dividend: NDArray[Any], divisor: NDArray[Any]) -> NDArray[Any]:
-    """Return the quotient truncated toward zero."""
     quotient = dividend // divisor
     inexact = (dividend % divisor != 0) & ((dividend < 0) != (divisor < 0))
     return np.asarray(quotient + inexact.astype(quotient.dtype))

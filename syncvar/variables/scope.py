@@ -28,10 +28,8 @@ class ScopeEntry(NamedTuple):
     context: CallContext
 
 
-_CROSS, _SPMD = (
-    CallContext.CROSS,
-    CallContext.SPMD,
-)  # to look a member up by its name takes as long as all else here
+# Looking up an enum member takes as long as the rest of this module's hot path.
+_CROSS, _SPMD = (CallContext.CROSS, CallContext.SPMD)
 
 _makers: list[Callable[[], VariableOwner]] = []
 
@@ -98,11 +96,7 @@ def current_owner() -> VariableOwner:
 
 
 def context_of(owner: VariableOwner, what: str) -> CallContext:
-    """Return the context of an access to a variable of `owner`.
-
-    Raises:
-        UsageError: The innermost scope belongs to another explicit strategy.
-    """
+    """Return the context of an access to a variable of `owner`."""
     context = context_here(owner)
     if context is None:
         raise UsageError(

@@ -59,12 +59,7 @@ def refuse_overlap(communicator: Communicator, name: str) -> Never:
 def being_written(
     communicator: Communicator, name: str, storages: Sequence[Storage]
 ) -> Iterator[None]:
-    """Mark storages as written in place by a collective: readers get copies.
-
-    Raises:
-        UsageError: Another thread, or what a signal handler has interrupted, writes one of them.
-            Nothing has been done.
-    """
+    """Mark storages as written in place by a collective: readers get copies."""
     marked: list[Storage] = []
     try:
         for storage in storages:
@@ -135,7 +130,6 @@ class Storage(CopyGuard):
         self._lock.release()
 
     def _take(self, value: NDArray[Any], *, keep: bool = True) -> None:
-        """Move to new memory."""
         self._go_to(self.memory(value.shape, value.dtype), value if keep else None)
 
     def memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -19,9 +19,8 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._next: dict[
-            str, int
-        ] = {}  # of a name: it and all its numbers below this one are taken
+        # By base name: the name and all its numbers below this one are used.
+        self._next: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Return the number of stored names."""

@@ -98,11 +98,7 @@ def update_rule(
 
 
 class CustomRule(UpdateRule):
-    """A registered rule with its numbers.
-
-    Raises:
-        ConfigError: It is not registered, or cannot be imported; a wrong number.
-    """
+    """A registered rule with its numbers."""
 
     counts_steps: ClassVar[bool] = True
 
@@ -178,11 +174,6 @@ class CustomRule(UpdateRule):
 
 
 def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
-    """Return the name of a rule, and its registration.
-
-    Raises:
-        ConfigError: It is not registered, or cannot be imported.
-    """
     if not isinstance(rule, str):
         name = next((name for name, one in _rules.items() if one.function is rule), "")
         if not name:

@@ -11,11 +11,16 @@ import numpy as np
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.hyperparameters import checked_number
-from syncvar.optimizers.rules.adam_rules import AdamRule, AdamWRule
-from syncvar.optimizers.rules.adaptive_rules import AdagradRule, RMSPropRule
+from syncvar.optimizers.rules.builtin_rules import (
+    AdagradRule,
+    AdamRule,
+    AdamWRule,
+    MomentumRule,
+    RMSPropRule,
+    SGDRule,
+)
 from syncvar.optimizers.rules.custom_rules import CustomRule
 from syncvar.optimizers.rules.exact_math import BLOCK
-from syncvar.optimizers.rules.gradient_descent import MomentumRule, SGDRule
 from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 
 if TYPE_CHECKING:
