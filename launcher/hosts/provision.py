@@ -490,7 +490,7 @@ class JobHosts:
         candidates: Sequence[Sequence[str]],
         answers: dict[int, list[bool]],
     ) -> list[str]:
-        """Return for each host the first of its addresses that all others reach; set the launcher's own."""
+        """Return for each host its first address that all others reach; set the launcher's own."""
         names = [one.host.name for one in self._remotes]
         position = 0
         found: list[str] = []

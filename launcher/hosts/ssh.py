@@ -31,7 +31,10 @@ SSH_OPTIONS = (
     "-o",
     "ClearAllForwardings=yes",
 )
-"""No terminal, no question, no long wait; no display and no agent, whatever `--ssh` or the user's own file say."""
+"""No terminal, no question, no long wait, no display and no agent.
+
+They hold whatever `--ssh` or the user's own file says.
+"""
 
 _BEGIN = "from syncvar.bootstrap.worker_entry import main; main()"
 _SSH_FAILED = 255
