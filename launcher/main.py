@@ -209,9 +209,10 @@ def _end(number: int, _frame: object) -> None:
 
 def _drop(number: int, _frame: object) -> None:
     """Report a signal to forward, and drop it, because no rank runs yet."""
+    name = signal.Signals(number).name
     os.write(
         2,
-        f"syncvar-launch: {signal.Signals(number).name} came before the ranks began, and is dropped\n".encode(),
+        f"syncvar-launch: {name} came before the ranks began, and is dropped\n".encode(),
     )
 
 

@@ -126,8 +126,8 @@ def dry_run(chosen: LaunchOptions) -> str:
         others = f"all hosts but {job.here}" if job.here else "all hosts"
         lines += [
             (
-                f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it "
-                "otherwise, --allocation off takes no host from the job"
+                f"{job.name}: {job.starter.program} starts the agents on {others}; "
+                "--ssh CMD does it otherwise, --allocation off takes no host from the job"
             )
         ]
     network = (

@@ -425,7 +425,6 @@ class JobHosts:
             self._refuse(wrong)
 
     def _put_together(self) -> None:
-        """Merge host entries that are one machine."""
         first: dict[str, RemoteHost] = {}
         for one in list(self._remotes):
             known = first.setdefault(one.facts["machine"], one)

@@ -561,7 +561,6 @@ class RemoteWorkers:
         )
 
     def _lose(self, site: HostSlot) -> Iterator[Event]:
-        """Report the ranks of a lost host as unreachable."""
         ranks = self._running_on(site)
         if not ranks:
             return

@@ -43,7 +43,10 @@ _END = re.compile(rb"\r\n|\n|\r")
 # Colours and "erase to the end of the line" are the only sequences that a line may use. Moving the
 # cursor, setting the title or writing to the clipboard would reach beyond the line.
 _SEQUENCE = r"\x1b\[[0-9;:]*[mK]"
-_UNSAFE = r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+_UNSAFE = (
+    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e"
+    r"\u2066-\u2069\ud800-\udfff]"
+)
 _FOR_FILE = re.compile(_UNSAFE)
 _FOR_TERMINAL = re.compile(f"{_SEQUENCE}|{_UNSAFE}")
 _SEQUENCES = re.compile(_SEQUENCE)
@@ -410,7 +413,6 @@ class OutputForwarder:
         return not is_first
 
     def _show_held(self, source: _Source) -> None:
-        """Forward the last state of a progress line."""
         text, source.held = source.held, b""
         if text and self.is_forwarded(source.rank):
             sink = self._sinks[source.stream]

@@ -276,7 +276,6 @@ class _Host:
             self._leave(number)
 
     def _leave(self, number: int) -> None:
-        """Leave the job because of a signal."""
         name = exit_codes.signal_name(number)
         _say(f"ended by {name}")
         self._code = 128 + number

@@ -169,7 +169,6 @@ class JoinGroup:
         why_not: Callable[[RemoteHost, list[RemoteHost]], str],
         whom: str,
     ) -> list[RemoteHost]:
-        """Return the hosts that have joined, when they are enough."""
         came: list[RemoteHost] = []
         asked: list[RemoteHost] = []
         now = time.monotonic()
@@ -277,10 +276,11 @@ class JoinGroup:
         )
 
     def _give_up(self, came: list[RemoteHost], whom: str) -> None:
+        who = f"By {self._called_by} each" if self._called_by else "Each"
         lines = [
             (
                 f"{whom} did not join within {self._limit_s:g} s; nothing was started. "
-                f"{f'By {self._called_by} each' if self._called_by else 'Each'} runs: {self._command}"
+                f"{who} runs: {self._command}"
             )
         ]
         lines += [

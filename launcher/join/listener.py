@@ -298,7 +298,6 @@ class Listener:
     # -- the thread --------------------------------------------------------------------------------
 
     def _do(self, what: Callable[[], None]) -> None:
-        """Run something in the thread."""
         self._wanted.append(what)
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake[1], b"!")
@@ -489,7 +488,6 @@ class Listener:
         return has_ended
 
     def _say(self, sentence: str) -> None:
-        """Queue a sentence to show, with a limit on how often."""
         now = time.monotonic()
         self._told = {each: at for each, at in self._told.items() if now - at < _SAY_EVERY_S}
         if sentence not in self._told and len(self._told) < _SAID_MAX:

@@ -260,7 +260,6 @@ def _line(
     named: list[tuple[Host, _TextPosition]],
     removed: list[tuple[str, _TextPosition]],
 ) -> None:
-    """Add the hosts of one line, or of one word of an option."""
     first, place = tokens[0]
     if first.startswith("^"):
         for word, where in tokens[1:]:
@@ -368,7 +367,6 @@ def _address(literal: str, place: _TextPosition) -> str:
 
 
 def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
-    """Return the field and the value of `key=value`."""
     key, equals, value = word.partition("=")
     if not equals:
         hint = f"; write slots={word}" if word.isdigit() else ", which has the form key=value"

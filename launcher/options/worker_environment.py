@@ -204,7 +204,6 @@ def _is_allowed(name: str) -> bool:
 
 
 def _may_be_copied(name: str) -> bool:
-    """Return whether PREFIX* may copy a variable."""
     return (
         bool(_NAME.fullmatch(name))
         and name not in _BY_NAME_ONLY
