@@ -32,12 +32,9 @@ from syncvar_launcher.options.worker_environment import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
-    from syncvar_launcher.hosts.remote_workers import RemoteWorkers
-    from syncvar_launcher.job.job import Job
+    from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.join.join_rendezvous import JoinGroup
-    from syncvar_launcher.local.local_workers import LocalWorkers
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
     from syncvar_launcher.schedulers.start_on_hosts import Calling
@@ -100,6 +97,7 @@ class JobHosts:
         self._until = self.began + options.limits.timeout_s
         self._options = options
         self._say = say
+        self.workers_of: Callable[..., Workers]  # `multi_host` sets it
         self.secret = os.urandom(KEY_BYTES)
         self.sites: list[HostSlot] = []
         self.address = ""
@@ -162,23 +160,6 @@ class JobHosts:
             HostSlot(one, one.host.name, size, address, one.facts)
             for (one, size), address in zip(used, addresses, strict=True)
         ]
-
-    def workers_of(
-        self,
-        job: Job,
-        here: LocalWorkers,
-        folder: Path,
-        rendezvous: str,
-        *,
-        generation: int,
-        restarts: int,
-    ) -> RemoteWorkers:
-        """Return the workers of one attempt, not started yet."""
-        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not for a login
-
-        return RemoteWorkers(
-            self, job, here, folder, rendezvous, generation=generation, restarts=restarts
-        )
 
     def free_port(self) -> int:
         """Return a free port at the first host's address, by which all others reach it."""

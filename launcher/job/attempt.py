@@ -143,8 +143,8 @@ class Attempt:
             forwarder,
             watch,
             began=self.began,
-            is_restart=restarts > 0,
         )
+        self.report.is_restart = restarts > 0
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         processes = self.report.processes
         self.inquiries = StatusSocket(
