@@ -1,6 +1,6 @@
-"""The launcher: options in, workers out, an exit code that tells the truth.
+"""The launcher: from options to workers to an exit code.
 
-What comes first must not wait for an import: answers to Ctrl-C and SIGTERM, and three standard streams.
+Handlers for Ctrl-C and SIGTERM, and three standard streams, must be there before any slow import.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _EARLY = (
     signal.SIGUSR2,
 )  # the launcher passes them on by default; unhandled they kill
 _SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID")
-_SPARE_S = 2.0  # whoever has a deadline of its own meets that first
+_SPARE_S = 2.0  # a step with a deadline of its own meets that first
 
 
 def program() -> NoReturn:
     """Run `syncvar-launch`, and end the process with its exit code.
 
-    The interpreter's own end takes longer than all that is left to do for a job, and would only take modules apart.
+    It skips the interpreter's own end, which takes longer and only unloads modules.
     """
     code = main()
     try:
@@ -46,7 +46,7 @@ def program() -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `syncvar-launch`; returns its exit code."""
+    """Run `syncvar-launch`, and return its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if (
             number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> None:
-    """Say why nothing was started: the caller of `sv.run` raises it, others read it."""
+    """Report why nothing has started, on standard error or to the caller of `sv.run`."""
     outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
     if outcome is not None:
         from syncvar.protocol.object_codec import pack_object
@@ -106,7 +106,7 @@ def _refuse(sentence: str) -> None:
 
 
 def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
-    """Read the options; a wrong one is an exception where `sv.run` is to raise it."""
+    """Read the options; for `sv.run` raise an exception for wrong ones."""
     from syncvar.core.errors import ConfigError
     from syncvar_launcher.options.parse_options import parse
 
@@ -201,22 +201,23 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
 
 
 def _end(number: int, _frame: object) -> None:
-    """End at once: no worker runs yet, and a server that they would be forked from ends with this process."""
+    """End at once, because no worker runs yet; a fork server ends with this process."""
     name = signal.Signals(number).name
     write_error(f"{name} came before the ranks began; nothing was started")
     os._exit(128 + number)
 
 
 def _drop(number: int, _frame: object) -> None:
-    """Do nothing: no rank is there that could get it."""
+    """Report a signal to forward, and drop it, because no rank runs yet."""
+    name = signal.Signals(number).name
     os.write(
         2,
-        f"syncvar-launch: {signal.Signals(number).name} came before the ranks began, and is dropped\n".encode(),
+        f"syncvar-launch: {name} came before the ranks began, and is dropped\n".encode(),
     )
 
 
 def _open_streams() -> None:
-    """Open /dev/null for each standard stream that was closed: else the next file to be opened would serve as one."""
+    """Open /dev/null for each closed standard stream, so that no other file gets its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

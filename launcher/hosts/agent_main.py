@@ -52,7 +52,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)  # not ignored: workers would inherit that
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     agent = HostAgent(0, out)
-    signal.signal(signal.SIGTERM, lambda *_: agent.heed())
+    signal.signal(signal.SIGTERM, lambda *_: agent.handle_notice())
     try:
         return agent.serve()
     finally:
@@ -91,7 +91,7 @@ class HostAgent:
         self._copy = HostCopy()
         self._call = bytearray()
         self._is_stopped = False
-        self._notices, self._is_heeded = 0, False  # requests to release this host
+        self._notices, self._is_forwarded = 0, False  # requests to release this host
         self._answers: dict[str, Callable[[Message], None]] = {
             "ask": self._asked,
             "listen": self._listen,
@@ -117,7 +117,7 @@ class HostAgent:
             "stage_end": self._copied,
         }
 
-    def heed(self) -> None:
+    def handle_notice(self) -> None:
         """Note a request to release this host.
 
         Workers get SIGTERM and may save; a second request, or one without workers, ends the agent.
@@ -342,8 +342,8 @@ class HostAgent:
         """Forward the notice to the workers; end after them, or at the next notice."""
         workers = self._start.agent.workers if self._start is not None else {}
         if self._notices == 1 and workers:
-            if not self._is_heeded:
-                self._is_heeded = True
+            if not self._is_forwarded:
+                self._is_forwarded = True
                 self._signal({"ranks": list(workers), "number": int(signal.SIGTERM)})
         elif self._notices > 1 or not self._outbox.nbytes:
             self._is_over = True

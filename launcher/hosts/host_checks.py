@@ -26,7 +26,8 @@ def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy
     to get another Python there.
 
     Example:
-        >>> why_unlike(syncvar.__version__, PROTOCOL_VERSION, sys.byteorder, "2.7.18", "use another")[:26]
+        >>> ours = (syncvar.__version__, PROTOCOL_VERSION, sys.byteorder)
+        >>> why_unlike(*ours, "2.7.18", "use another")[:26]
         'it has Python 2.7.18, and '
     """
     if protocol != PROTOCOL_VERSION or version != syncvar.__version__:

@@ -43,7 +43,6 @@ def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return what identifies this machine under any name."""
     parts = [os.uname().nodename]
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
         with contextlib.suppress(OSError):

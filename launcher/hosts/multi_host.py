@@ -8,6 +8,7 @@ import resource
 import shlex
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from syncvar.core.rank_text import rank_list
@@ -39,6 +40,9 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     with contextlib.closing(JobHosts(chosen, _say)) as fleet:
         fleet.open(_import_the_rest)
+        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not before the logins
+
+        fleet.workers_of = partial(RemoteWorkers, fleet)
         workers = sum(one.workers for one in fleet.sites)
         shown_ranks(chosen.output.selection, workers)
         check_debugged(chosen.ranks.debug, workers)
@@ -126,8 +130,8 @@ def dry_run(chosen: LaunchOptions) -> str:
         others = f"all hosts but {job.here}" if job.here else "all hosts"
         lines += [
             (
-                f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it "
-                "otherwise, --allocation off takes no host from the job"
+                f"{job.name}: {job.starter.program} starts the agents on {others}; "
+                "--ssh CMD does it otherwise, --allocation off takes no host from the job"
             )
         ]
     network = (

@@ -66,8 +66,10 @@ def allowed(found: Sequence[Interface], spec: str | None, reached_at: str | None
         reached_at: The address at which ssh reached the host; it comes first.
 
     Example:
-        >>> two = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7"), Interface("lo", "127.0.0.1")]
-        >>> allowed(two, None, "10.9.0.7"), allowed(two, "eth0", "10.9.0.7"), allowed(two, "10.9.0.0/16", None)
+        >>> two = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7")]
+        >>> two.append(Interface("lo", "127.0.0.1"))
+        >>> spread = [(None, "10.9.0.7"), ("eth0", "10.9.0.7"), ("10.9.0.0/16", None)]
+        >>> tuple(allowed(two, spec, reached_at) for spec, reached_at in spread)
         (['10.9.0.7', '10.0.0.7'], ['10.0.0.7'], ['10.9.0.7'])
     """
     if spec is None:

@@ -32,12 +32,9 @@ from syncvar_launcher.options.worker_environment import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
-    from syncvar_launcher.hosts.remote_workers import RemoteWorkers
-    from syncvar_launcher.job.job import Job
+    from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.join.join_rendezvous import JoinGroup
-    from syncvar_launcher.local.local_workers import LocalWorkers
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
     from syncvar_launcher.schedulers.start_on_hosts import Calling
@@ -100,6 +97,7 @@ class JobHosts:
         self._until = self.began + options.limits.timeout_s
         self._options = options
         self._say = say
+        self.workers_of: Callable[..., Workers]  # `multi_host` sets it
         self.secret = os.urandom(KEY_BYTES)
         self.sites: list[HostSlot] = []
         self.address = ""
@@ -162,23 +160,6 @@ class JobHosts:
             HostSlot(one, one.host.name, size, address, one.facts)
             for (one, size), address in zip(used, addresses, strict=True)
         ]
-
-    def workers_of(
-        self,
-        job: Job,
-        here: LocalWorkers,
-        folder: Path,
-        rendezvous: str,
-        *,
-        generation: int,
-        restarts: int,
-    ) -> RemoteWorkers:
-        """Return the workers of one attempt, not started yet."""
-        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not for a login
-
-        return RemoteWorkers(
-            self, job, here, folder, rendezvous, generation=generation, restarts=restarts
-        )
 
     def free_port(self) -> int:
         """Return a free port at the first host's address, by which all others reach it."""
@@ -425,7 +406,6 @@ class JobHosts:
             self._refuse(wrong)
 
     def _put_together(self) -> None:
-        """Merge host entries that are one machine."""
         first: dict[str, RemoteHost] = {}
         for one in list(self._remotes):
             known = first.setdefault(one.facts["machine"], one)
@@ -490,7 +470,7 @@ class JobHosts:
         candidates: Sequence[Sequence[str]],
         answers: dict[int, list[bool]],
     ) -> list[str]:
-        """Return for each host the first of its addresses that all others reach; set the launcher's own."""
+        """Return for each host its first address that all others reach; set the launcher's own."""
         names = [one.host.name for one in self._remotes]
         position = 0
         found: list[str] = []

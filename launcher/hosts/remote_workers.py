@@ -451,11 +451,7 @@ class RemoteWorkers:
         if rank is not None and self.workers.get(rank) is not site:
             return  # no rank of this host
         if kind == "output" and message["stream"] in ("out", "err"):
-            key = (rank, message["stream"])
-            self._owed[key] = self._owed.get(key, 0) + len(message["data"])
-            self._received[key] = self._received.get(key, 0) + len(message["data"])
-            if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
-                raise WireError("it sends more output than it was asked for")
+            self._count_output((rank, message["stream"]), len(message["data"]))
             yield WorkerOutput(rank, message["stream"], message["data"])
         elif kind == "began":
             for each, pid in message["pids"].items():
@@ -464,30 +460,51 @@ class RemoteWorkers:
                     yield WorkerStarted(each, int(pid))
         elif kind == "spoke":
             record = message["record"]
-            if all(
+            is_flat = all(
                 isinstance(name, str) and isinstance(value, str | int)
                 for name, value in record.items()
-            ):
-                if record.get("event") == "failed" and not record.keys() >= _WORDS_OF_A_FAILURE:
-                    raise WireError("a failure without its words")
+            )
+            is_whole = record.get("event") != "failed" or record.keys() >= _WORDS_OF_A_FAILURE
+            if is_flat and not is_whole:
+                raise WireError("a failure without its words")
+            if is_flat:
                 yield WorkerStatus(rank, record)
         elif kind == "ended":
             self._running.discard(rank)
             yield WorkerExited(rank, message["status"], message["beyond"])
-        elif kind == "states":
+        elif kind == "spared":
+            named = [each for each in message["ranks"] if isinstance(each, int)]
+            ranks = [each for each in named if self.workers.get(each) is site]
+            if ranks:
+                yield Spared(message["number"], ranks)
+        elif kind == "refused":
+            yield from self._refused(message, site)
+        else:
+            self._apply(kind, message, site)
+
+    def _count_output(self, key: tuple[int, str], nbytes: int) -> None:
+        self._owed[key] = self._owed.get(key, 0) + nbytes
+        self._received[key] = self._received.get(key, 0) + nbytes
+        if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
+            raise WireError("it sends more output than it was asked for")
+
+    def _refused(self, message: Message, site: HostSlot) -> Iterator[Event]:
+        words = site.remote.words().splitlines()[-_WORDS_SHOWN:]
+        self._said += [escape(f"{site.name}: {line}") for line in words]
+        code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
+        for each in self._running_on(site):
+            self._running.discard(each)
+            reason = escape(f"it cannot be started: {message['reason']}")
+            yield WorkerUnreachable(each, reason, code)
+
+    def _apply(self, kind: str, message: Message, site: HostSlot) -> None:
+        """Handle a message that makes no event."""
+        if kind == "states":
             for each, (letter, busy_s, pid) in message["states"].items():
                 if self.workers.get(each) is site:
                     self._processes[each] = _RemoteProcess(str(letter)[:1], float(busy_s), int(pid))
-        elif kind == "stood" and message["number"] in self._unanswered:
-            asked_of, asked = self._unanswered[message["number"]]
-            if asked_of is not site:
-                return
-            del self._unanswered[message["number"]]
-            asked.instead = escape(message["instead"])
-            self._stood[message["number"]] = [
-                Thread(str(ident), bool(is_main), tuple(_frame(*one) for one in frames))
-                for ident, is_main, frames in message["threads"]
-            ]
+        elif kind == "stood":
+            self._keep_stacks(message, site)
         elif kind == "placed":
             for each, line in message["places"].items():
                 if self.workers.get(each) is site:
@@ -498,24 +515,20 @@ class RemoteWorkers:
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":
             self._input.fed(message["count"])
-        elif kind == "spared":
-            named = [each for each in message["ranks"] if isinstance(each, int)]
-            ranks = [each for each in named if self.workers.get(each) is site]
-            if ranks:
-                yield Spared(message["number"], ranks)
         elif kind == "said":
             self._said.append(escape(f"{site.name}: {message['sentence']}"))
-        elif kind == "refused":
-            self._said += [
-                escape(f"{site.name}: {line}")
-                for line in site.remote.words().splitlines()[-_WORDS_SHOWN:]
-            ]
-            code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
-            for each in self._running_on(site):
-                self._running.discard(each)
-                yield WorkerUnreachable(
-                    each, escape(f"it cannot be started: {message['reason']}"), code
-                )
+
+    def _keep_stacks(self, message: Message, site: HostSlot) -> None:
+        number = message["number"]
+        host, request = self._unanswered.get(number, (None, None))
+        if request is None or host is not site:
+            return
+        del self._unanswered[number]
+        request.instead = escape(message["instead"])
+        self._stood[number] = [
+            Thread(str(ident), bool(is_main), tuple(_frame(*one) for one in frames))
+            for ident, is_main, frames in message["threads"]
+        ]
 
     def _keep(self, name: str, data: bytes, site: HostSlot) -> None:
         """Write a flight record, or totals of calls, that a rank or server has left on its host."""
@@ -561,7 +574,6 @@ class RemoteWorkers:
         )
 
     def _lose(self, site: HostSlot) -> Iterator[Event]:
-        """Report the ranks of a lost host as unreachable."""
         ranks = self._running_on(site)
         if not ranks:
             return

@@ -31,7 +31,10 @@ SSH_OPTIONS = (
     "-o",
     "ClearAllForwardings=yes",
 )
-"""No terminal, no question, no long wait; no display and no agent, whatever `--ssh` or the user's own file say."""
+"""No terminal, no question, no long wait, no display and no agent.
+
+They hold whatever `--ssh` or the user's own file says.
+"""
 
 _BEGIN = "from syncvar.bootstrap.worker_entry import main; main()"
 _SSH_FAILED = 255
@@ -62,8 +65,8 @@ _MEANINGS = (
         r"permission denied|too many authentication failures|no more authentication methods",
         "the login is refused",
         (
-            "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key "
-            "in ssh-agent"
+            "`ssh {host} true` must work without a password: ssh-copy-id {host}, "
+            "or user= and a key in ssh-agent"
         ),
     ),
     (
@@ -84,8 +87,8 @@ def remote_command(python: str) -> str:
     """Return the command for the remote shell, which contains nothing of the job.
 
     Example:
-        >>> remote_command("/opt/my env/bin/python")
-        "exec '/opt/my env/bin/python' -P -c 'from syncvar.bootstrap.worker_entry import main; main()' syncvar_launcher.hosts.agent_main"
+        >>> remote_command("/opt/my env/bin/python").partition(" -P -c ")[0]
+        "exec '/opt/my env/bin/python'"
     """
     return "exec " + shlex.join(agent_words(python))
 
@@ -133,7 +136,8 @@ def why_failed(
 
     Example:
         >>> from syncvar_launcher.options.hostfile import Host
-        >>> why_failed(Host("n1"), 255, "ssh: connect to host n1 port 22: Connection refused", "python3")
+        >>> refused = "ssh: connect to host n1 port 22: Connection refused"
+        >>> why_failed(Host("n1"), 255, refused, "python3")
         'nobody listens for ssh there; start sshd, or give its port (port=N, --ssh-port)'
     """
     is_ssh = program == "ssh"

@@ -1,22 +1,24 @@
-"""Where the launcher writes, without ever waiting for a reader.
+"""The standard streams of the launcher, which never wait for a reader.
 
-A reader may stop for good: a pager, a terminal after Ctrl-S, a stuck collector of logs. The loop that supervises the ranks
-must not stop with it. So each outlet has a queue; what it does not take at once waits there, and the loop polls it for
-writing. While the queue is full, the pipes of the ranks are left unread, and who writes much waits in its own `write`.
+A reader may stop for good: a pager, a terminal after Ctrl-S, a stuck collector of logs. The loop
+that supervises the ranks must not stop with it. So each outlet has a queue for bytes that it does
+not take at once, and the loop polls it for writing. While the queue is full, the launcher does not
+read the pipes of the ranks, and a rank that writes much waits in its own `write`.
 
-O_NONBLOCK belongs to an open file, which we share with the shell and with every other program on the terminal: it is
-never set on what we were given. How a write is kept from blocking depends on what the outlet is:
+O_NONBLOCK belongs to an open file, which we share with the shell and other programs on the
+terminal, so we never set it on an inherited descriptor. Each kind of outlet needs another way:
 
 pipe, terminal
-    It is opened once more through /proc, which makes an open file of our own. (`poll` alone is not enough: a terminal that
-    has room for one byte can be written, and a write of two blocks.) Where that is refused, as for the terminal of
-    another user after `su` or in a container, /dev/tty serves for the terminal that controls us; else each write follows a
-    poll and has at most PIPE_BUF bytes, which a pipe that can be written takes whole. That holds as long as nobody else
-    writes to the same pipe, and leaves a terminal of another user that does not control us as the one that can block.
+    We open it again through /proc, which makes an open file of our own. (`poll` alone is not
+    enough: a terminal with room for one byte is writable, and a write of two bytes blocks.) This
+    fails for the terminal of another user after `su` or in a container. Then /dev/tty serves if
+    that terminal controls us. Else each write follows a poll and has at most PIPE_BUF bytes, which
+    a writable pipe takes whole. That holds while no other program writes to the same pipe. Only
+    a terminal of another user that does not control us can still block.
 socket
-    Each send is told not to wait.
+    Each send has the flag MSG_DONTWAIT.
 file, /dev/null and other devices
-    It takes what it is given. A file server that does not answer blocks us as it blocks everybody.
+    Writes do not wait. A file server that does not answer blocks us as every other program.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ _PIECE_NBYTES = 1 << 16
 
 
 class NonblockingWriter:
-    """A descriptor that we were given to write to, and what it has not taken yet.
+    """An inherited descriptor, and the bytes that it has not taken yet.
 
     Args:
         given: The descriptor; it stays open, and blocking.
 
     Attributes:
-        taken: How many bytes it has taken.
-        dropped: How many bytes were given up since `renew`.
+        taken: The number of bytes that it has taken.
+        dropped: The number of bytes given up since `renew`.
     """
 
     def __init__(self, given: int) -> None:
@@ -70,7 +72,7 @@ class NonblockingWriter:
                 self._own, self._most, self._polls = given, select.PIPE_BUF, True
 
     def close(self) -> None:
-        """Close what was opened for it. Idempotent."""
+        """Close our own open file. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -80,18 +82,18 @@ class NonblockingWriter:
 
     @property
     def is_full(self) -> bool:
-        """So much waits that nothing more should be read for it."""
+        """Whether the queue is full, so that the launcher should read no more for it."""
         return len(self._queue) >= QUEUE_NBYTES
 
     @property
     def descriptor(self) -> int:
-        """The descriptor to poll for writing, or -1 where nothing waits."""
+        """The descriptor to poll for writing, or -1 if no bytes wait."""
         if not self._queue:
             return -1
         return self._own if self._socket is None else self._socket.fileno()
 
     def write(self, data: bytes, /) -> int:
-        """Take all of `data`; what the reader does not take now waits."""
+        """Write `data`; bytes that the reader does not take now wait in the queue."""
         if self._is_given_up:
             self.dropped += len(data)
         else:
@@ -100,7 +102,7 @@ class NonblockingWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Write as much as the reader takes now. Raises as `write` does."""
+        """Write as much as the reader takes now. Raises the errors of `write`."""
         try:
             while self._queue:
                 with memoryview(self._queue) as view, view[: self._most] as piece:
@@ -114,7 +116,7 @@ class NonblockingWriter:
             raise
 
     def give_up(self) -> None:
-        """Drop what waits, and whatever is still to come."""
+        """Drop the queue, and all later bytes."""
         with contextlib.suppress(OSError):
             self.flush()
         self._is_given_up = True
@@ -122,14 +124,12 @@ class NonblockingWriter:
         self._queue.clear()
 
     def give_up_after(self, patience_s: float, now: float) -> float:
-        """Give up where the reader has taken nothing for so long; it is called again and again.
+        """Give up if the reader has taken nothing for too long; return when to call again.
 
         Args:
-            patience_s: Seconds, which count from the first call that names a finite number; infinite never gives up.
-            now: The monotonic clock, in seconds.
-
-        Returns:
-            When to call again, on the same clock; infinite where there is nothing to wait for.
+            patience_s: The seconds since the first call with a finite number; infinite never gives
+                up.
+            now: The time of the monotonic clock, in seconds.
         """
         if not self._queue or patience_s == float("inf"):
             self._seen = None
@@ -143,7 +143,7 @@ class NonblockingWriter:
         return due
 
     def renew(self) -> int:
-        """Write again after having given up; return how many bytes have been dropped."""
+        """Write again after giving up; return how many bytes were dropped."""
         dropped, self.dropped = self.dropped, 0
         self._is_given_up, self._seen = False, None
         return dropped
@@ -160,17 +160,18 @@ class NonblockingWriter:
 
 
 class Outlets:
-    """The standard output and the standard error of the launcher.
+    """Standard output and standard error of the launcher.
 
-    Where both are the same pipe, terminal or socket they share one queue, so that what is written to them keeps its order.
+    If both are the same pipe, terminal or socket, they share one queue, which keeps the order.
 
     Args:
-        out: Descriptor of the standard output.
-        err: Descriptor of the standard error.
+        out: The descriptor of standard output.
+        err: The descriptor of standard error.
 
     Attributes:
-        patience_s: How long a reader may take nothing before it is given up, in seconds. Infinite while a job goes on: a
-            pager may wait for its user as long as it likes. Who ends a job makes it finite.
+        patience_s: The seconds until the launcher gives up a reader that takes nothing. They are
+            infinite during a job, because a pager may wait for its user. The end of a job makes
+            them finite.
     """
 
     def __init__(self, out: int, err: int) -> None:
@@ -180,16 +181,16 @@ class Outlets:
         self.err = self.out if is_shared else NonblockingWriter(err)
 
     def close(self) -> None:
-        """Close what was opened for them. Idempotent."""
+        """Close our own open files. Idempotent."""
         self.out.close()
         self.err.close()
 
     def has_room(self) -> bool:
-        """Return whether none is full."""
+        """Return whether no queue is full."""
         return not any(outlet.is_full for outlet in self._each())
 
     def is_full(self, stream: str) -> bool:
-        """Return whether nothing more should be read for a stream, "out" or "err"."""
+        """Return whether the launcher should read no more for a stream, "out" or "err"."""
         return (self.out if stream == "out" else self.err).is_full
 
     def descriptors(self) -> list[int]:
@@ -197,21 +198,21 @@ class Outlets:
         return [outlet.descriptor for outlet in self._each() if outlet.descriptor >= 0]
 
     def give_up_late(self, now: float) -> float:
-        """Give up each whose reader is too late; return when to look again, on the same clock."""
+        """Give up readers that are too late; return when to look again, on the same clock."""
         return min(outlet.give_up_after(self.patience_s, now) for outlet in self._each())
 
     def renew(self) -> int:
-        """Write again, with endless patience; return how many bytes have been dropped."""
+        """Write again, with infinite patience; return how many bytes were dropped."""
         self.patience_s = float("inf")
         return sum(outlet.renew() for outlet in self._each())
 
     def are_empty(self) -> bool:
-        """Return whether nothing waits."""
+        """Return whether no bytes wait."""
         return not self.descriptors()
 
     @property
     def dropped(self) -> int:
-        """How many bytes were given up since `renew`."""
+        """The number of bytes given up since `renew`."""
         return sum(outlet.dropped for outlet in self._each())
 
     def _each(self) -> list[NonblockingWriter]:
@@ -219,10 +220,10 @@ class Outlets:
 
 
 def patience_s(config: RuntimeConfig) -> float:
-    """Return how long a reader may take nothing while a job ends, in seconds.
+    """Return how many seconds a reader may take nothing while a job ends.
 
-    Half of the time between SIGTERM and SIGKILL: a rank that waits in `print` for a reader who never comes back gets the
-    other half to end in order, for what it writes is read and dropped then.
+    That is half of the time between SIGTERM and SIGKILL. A rank that waits in `print` gets the
+    other half to end cleanly, because the launcher then reads and drops its output.
     """
     return config.term_grace_s / 2
 
@@ -234,14 +235,16 @@ def await_readers(
     is_enough: Callable[[], bool],
     limit: float,
 ) -> None:
-    """Wait until the readers have taken enough, or are given up: after the patience, at once for a signal or at the limit.
+    """Wait until the readers have taken enough.
+
+    It gives up readers after the patience, and at once after a signal or at the limit.
 
     Args:
-        forwarder: What writes to the outlets.
-        outlets: What is waited for.
-        watch: Its signals stay pending, for the caller to act on.
-        is_enough: Asked after each step; true where nothing waits.
-        limit: When the job's time is over, on the clock of `watch`.
+        forwarder: Writes to the outlets.
+        outlets: The outlets.
+        watch: Its signals stay pending for the caller.
+        is_enough: Returns, after each step, whether to stop; true if no bytes wait.
+        limit: The end of the job's time limit, on the clock of `watch`.
     """
     while not is_enough():
         now = watch.now()
@@ -253,7 +256,7 @@ def await_readers(
 
 
 def wait(forwarder: OutputForwarder, outlets: Outlets, watch: SignalWatch, seconds: float) -> None:
-    """Wait for a signal or a reader, at most so many seconds (which may be infinite), and write what can be written."""
+    """Wait for a signal or a reader, at most so many seconds, and write waiting bytes."""
     poller = select.poll()
     for descriptor in outlets.descriptors():
         poller.register(descriptor, select.POLLOUT)
@@ -269,7 +272,7 @@ def wait(forwarder: OutputForwarder, outlets: Outlets, watch: SignalWatch, secon
 
 
 def _opened_again(descriptor: int) -> int:
-    """Return a descriptor of an open file of our own on the same pipe or terminal, which does not block; -1 where refused."""
+    """Return a non-blocking descriptor of our own on the same pipe or terminal, or -1."""
     flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(OSError):  # another user's, or a pipe that nobody can read any more
         return os.open(f"/proc/self/fd/{descriptor}", flags)
@@ -280,7 +283,7 @@ def _opened_again(descriptor: int) -> int:
 
 
 def _controlling_terminal() -> int:
-    """Return the number of the terminal that controls this process, as `st_rdev` has it, or 0."""
+    """Return the device number (`st_rdev`) of the terminal that controls this process, or 0."""
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123
         number = int(file.read().rpartition(b")")[2].split()[4])
     # The kernel writes 12 bits of the major number between 8 and 12 more of the minor one.

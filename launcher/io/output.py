@@ -1,11 +1,12 @@
-"""Forwarding of what the ranks write: whole lines, each with its rank, never mixed.
+"""Forwards the output of the ranks: whole lines, each with its rank, never mixed.
 
-Bytes of the ranks are data, not commands for the reader's terminal: control characters and marks that change the
-direction of text are shown as escapes. A terminal still gets colours, progress lines and prompts.
+Bytes of the ranks are data, not commands for the reader's terminal. So control characters, and
+marks that change the direction of text, appear as escapes. A terminal still gets colours, progress
+lines and prompts.
 
-A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return alone is progress: it
-is shown at once on a terminal, where the next text replaces it. Elsewhere the forwarder shows its last state, and
-before that one state every 10 s.
+A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return
+alone is progress. A terminal shows it at once, and the next text replaces it. Other outlets get its
+last state, and before that one state every 10 s.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ _COLORS = ("36", "33", "32", "35", "34", "96", "93", "92", "95", "94")
 
 _PLAIN = re.compile(rb"[\x20-\x7e\t]*")
 _END = re.compile(rb"\r\n|\n|\r")
-# Colours and "erase to the end of the line" are the only sequences a forwarded line can use
-# sensibly; moving the
+# Colours and "erase to the end of the line" are the only sequences that a line may use. Moving the
 # cursor, setting the title or writing to the clipboard would reach beyond the line.
 _SEQUENCE = r"\x1b\[[0-9;:]*[mK]"
-_UNSAFE = r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+_UNSAFE = (
+    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e"
+    r"\u2066-\u2069\ud800-\udfff]"
+)
 _FOR_FILE = re.compile(_UNSAFE)
 _FOR_TERMINAL = re.compile(f"{_SEQUENCE}|{_UNSAFE}")
 _SEQUENCES = re.compile(_SEQUENCE)
@@ -51,24 +54,25 @@ _LOG = re.compile(r"(rank|server)-(0|[1-9][0-9]{0,8})\.(?:out|err)")
 
 
 class Writable(Protocol):
-    """What a sink needs; `syncvar_launcher.io.nonblocking_writer.NonblockingWriter` is one, and so is a buffered binary file."""
+    """A file for a sink: a `NonblockingWriter`, or a buffered binary file."""
 
     def write(self, data: bytes, /) -> int:
-        """Take all of `data`."""
+        """Write all of `data`."""
         ...
 
     def flush(self) -> None:
-        """Write as much as can be written now."""
+        """Write as much as possible now."""
         ...
 
 
 class Sink(NamedTuple):
-    """Where forwarded lines go.
+    """An outlet for forwarded lines.
 
     Args:
-        file: What takes the bytes; it is flushed after each write.
-        is_terminal: A person reads it: progress and prompts stay alive, colours of the programs pass.
-        color: Our own prefixes are coloured.
+        file: The file; the forwarder flushes it after each write.
+        is_terminal: Whether a person reads it: progress and prompts stay, and colours of the
+            programs pass.
+        color: Whether our own prefixes have colours.
     """
 
     file: Writable
@@ -84,14 +88,16 @@ class _Source:
     """One stream of one rank.
 
     Attributes:
-        pending: What has come of a line that has not ended.
-        continued: The start of this line was forwarded already, because the line is too long.
-        returned: Progress that ended the last piece: a line feed that follows belongs to it.
-        held: Progress that was not forwarded, because it may be replaced soon.
-        progressed: When progress was forwarded last, or held first; None before.
-        shown: The part of `pending` that stands on the terminal as a prompt.
-        changed: When something came last.
-        closed: Nothing follows.
+        pending: The bytes of a line that has not ended.
+        continued: Whether the start of this line was forwarded already, because the line is too
+            long.
+        returned: Whether the last piece ended with progress, to which a following line feed
+            belongs.
+        held: Progress that waits because it may be replaced soon.
+        progressed: When progress was last forwarded, or first held; None before.
+        shown: The part of `pending` that the terminal shows as a prompt.
+        changed: When bytes last came.
+        closed: Whether the stream has ended.
     """
 
     __slots__ = (
@@ -121,7 +127,7 @@ class _Source:
 
 
 def escape(text: str) -> str:
-    r"""Write control characters, and marks that change the direction of text, as escapes. Tabs stay.
+    r"""Return text with control characters and direction marks as escapes. Tabs stay.
 
     Example:
         >>> print(escape("a\x1b[31mb\x07"))
@@ -131,27 +137,27 @@ def escape(text: str) -> str:
 
 
 class OutputForwarder:
-    r"""Forwards the output of the ranks of one host, and remembers the last lines of each.
+    r"""Forwards the output of the ranks, and remembers the last lines of each.
 
-    Every write to a sink holds whole lines of one rank, so that lines of different ranks are never mixed. It knows no
-    process and no descriptor to wait for; the caller reads the pipes, calls `feed` with what came, and `tick` at the
-    instant that `tick` asked for.
+    Every write to a sink holds whole lines of one rank, so lines of different ranks never mix. It
+    handles no processes and no descriptors. The caller reads the pipes, calls `feed` with the
+    bytes, and calls `tick` at the time that `tick` has returned.
 
     Args:
-        stdout: Where the standard output of the ranks goes.
-        stderr: Where their standard error goes, and our warnings.
-        shown: The ranks whose lines are forwarded, None for all; of the others the last lines are remembered.
-        clock: The wall clock, in seconds since the epoch, to put the local time before each line; None for no time.
-        log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if it is missing.
-        ranks: Ranks whose files are made at once, so that none of an earlier job stays; others follow with their
-            first byte.
-        is_one: Both sinks lead to the same place, where who reads sees the lines of both in their order.
+        stdout: The sink for the standard output of the ranks.
+        stderr: The sink for their standard error, and for our warnings.
+        shown: The ranks whose lines it forwards, None for all. It remembers the last lines of all
+            ranks.
+        clock: The wall clock in seconds since the epoch, for the local time before each line; None
+            for no time.
+        log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if
+            necessary.
+        ranks: The ranks whose files it makes at once, to replace those of an earlier job; others
+            follow with their first byte.
+        is_one: Whether both sinks lead to the same place, where a reader sees both in order.
 
     Attributes:
-        broken: Nobody reads the standard output any more.
-
-    Raises:
-        ConfigError: The folder cannot be made.
+        broken: Whether the standard output has no reader any more.
 
     Example:
         >>> import io
@@ -200,13 +206,13 @@ class OutputForwarder:
             self._source(rank, "err")
 
     def feed(self, rank: int, stream: Stream, data: bytes, now: float) -> None:
-        """Take bytes that a rank wrote and forward every line they complete.
+        """Add bytes of a rank, and forward every line that they complete.
 
         Args:
-            rank: Who wrote.
+            rank: The rank.
             stream: "out" or "err".
-            data: Any piece of the stream; lines may be cut anywhere.
-            now: The monotonic clock, in seconds.
+            data: Any piece of the stream; it may end within a line.
+            now: The time of the monotonic clock, in seconds.
         """
         if not data:
             return
@@ -218,15 +224,15 @@ class OutputForwarder:
         self._consume(source, data)
 
     def lost_files(self) -> list[LostFile]:
-        """Return the files that the forwarder could not write whole: logs, and the standard output."""
+        """Return the files that could not be written whole: logs, and the standard output."""
         return [*self._lost_output, *([] if self._logs is None else self._logs.lost_files())]
 
     def pass_raw(self, stream: Stream, data: bytes) -> None:
-        """Forward bytes of a rank that has the terminal as they are."""
+        """Forward bytes of a rank that has the terminal unchanged."""
         self._write(stream, data)
 
     def close(self, rank: int, stream: Stream) -> None:
-        """End a stream: a line without an end is forwarded as it is, and its file is closed. Repeating is harmless."""
+        """End a stream: forward a line without end as it is, and close the file. Idempotent."""
         source = self._source(rank, stream)
         if source.closed:
             return
@@ -243,25 +249,18 @@ class OutputForwarder:
             self._logs.close(rank, stream)
 
     def conceal(self, rank: int, stream: Stream, text: str) -> None:
-        """Keep from the sinks lines that a rank is about to write; its files hold them.
+        """Do not forward lines that a rank is about to write; its files get them.
 
-        Args:
-            rank: Who writes.
-            stream: Where.
-            text: Whole lines. Others may come between them.
+        `text` has whole lines; others may come between them.
         """
         self._concealed[rank, stream] = deque(
             text.encode("utf-8", "backslashreplace").split(b"\n")[:-1]
         )
 
     def tick(self, now: float) -> float | None:
-        """Show unfinished lines that have been idle for 0.2 s, such as prompts, on a terminal.
+        """Show unfinished lines on a terminal that have been idle for 0.2 s, such as prompts.
 
-        Args:
-            now: The monotonic clock, in seconds.
-
-        Returns:
-            When to call again at the latest, on the same clock, or None where nothing is waiting.
+        Return when to call again at the latest, on the clock of `now`, or None if nothing waits.
         """
         self._now = now
         following: float | None = None
@@ -279,7 +278,7 @@ class OutputForwarder:
         return following
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
-        """Return the last 40 lines that a rank wrote on both streams, in order, without colours and escaped."""
+        """Return the last 40 lines of a rank on both streams, escaped and without colours."""
         lines = [text for _, text, _ in self._tails.get(rank, ())]
         for stream in ("out", "err"):
             source = self._sources.get((rank, stream))
@@ -288,7 +287,7 @@ class OutputForwarder:
         return tuple(escape(_SEQUENCES.sub("", _decode(line))) for line in lines[-TAIL_LINES:])
 
     def stands_above(self, rank: int) -> bool:
-        """Return whether what `last_lines` returns is what was shown last, where `say` goes on."""
+        """Return whether the reader has just seen the lines of `last_lines`."""
         lines = self._tails.get(rank, ())
         recent = [one for one in self._recent if self._is_one or one[1] == "err"][-len(lines) :]
         is_all = len(recent) == len(lines) > 0 and all(who == rank for who, _ in recent)
@@ -300,12 +299,9 @@ class OutputForwarder:
         )
 
     def begin(self, mark: str) -> None:
-        """Begin anew: the ranks have ended, and are started again with the same names.
+        """Begin a new attempt, with ranks of the same names.
 
-        What they wrote last is forgotten. Their files go on, with a line that marks where.
-
-        Args:
-            mark: One line.
+        It forgets the last lines. The files continue after a line with `mark`.
         """
         for source in list(self._sources.values()):
             start = "\n" if source.pending else ""
@@ -318,25 +314,24 @@ class OutputForwarder:
         self._recent.clear()
 
     def say(self, text: str) -> None:
-        """Write text of the launcher itself, such as the failure block, to the standard error.
-
-        Args:
-            text: Whole lines; they are written as they are, at once.
-        """
+        """Write text of the launcher itself, whole lines, to standard error at once."""
         self._recent.append((-1, "err"))
         self._write("err", self._head(None, "err") + text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
-        """Write what the sinks have not taken yet, as far as they take it now."""
+        """Write waiting bytes, as far as the sinks take them now."""
         for stream in self._sinks:
             self._attempt(stream, b"")
 
     def is_forwarded(self, rank: int) -> bool:
-        """Return whether what a rank writes goes to a sink; of servers, which write nothing unless something is wrong, all does."""
+        """Return whether a sink gets the output of a rank.
+
+        It gets that of all servers, which write only about problems.
+        """
         return self._shown is None or rank in self._shown or (is_server(rank) and bool(self._shown))
 
     def finish(self) -> None:
-        """Close every stream, so that nothing is lost and the shell's prompt starts on a line of its own."""
+        """Close every stream; no bytes are lost, and the shell's prompt starts on a new line."""
         for source in list(self._sources.values()):
             self.close(source.rank, source.stream)
 
@@ -374,7 +369,7 @@ class OutputForwarder:
             source.returned = None
 
     def _forward(self, source: _Source, segments: list[tuple[bytes, bytes]]) -> None:
-        """Forward texts of one stream in one write; each is given with its line end, empty for a first part."""
+        """Forward texts of one stream, with their line ends, in one write."""
         is_forwarded = self.is_forwarded(source.rank)
         concealed = self._concealed.get((source.rank, source.stream))
         sink = self._sinks[source.stream]
@@ -411,14 +406,13 @@ class OutputForwarder:
             self._write(source.stream, head + body)
 
     def _is_due(self, source: _Source) -> bool:
-        """Return whether progress of a stream is forwarded now, where nothing replaces it."""
+        """Return whether to forward progress now, to an outlet that cannot replace it."""
         if source.progressed is not None and self._now - source.progressed < PROGRESS_S:
             return False
         is_first, source.progressed = source.progressed is None, self._now
         return not is_first
 
     def _show_held(self, source: _Source) -> None:
-        """Forward the last state of a progress line, which nothing will replace."""
         text, source.held = source.held, b""
         if text and self.is_forwarded(source.rank):
             sink = self._sinks[source.stream]
@@ -457,7 +451,7 @@ class OutputForwarder:
         return f"{label} ".encode()
 
     def _finish_progress(self, source: _Source) -> None:
-        """A line feed came after progress that was shown already: make it a line that stays."""
+        """Turn progress that was shown already into a line that stays, after its line feed."""
         text = source.returned
         sink = self._sinks[source.stream]
         lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
@@ -488,7 +482,7 @@ class OutputForwarder:
         self._write(source.stream, head + self._prefix(source, sink) + _safe(source.pending, True))
 
     def _head(self, source: _Source | None, stream: Stream) -> bytes:
-        """Return what must be written before a line: it clears an unfinished line of somebody else, or a prompt."""
+        """Return the bytes that clear a prompt or an unfinished line of another rank."""
         if not self._sinks[stream].is_terminal:
             return b""
         live, self._live = self._live, None
@@ -539,7 +533,7 @@ class OutputForwarder:
 
 
 class _Logs:
-    """The files of `log_dir`. A warning names the first one that cannot be written, and the job goes on."""
+    """The files of `log_dir`. A warning names the first one that cannot be written."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         check_folder(str(folder), "--log-dir")
@@ -550,11 +544,7 @@ class _Logs:
         self._lost: dict[tuple[int, Stream], LostFile] = {}
 
     def remove_others(self, ranks: Container[int]) -> None:
-        """Remove the files of an earlier job for ranks and servers that this one has not.
-
-        Args:
-            ranks: The numbers of this job's ranks and servers.
-        """
+        """Remove files of an earlier job for ranks and servers that this one does not have."""
         for path in self._folder.iterdir():
             match = _LOG.fullmatch(path.name)
             if match is None or path.is_symlink() or not path.is_file():  # we make regular files
@@ -568,7 +558,7 @@ class _Logs:
                 self._warn(f"cannot remove {path} of an earlier job: {why}; it is not of this job")
 
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
-        """Open a file: a fresh one, or with a mark that is written after what is there."""
+        """Open a file: a new one, or an existing one with a mark after its content."""
         flags = (
             os.O_WRONLY
             | os.O_CREAT
@@ -633,7 +623,7 @@ class _Logs:
 
 
 def _cut(text: bytes) -> int:
-    """Return where to cut a text that is too long: at most 16 KiB, and not inside a character."""
+    """Return where to cut a text that is too long: within 16 KiB, and not inside a character."""
     for back in range(4):
         if text[LINE_NBYTES - back] & 0xC0 != 0x80:
             return LINE_NBYTES - back

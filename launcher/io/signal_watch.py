@@ -1,4 +1,7 @@
-"""What asks the launcher to end, to stop for a while, or to pass a signal on; and the end of the program that started it."""
+"""Collects signals that end, stop or continue the launcher, or that it forwards.
+
+It also notices the end of the program that called `sv.run`.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ _NEVER_IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalWatch:
-    """Notes what comes while it is entered; handlers only note, whoever polls acts.
+    """Collects signals inside its `with` block.
+
+    Its handlers only note them; the owner polls and acts.
 
     Args:
-        environ: SYNCVAR_PARENT_FD there is the read end of a pipe whose other end `sv.run` holds: its end means that the
-            calling program is gone.
-        forwarded: Numbers of the signals that are to be passed on to the ranks.
+        environ: SYNCVAR_PARENT_FD in it is the read end of a pipe. `sv.run` holds the other end,
+            and its end means that the calling program is gone.
+        forwarded: The numbers of the signals to forward to the ranks.
 
     Attributes:
-        pending: Numbers of the signals to end that nobody has handled yet, oldest first.
-        passing: Numbers of the signals to pass on that nobody has passed on yet, oldest first.
-        is_orphan: The program that called `sv.run` is gone.
-        is_to_stop: Ctrl-Z was pressed (SIGTSTP came): whoever polls calls `stop`.
+        pending: The signals to end that no code has handled yet, oldest first.
+        passing: The signals that still have to be forwarded, oldest first.
+        is_orphan: Whether the program that called `sv.run` is gone.
+        is_to_stop: Whether Ctrl-Z was pressed (SIGTSTP), so that the owner should call `stop`.
     """
 
     def __init__(self, environ: Mapping[str, str], forwarded: Sequence[int] = ()) -> None:
@@ -70,7 +75,7 @@ class SignalWatch:
         return [self._read, self._parent] if self._parent >= 0 else [self._read]
 
     def readable(self, descriptor: int) -> None:
-        """Handle a descriptor that poll reported; others are not looked at."""
+        """Handle a descriptor that poll reported; ignore others."""
         if descriptor == self._read:
             os.read(self._read, 4096)
         elif descriptor == self._parent:
@@ -79,13 +84,13 @@ class SignalWatch:
             self.pending.append(signal.SIGHUP)
 
     def now(self) -> float:
-        """Return the seconds of a clock that stands while `stop` does: time stopped is nobody's silence, and no limit's."""
+        """Return the seconds of a clock that stands during `stop`, which counts for no limit."""
         return time.monotonic() - self._stopped_s
 
     def stop(self) -> float:
-        """Stop this process as Ctrl-Z does, and return when it goes on: how many seconds later.
+        """Stop this process as Ctrl-Z does; return, after it continues, how many seconds it stood.
 
-        Where no shell waits that could continue it (an orphaned process group), the system does not stop it.
+        In an orphaned process group no shell could continue it, and the system does not stop it.
         """
         self.is_to_stop = False
         began = time.monotonic()

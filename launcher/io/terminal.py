@@ -1,7 +1,8 @@
-"""The launcher's standard input, for a rank on another host: rank 0, or the one that is debugged and has the terminal.
+"""The launcher's standard input, for a rank on another host: rank 0, or the debugged rank.
 
-The latter gets a terminal of its own on its host, where lines are edited and echoed. The one here hands on key by key
-meanwhile. Ctrl-C and Ctrl-Z are no keys: they reach the launcher as signals, as on one host.
+The debugged rank gets a terminal of its own on its host, which edits and echoes lines. Meanwhile
+the terminal here forwards key by key. Ctrl-C and Ctrl-Z reach the launcher as signals, as on one
+host.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ _NO_SIZE = (0, 0)
 
 
 class Input:
-    """What comes on the launcher's standard input. It never blocks: its owner polls the descriptors.
+    """The launcher's standard input. It never blocks: its owner polls the descriptors.
 
     Args:
-        descriptor: Where it comes.
-        screen: Where what the rank writes goes.
-        is_debugged: The rank that reads it is debugged, and has a terminal where both of these are one.
+        descriptor: The descriptor of the input.
+        screen: The descriptor of the rank's output.
+        is_debugged: Whether the rank that reads is debugged; it has a terminal if both descriptors
+            are one.
 
     Attributes:
-        size: Rows and columns of the rank's terminal; None where it has none.
-        unfed: Bytes that have been read, and that the rank has not taken yet.
+        size: Rows and columns of the rank's terminal, or None.
+        unfed: The number of bytes that were read, and that the rank has not taken.
     """
 
     def __init__(self, descriptor: int, screen: int, *, is_debugged: bool) -> None:
@@ -55,11 +57,11 @@ class Input:
         )
 
     def is_at(self, descriptor: int) -> bool:
-        """Return whether a descriptor that poll reported is the one to read."""
+        """Return whether to read from this descriptor."""
         return descriptor == self._descriptor and not self._is_over
 
     def read(self) -> bytes | None:
-        """Return what has come: empty bytes at its end, None where there is nothing."""
+        """Return new bytes: empty at the end, None if there are none."""
         try:
             data = os.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -79,7 +81,7 @@ class Input:
         self.unfed = max(0, self.unfed - max(0, count))
 
     def take(self) -> tuple[int, int] | None:
-        """Hand on key by key from now on, once the terminal is ours; return its size where that has changed."""
+        """Forward key by key when the terminal is ours; return its size after a change."""
         if self.size is None or self._is_over or not self._is_ours():
             return None
         with contextlib.suppress(termios.error):
@@ -94,19 +96,19 @@ class Input:
         return self.size if self.size != before_size else None
 
     def let_go(self) -> None:
-        """Leave the terminal as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
         before, self._before = self._before, None
         if before is not None and self._is_ours():
             with contextlib.suppress(termios.error):
                 termios.tcsetattr(self._descriptor, termios.TCSADRAIN, before)
 
     def close(self) -> None:
-        """Read no more, and leave the terminal as it was. Idempotent."""
+        """Read no more, and restore the terminal. Idempotent."""
         self._is_over = True
         self.let_go()
 
     def _is_ours(self) -> bool:
-        """Return whether reading is ours to do: a terminal belongs to whom the shell has in its foreground."""
+        """Return whether we may read: the terminal belongs to the foreground process group."""
         try:
             return not os.isatty(self._descriptor) or os.tcgetpgrp(self._descriptor) == os.getpgrp()
         except OSError:
@@ -114,11 +116,7 @@ class Input:
 
 
 def open_terminal(size: Sequence[int]) -> tuple[int, int]:
-    """Return the two ends of a fresh terminal: ours, and the one for a rank.
-
-    Args:
-        size: Rows and columns.
-    """
+    """Return the two ends of a new terminal with these rows and columns: ours, and the rank's."""
     ours, theirs = os.openpty()
     attributes = termios.tcgetattr(theirs)
     attributes[1] &= ~termios.ONLCR  # the launcher's terminal does that
@@ -128,7 +126,7 @@ def open_terminal(size: Sequence[int]) -> tuple[int, int]:
 
 
 def resize(terminal: int, size: Sequence[int]) -> None:
-    """Give a terminal so many rows and columns."""
+    """Set rows and columns of a terminal."""
     with contextlib.suppress(OSError):
         fcntl.ioctl(
             terminal,

@@ -143,8 +143,8 @@ class Attempt:
             forwarder,
             watch,
             began=self.began,
-            is_restart=restarts > 0,
         )
+        self.report.is_restart = restarts > 0
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         processes = self.report.processes
         self.inquiries = StatusSocket(
@@ -453,7 +453,6 @@ class Attempt:
                 self.store.servers.ended(rank, reason)
 
     def _is_member(self, rank: int) -> bool:
-        """Return whether a rank has joined and has not left."""
         coordinator = self.store.coordinator
         return rank in coordinator.roll.members and rank not in coordinator.left
 
@@ -580,7 +579,6 @@ class Attempt:
     # -- watching ----------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Look at the states of all processes, once per heartbeat."""
         if now - self.looked < self.config.heartbeat_interval_s:
             return
         self.looked = now
@@ -623,7 +621,6 @@ class Attempt:
         self.supervisor.never_began(sentence, exit_codes.RENDEZVOUS)
 
     def _about(self) -> dict[str, Any]:
-        """Return what `syncvar stacks` shows of the job."""
         return {
             "name": self.job.job_id[:8],
             "pid": os.getpid(),

@@ -39,10 +39,11 @@ class AttemptReport:
     """Collects what the ranks were doing, and reports the outcome of an attempt.
 
     Attributes:
+        is_restart: Whether an attempt went before.
         has_notice: Whether the launcher has shown a sentence about stalls or shared memory.
     """
 
-    def __init__(  # noqa: PLR0913  (it reads all parts of the attempt)
+    def __init__(
         self,
         job: Job,
         supervisor: Supervisor,
@@ -52,7 +53,6 @@ class AttemptReport:
         watch: SignalWatch,
         *,
         began: float,
-        is_restart: bool,
     ) -> None:
         self._job = job
         self._supervisor = supervisor
@@ -60,7 +60,7 @@ class AttemptReport:
         self._store = store
         self._forwarder = forwarder
         self._watch = watch
-        self._is_restart = is_restart
+        self.is_restart = False
         self._began = began
         self._positions: dict[int, str] = {}
         self._is_whole = job.options.output.verbose
@@ -206,7 +206,7 @@ class AttemptReport:
         """
         has_notice = bool(outcome.interrupted) and self.has_notice
         has_folder = self._job.options.output.log_dir is not None
-        if outcome.cause is None and not (has_folder or has_notice or self._is_restart):
+        if outcome.cause is None and not (has_folder or has_notice or self.is_restart):
             self._job.records.remove()
             return ""
         return self._job.records.told()

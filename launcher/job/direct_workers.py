@@ -19,13 +19,11 @@ from syncvar_launcher.local.stack_requests import StackCollector
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from syncvar.core.stack_dump import Thread
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import WorkerProcess
-    from syncvar_launcher.local.stack_requests import StackRequest
 
 
 class DirectWorkers:
@@ -73,6 +71,16 @@ class DirectWorkers:
             str(program.cwd),
             is_command=program.kind == "command",
         )
+        # Its parts do the rest of the protocol.
+        self.unsent, self.look = processes.unsent, processes.look
+        self.state, self.busy_s = processes.state, processes.busy_s
+        self.send, self.send_groups = processes.send, processes.send_groups
+        self.kill = processes.kill
+        self.describe, self.take_said = self._sharing.describe, self._sharing.take_said
+        self.abort = self._sharing.abort
+        self.note, self.await_noted = self._stacks.note, self._stacks.await_noted
+        self.ask, self.answer = self._stacks.ask, self._stacks.answer
+        self.place_now, self.pid = self._stacks.place_now, self._stacks.pid
 
     @property
     def workers(self) -> Mapping[int, WorkerProcess]:
@@ -88,10 +96,6 @@ class DirectWorkers:
     def is_complete(self) -> bool:
         """Whether all ranks share one memory."""
         return self._sharing.is_complete
-
-    def describe(self) -> tuple[str, str]:
-        """Return the transport in few words, and in a line with the reason."""
-        return self._sharing.describe()
 
     def start(self) -> Iterator[Event]:
         """Start all servers and workers."""
@@ -159,42 +163,10 @@ class DirectWorkers:
         """Return the descriptors to poll for reading."""
         return [*self._processes.descriptors(takes), *self._sharing.descriptors()]
 
-    def unsent(self) -> list[int]:
-        """Return the descriptors to poll for writing: none."""
-        return []
-
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported; ignore others."""
         yield from self._processes.readable(descriptor)
         self._sharing.readable(descriptor)
-
-    def look(self) -> None:
-        """Note the control groups of the workers, to know why they end."""
-        self._processes.look()
-
-    def take_said(self) -> list[str]:
-        """Return the sentences to show since the last call."""
-        return self._sharing.take_said()
-
-    def state(self, rank: int) -> str:
-        """Return the state letter of a process, or an empty text when it has ended."""
-        return self._processes.state(rank)
-
-    def busy_s(self, rank: int) -> float:
-        """Return the processor time of a process in seconds."""
-        return self._processes.busy_s(rank)
-
-    def send(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to workers; SIGTERM also wakes those that are stopped."""
-        self._processes.send(ranks, number)
-
-    def send_groups(self, number: int) -> list[int]:
-        """Send a signal to the process groups of all ranks; return the ranks that get none."""
-        return self._processes.send_groups(number)
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        """Kill the sessions of workers, grandchildren included."""
-        self._processes.kill(ranks)
 
     def stop(self) -> None:
         """Stop the sessions of all workers."""
@@ -206,34 +178,6 @@ class DirectWorkers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._stopped.clear()
-
-    def abort(self, generation: int | None = None) -> None:
-        """Wake all ranks that wait in shared memory, of one generation or of all."""
-        self._sharing.abort(generation)
-
-    def note(self, ranks: Iterable[int]) -> None:
-        """Request the stacks that the report shows; a rank is asked only once."""
-        self._stacks.note(ranks)
-
-    def await_noted(self, limit_s: float) -> None:
-        """Wait for these stacks: a process that has ended answers no more."""
-        self._stacks.await_noted(limit_s)
-
-    def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
-        """Request the stack of a rank."""
-        return self._stacks.ask(rank, all_threads=all_threads)
-
-    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
-        """Return the answer to a request; None before it arrives, empty without a request."""
-        return self._stacks.answer(asked, is_last=is_last)
-
-    def place_now(self, rank: int) -> str:
-        """Return where a rank stands, in one line, or an empty text after a moment."""
-        return self._stacks.place_now(rank)
-
-    def pid(self, rank: int) -> int:
-        """Return the number of a process; -1 before it starts."""
-        return self._stacks.pid(rank)
 
     def close(self) -> Iterator[Event]:
         """Kill what still runs, and yield what it wrote."""

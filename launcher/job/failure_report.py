@@ -125,10 +125,10 @@ def failure_block(
           syncvar-launch --log-dir logs -n 3 a.py
     """
     alike, further = _groups(raised, failure)
-    lines = [_what(failure), *_evidence(failure, alike, is_whole)]
+    lines = [_what(failure), *_evidence(failure, alike, is_whole=is_whole)]
     shown = {one.rank for one in alike}
     for group in further[:_FURTHER]:
-        lines += _traceback(group, _limit(_FURTHER_LINES, is_whole))
+        lines += _traceback(group, _limit(_FURTHER_LINES, is_whole=is_whole))
         shown |= {one.rank for one in group}
     others = [other for other in others if other.rank not in shown]
     if others:
@@ -177,7 +177,7 @@ def interrupted_block(
     if places:
         lines += ["where they were:", *_others(places)]
     for group in _grouped(raised):
-        lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole))
+        lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole=is_whole))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -265,12 +265,12 @@ def _what(failure: FailureReport) -> str:
 
 
 def _evidence(
-    failure: FailureReport, alike: Sequence[WorkerTraceback], is_whole: bool
+    failure: FailureReport, alike: Sequence[WorkerTraceback], *, is_whole: bool
 ) -> list[str]:
     if failure.traceback.strip():
         return _traceback(
             alike or [WorkerTraceback(failure.rank, failure.traceback)],
-            _limit(_EVIDENCE_LINES, is_whole),
+            _limit(_EVIDENCE_LINES, is_whole=is_whole),
         )
     if failure.last_lines:
         lines = list(failure.last_lines[-_EVIDENCE_LINES:])
@@ -296,7 +296,6 @@ def _groups(
 
 
 def _grouped(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
-    """Return the exceptions in groups with the same calls."""
     groups: dict[str, list[WorkerTraceback]] = {}
     for one in raised:
         if one.traceback.strip():
@@ -355,7 +354,7 @@ def _shown(lines: Sequence[str]) -> list[str]:
     return [f"  {escape(line)}".rstrip() for line in lines]
 
 
-def _limit(count: int, is_whole: bool) -> int:
+def _limit(count: int, *, is_whole: bool) -> int:
     return _WHOLE_LINES if is_whole else count
 
 

@@ -424,7 +424,6 @@ class Supervisor:
     # -- inside ------------------------------------------------------------------------------------
 
     def _let_servers_go(self, now: float) -> list[Action]:
-        """Terminate the servers when the last worker has ended."""
         has_workers = self._awaited or any(not is_server(rank) for rank in self.running)
         if self._may_go or not self.running or has_workers:
             return []

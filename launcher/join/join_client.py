@@ -1,7 +1,8 @@
-"""`syncvar-launch --join HOST:PORT`: this host joins a job that listens, and serves it by the agent that ssh would start.
+"""`syncvar-launch --join HOST:PORT`: this host joins a job, and runs an agent for it.
 
-The agent talks on its pipes as ever; what goes through them travels over one encrypted ZeroMQ connection, which the launcher
-at its other end makes pipes of again. When the connection ends the agent's input does, and with it the workers here.
+The agent reads and writes its pipes as always. One encrypted ZeroMQ connection carries their bytes
+to the launcher, which turns them into pipes again. When the connection ends, so does the agent's
+input, and with it the workers here.
 """
 
 from __future__ import annotations
@@ -64,11 +65,7 @@ _FAILED = (
 
 
 def join(chosen: LaunchOptions) -> int:
-    """Join a job, serve it until it ends, and return its exit code.
-
-    Args:
-        chosen: The options, with `join`.
-    """
+    """Join a job, serve it until it ends, and return its exit code."""
     assert chosen.join.address is not None
     host, port = place_of(chosen.join.address)
     secret = join_secret(chosen.join.key_file)
@@ -85,7 +82,7 @@ def join(chosen: LaunchOptions) -> int:
 
 
 class _Host:
-    """This host, while it joins and has joined."""
+    """This host, before and after it has joined."""
 
     def __init__(
         self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: SignalWatch
@@ -133,7 +130,7 @@ class _Host:
         self._socket.connect(place)
 
     def serve(self) -> int:
-        """Do what is to be done until this host has no part in the job any more; return the exit code."""
+        """Serve the job until this host no longer belongs to it; return the exit code."""
         limit_s = self._chosen.runtime.rendezvous_timeout_s
         until = time.monotonic() + limit_s
         _say(f"joining {self._where}, for up to {limit_s:g} s")
@@ -158,7 +155,7 @@ class _Host:
         return self._code
 
     def close(self) -> None:
-        """End what runs here, and the connection. Idempotent."""
+        """End the agent and the connection. Idempotent."""
         if self._agent is not None:
             self._agent.close(_END_S)
             self._agent = None
@@ -267,7 +264,10 @@ class _Host:
             self._code = exit_codes.INTERNAL
 
     def _heed(self, number: int) -> None:
-        """Pass the first SIGTERM on to the agent, which lets its workers save and end; all else ends them."""
+        """Forward the first SIGTERM to the agent; other signals end the workers.
+
+        On SIGTERM the agent lets its workers save and end.
+        """
         if number == signal.SIGTERM and self._agent is not None and not self._notice:
             self._notice = number
             _say("SIGTERM goes on to the workers here, which may save; the next one ends them")
@@ -276,7 +276,6 @@ class _Host:
             self._leave(number)
 
     def _leave(self, number: int) -> None:
-        """End this host's part of the job, because a signal says so."""
         name = exit_codes.signal_name(number)
         _say(f"ended by {name}")
         self._code = 128 + number
@@ -292,7 +291,7 @@ class _Host:
 
 
 class _Agent:
-    """The agent here, which the launcher believes to have at hand."""
+    """The agent on this host."""
 
     def __init__(self) -> None:
         self._process = started(command_of(AGENT), inherited(os.environ, is_clear=False))
@@ -319,7 +318,7 @@ class _Agent:
         self._box.flush()
 
     def read(self, descriptor: int) -> list[bytes]:
-        """Return what the agent says, ready to be sent; what it writes on its standard error is shown here too."""
+        """Return messages of the agent, ready to be sent; show its standard error here, too."""
         try:
             data = os.read(descriptor, CHUNK)
         except BlockingIOError:
@@ -339,14 +338,14 @@ class _Agent:
         self._process.send_signal(number)
 
     def end_input(self) -> None:
-        """Let the agent end, by the end of its input."""
+        """Let the agent end by closing its input."""
         self._box.clear()
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def close(self, limit_s: float) -> int:
-        """Let the agent end, and kill it where it does not; return how it ended. Idempotent."""
+        """Let the agent end, or kill it; return its status. Idempotent."""
         self.end_input()
         for one in (self._process.stdout, self._process.stderr):
             if one is not None:

@@ -1,6 +1,7 @@
-"""What a host that joins and the launcher say to each other, around what its agent and the launcher say: a letter, then the rest.
+"""The frames between a joining host and the launcher: one type byte, then the payload.
 
-Bytes in, values out. The letters and the form of the greeting are the same in all versions: who has another version is told so.
+Messages of the agent travel inside INPUT and OUTPUT frames. Bytes in, values out. Type bytes and
+greeting are the same in all versions, so a host of another version gets an explanation.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Hello(NamedTuple):
-    """What a host says of itself when it joins.
+    """The greeting of a host that joins.
 
     Args:
-        name: Its name, for messages.
-        at: The address by which it reaches the launcher, its own.
-        slots: For how many workers it has place; None for one for each usable core.
+        name: The name for messages.
+        at: Its own address towards the launcher.
+        slots: Its slots for workers; None for one per usable core.
         cwd: The folder in which they start; None for the launcher's own.
-        syncvar: The version there.
-        protocol: That of the wire.
-        python: The version there.
+        syncvar: The version of syncvar there.
+        protocol: The version of the protocol there.
+        python: The version of Python there.
         byte_order: "little" or "big".
     """
 
@@ -63,13 +64,13 @@ class Hello(NamedTuple):
     byte_order: str
 
     def pack(self) -> bytes:
-        """Return it as bytes."""
+        """Return the greeting as bytes."""
         packed: bytes = msgpack.packb({"form": _FORM, **self._asdict()})
         return packed
 
     @classmethod
     def read(cls, data: bytes) -> Hello:
-        """Return what bytes say."""
+        """Return the greeting in these bytes."""
         try:
             found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
         except (ValueError, TypeError, msgpack.UnpackException):

@@ -17,7 +17,7 @@ _SHOWN = "--key-file "
 
 
 def make_key_file(path: Path) -> bool:
-    """Make a key file where there is none; return whether it was made."""
+    """Make a key file unless there is one; return whether it made one."""
     try:
         descriptor = create_file(path, PRIVATE)
     except FileExistsError:
@@ -30,5 +30,5 @@ def make_key_file(path: Path) -> bool:
 
 
 def join_secret(path: Path) -> bytes:
-    """Return what the connections of hosts that join are protected by."""
+    """Return the secret that protects the connections of hosts that join."""
     return derive(secret_of_file(str(path), _SHOWN), b"syncvar join")

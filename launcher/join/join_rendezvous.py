@@ -1,4 +1,4 @@
-"""The hosts that join a job: waited for, asked what they are, and taken or refused one by one, until there are enough."""
+"""The hosts that join a job: waits for them, and admits or rejects each until there are enough."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
-    """Return what is to be run on each host."""
+    """Return the command to run on each host."""
     return (
         f"syncvar-launch --join {bracketed(address)}:{port} --key-file "
         f"{shlex.quote(str(options.join.key_file))}"
@@ -66,17 +66,14 @@ class JoinGroup:
     """The hosts that join one job.
 
     Args:
-        options: What was asked for, with `listen`.
+        options: The options, with `join.listen`.
         say: Shows a sentence.
-        ask: Asks an agent what its host is.
-        called_by: The command by which the hosts have been told to join; empty where people tell them.
+        ask: Asks an agent for facts about its host.
+        called_by: The command that makes the hosts join; empty if people start it.
         why_ended: Returns why hosts will not join; empty while all may.
 
     Attributes:
-        place: Where the launcher listens, as `--join` takes it.
-
-    Raises:
-        ConfigError: Nothing can listen there, or the key file cannot be used.
+        place: The address of the launcher, as `--join` takes it.
     """
 
     def __init__(
@@ -106,7 +103,7 @@ class JoinGroup:
         self._command = join_command(address, self._door.port, options)
 
     def gather(self) -> list[RemoteHost]:
-        """Wait for as many hosts as the job needs, and return them in the order of their names."""
+        """Wait for as many hosts as the job needs, and return them sorted by name."""
         count = self._options.join.host_count
         whom = (
             f"{count} host{'s' * (count != 1)}"
@@ -129,7 +126,10 @@ class JoinGroup:
         return came
 
     def again(self, host: Host, machine: str) -> RemoteHost:
-        """Return the way to a new agent on a host whose agent is gone; where the host itself is, it may join once more."""
+        """Return the connection to a new agent on a host whose agent is gone.
+
+        If the host itself is gone, it may join once more.
+        """
         way = self._ways[host.name].again()
         if way is not None:
             self._ways[host.name] = way
@@ -158,7 +158,7 @@ class JoinGroup:
         return [escape(one) for one in self._door.take_said()]
 
     def close(self, exit_code: int) -> None:
-        """Tell all hosts how the job has ended, and listen no longer. Idempotent."""
+        """Send all hosts the exit code of the job, and stop listening. Idempotent."""
         self._door.close(exit_code)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -169,7 +169,6 @@ class JoinGroup:
         why_not: Callable[[RemoteHost, list[RemoteHost]], str],
         whom: str,
     ) -> list[RemoteHost]:
-        """Return the hosts that have joined, once they are enough."""
         came: list[RemoteHost] = []
         asked: list[RemoteHost] = []
         now = time.monotonic()
@@ -216,7 +215,7 @@ class JoinGroup:
         return came
 
     def _met(self, joined: JoinedHost) -> RemoteHost | None:
-        """Ask a host that has come what it is; None where its greeting says enough."""
+        """Ask a new host for its facts; None if its greeting is enough to reject it."""
         hello = joined.hello
         name = self._free_name(hello.name)
         known = {"launcher_at": self._address, "reached_at": hello.at}
@@ -234,7 +233,7 @@ class JoinGroup:
         return one
 
     def _free_name(self, name: str) -> str:
-        """Return a name that no other host has: its own, as far as it goes."""
+        """Return a name that no other host has, its own if possible."""
         number = 0
         found = name
         while found in self._ways:
@@ -277,10 +276,11 @@ class JoinGroup:
         )
 
     def _give_up(self, came: list[RemoteHost], whom: str) -> None:
+        who = f"By {self._called_by} each" if self._called_by else "Each"
         lines = [
             (
                 f"{whom} did not join within {self._limit_s:g} s; nothing was started. "
-                f"{f'By {self._called_by} each' if self._called_by else 'Each'} runs: {self._command}"
+                f"{who} runs: {self._command}"
             )
         ]
         lines += [
@@ -290,7 +290,7 @@ class JoinGroup:
         raise HostUnreachable("\n".join(map(escape, lines)))
 
     def _name(self, came: list[RemoteHost]) -> None:
-        """Give hosts that call themselves the same their addresses as names, where those tell them apart."""
+        """Give hosts with the same name their addresses as names, if those differ."""
         names = Counter(one.host.name.partition("#")[0] for one in came)
         addresses = Counter(self._addresses[one.host.name] for one in came)
         for one in came:

@@ -1,7 +1,8 @@
-"""Where hosts join a job: one address at which who has the key is let in, and each agent's way from there to the launcher.
+"""The address at which hosts join a job, and the connection of each agent to the launcher.
 
-To the launcher a host that has joined looks like one that ssh leads to: three pipes and an end. A thread carries what goes
-through them over one encrypted ZeroMQ socket; what is not read on one side is not taken on the other.
+It admits hosts with the key. For the launcher, a host that has joined looks like one that ssh leads
+to: three pipes and an exit status. A thread carries their bytes over one encrypted ZeroMQ socket.
+It takes no more on one side than the other side reads.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class JoinedHost(NamedTuple):
     """A host that has joined.
 
     Args:
-        hello: What it says of itself.
-        address: Where it comes from.
-        way: The way to its agent.
+        hello: Its greeting.
+        address: Its address.
+        way: The connection to its agent.
     """
 
     hello: Hello
@@ -67,11 +68,11 @@ class JoinedHost(NamedTuple):
 
 
 class AgentPipe:
-    """The way to the agent of a host that has joined, with the face of the process that would lead there.
+    """The connection to the agent of a host that has joined; it looks like a process.
 
     Args:
-        refuse: Tells the host why it is not wanted, and lets it go.
-        again: Starts another agent there, and returns the way to it; None where the host is gone.
+        refuse: Sends the host the reason why the job rejects it, and disconnects it.
+        again: Starts another agent there, and returns the connection; None if the host is gone.
         kill: Ends the agent.
     """
 
@@ -95,28 +96,28 @@ class AgentPipe:
         self._status: int | None = None
 
     def ended(self, status: int) -> None:
-        """Note how it ended; the first time counts."""
+        """Note the exit status; only the first one counts."""
         if not self._has_ended.is_set():
             self._status = status
             self._has_ended.set()
 
     def poll(self) -> int | None:
-        """Return how it ended; None where it has not."""
+        """Return the exit status, or None while the agent runs."""
         return self._status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended, once it has."""
+        """Return the exit status after the agent's end."""
         if not self._has_ended.wait(timeout) or self._status is None:
             raise subprocess.TimeoutExpired("the agent of a host that has joined", timeout or 0.0)
         return self._status
 
     def kill(self) -> None:
-        """End the agent there."""
+        """End the agent."""
         self._kill(self)
 
 
 class _Guest:
-    """A host that has joined, as the thread sees it."""
+    """A host that has joined, on the side of the thread."""
 
     def __init__(self, identity: bytes, name: str) -> None:
         self.identity = identity
@@ -128,7 +129,7 @@ class _Guest:
         self._status: int | None = None
 
     def begin(self, way: AgentPipe) -> None:
-        """Take the way to a new agent."""
+        """Adopt the connection to a new agent."""
         self.end(_LOST)
         self.let_go()
         self.way, self._status = way, None
@@ -146,13 +147,13 @@ class _Guest:
         return sum(box.nbytes for _, box in self._boxes)
 
     def write(self, number: int, data: bytes) -> None:
-        """Hand on what the agent has said (0) or written on its standard error (1)."""
+        """Forward output (0) or standard error (1) of the agent."""
         if self._boxes and self._status is None:
             self._boxes[number][1].add(data)
             self._boxes[number][1].flush()
 
     def read(self) -> bytes | None:
-        """Return what the launcher says to the agent: nothing at its end, None where there is nothing yet."""
+        """Return bytes for the agent: empty at the end, None if there are none yet."""
         try:
             data = os.read(self._source, CHUNK)
         except BlockingIOError:
@@ -164,21 +165,21 @@ class _Guest:
         return data
 
     def end(self, status: int) -> None:
-        """Note that the agent has ended; what it has said is still handed on."""
+        """Note that the agent has ended; its output still goes on."""
         if self.way is not None and self._status is None:
             self._status = status
             self._close_source()
         self.settle()
 
     def settle(self) -> None:
-        """Hand on what is held, and after the last of it the end."""
+        """Forward what is held, and then the end."""
         for _, box in self._boxes:
             box.flush()
         if self._status is not None and not self.held_nbytes:
             self.let_go()
 
     def let_go(self) -> None:
-        """Close all, whatever is held."""
+        """Close everything, and drop what is held."""
         self._close_source()
         for descriptor, _ in self._boxes:
             os.close(descriptor)
@@ -194,19 +195,16 @@ class _Guest:
 
 
 class Listener:
-    """Listens for hosts that join. One thread, ended by `close`.
+    """Listens for hosts that join, in one thread, until `close`.
 
     Args:
-        address: Where, an address of this machine.
-        port: At which port; 0 for any that is free.
-        secret: What protects the connections.
-        places: How many hosts may be here at once.
+        address: An address of this machine.
+        port: The port, or 0 for any free one.
+        secret: The secret that protects the connections.
+        places: How many hosts may be connected at once.
 
     Attributes:
-        port: Where it listens.
-
-    Raises:
-        ConfigError: It cannot listen there.
+        port: The port on which it listens.
     """
 
     def __init__(self, address: str, port: int, secret: bytes, places: int) -> None:
@@ -264,7 +262,7 @@ class Listener:
         self._thread.start()
 
     def descriptor(self) -> int:
-        """Return the descriptor to poll for reading: there is something to take."""
+        """Return the descriptor to poll for reading: `take` or `take_said` has something."""
         return self._news[0]
 
     def take(self) -> list[JoinedHost]:
@@ -278,14 +276,13 @@ class Listener:
         return list(_emptied(self._said))
 
     def fill(self, places: int) -> None:
-        """Say how many hosts may be here at once from now on."""
+        """Set how many hosts may be connected at once."""
         self._places = places
 
     def close(self, exit_code: int | None) -> None:
-        """Tell all hosts how the job has ended, and listen no longer. Idempotent.
+        """Send all hosts the exit code of the job, and stop listening. Idempotent.
 
-        Args:
-            exit_code: Of the job; None where there was none, which to them is the loss of the launcher.
+        Without an exit code the hosts report that the launcher is lost.
         """
         if self._thread.is_alive():
             self._exit_code = exit_code
@@ -301,7 +298,6 @@ class Listener:
     # -- the thread --------------------------------------------------------------------------------
 
     def _do(self, what: Callable[[], None]) -> None:
-        """Let the thread do something."""
         self._wanted.append(what)
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake[1], b"!")
@@ -396,7 +392,10 @@ class Listener:
         self._tell()
 
     def _begun(self, guest: _Guest) -> AgentPipe:
-        """Return the way to a new agent of a host. Called by the thread, or by who waits for it."""
+        """Return the connection to a new agent.
+
+        The thread or a caller that waits for it calls this.
+        """
 
         def refuse(reason: str) -> None:
             self._do(lambda: self._dismiss(guest, reason))
@@ -445,7 +444,7 @@ class Listener:
             self._send(guest, INPUT + data if data else END_INPUT)
 
     def _send(self, guest: _Guest, data: bytes) -> None:
-        """Send something to a host behind what is unsent; nothing to try again."""
+        """Send a frame to a host after unsent ones; without a frame try those again."""
         if data:
             guest.unsent.append(data)
         while guest.unsent:
@@ -470,7 +469,7 @@ class Listener:
         guest.let_go()
 
     def _look(self) -> bool:
-        """Handle what the socket tells of connections; return whether one has ended."""
+        """Handle connection events of the socket; return whether a connection has ended."""
         has_ended = False
         for event, value in events_of(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
@@ -489,7 +488,6 @@ class Listener:
         return has_ended
 
     def _say(self, sentence: str) -> None:
-        """Let something be shown, the same not too often."""
         now = time.monotonic()
         self._told = {each: at for each, at in self._told.items() if now - at < _SAY_EVERY_S}
         if sentence not in self._told and len(self._told) < _SAID_MAX:
@@ -499,7 +497,7 @@ class Listener:
 
 
 def _peer_of(descriptor: int) -> str:
-    """Return where a connection comes from that ZeroMQ has accepted, and may have closed again."""
+    """Return the peer address of a connection that ZeroMQ has accepted, and may have closed."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
         return str(one.getpeername()[0])
     return "somewhere"

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ON_HOSTS = {
-    "auto": "forked on each host that has several, where nothing speaks against it, else fresh processes",
+    "auto": (
+        "forked on each host that has several, where nothing speaks against it, "
+        "else fresh processes"
+    ),
     "spawn": "fresh processes: --start-method spawn",
     "fork": "forked: --start-method fork",
 }
@@ -39,7 +42,6 @@ class StartMethod(NamedTuple):
         return worker_command(kind, target, args, is_forked=self.is_forked)
 
     def __str__(self) -> str:
-        """Return method and reason."""
         return f"{'forked' if self.is_forked else 'fresh processes'}: {self.reason}"
 
 

@@ -1,4 +1,4 @@
-"""Signals that the launcher passes on: which, by name or number, and why others are its own."""
+"""The signals that the launcher can forward to ranks, and why it keeps others."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ _NOT_PASSED_ON: dict[int, str] = {
 
 
 def forwarded(text: str) -> tuple[int, ...]:
-    """Return the numbers of the signals that are passed on to all ranks.
+    """Return the numbers of the signals to forward.
 
-    Args:
-        text: Names with or without SIG, and numbers, separated by commas; or "none".
+    `text` has names, with or without SIG, and numbers, with commas; or is "none".
 
     Example:
         >>> forwarded("USR1,SIGUSR2,18"), forwarded("none")

@@ -48,12 +48,12 @@ _MOST = 1 << 16
 
 
 class HostfileError(ConfigError):
-    """Hosts that cannot be understood.
+    """A host file, or `-H`, with an error.
 
     Args:
-        source: The file's name, or the option.
-        line: The 1-based line, or 0 for an option.
-        column: The 1-based column.
+        source: The name of the file, or the option.
+        line: The line, from 1; 0 for an option.
+        column: The column, from 1.
         text: The whole line.
         reason: What is wrong, and what to write.
     """
@@ -70,18 +70,18 @@ class HostfileError(ConfigError):
 
 
 class Host(NamedTuple):
-    """One host, as it was named.
+    """One host as the user named it.
 
     Args:
-        name: Its name or address, as ssh gets it; without brackets.
-        slots: Workers for which it has place; None for one for each usable core.
-        max_slots: The most workers when all slots of all hosts are taken; None for `slots`.
-        user: The user there, for ssh; None for ssh's own choice.
-        port: The port of ssh there; None for ssh's own choice.
+        name: The name or address for ssh, without brackets.
+        slots: The number of workers that it takes; None for one per usable core.
+        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
+        user: The user for ssh; None for ssh's own choice.
+        port: The port of ssh; None for ssh's own choice.
         addr: The address for the job's links; None to find one.
-        python: The interpreter there; None for the launcher's own path.
+        python: The interpreter; None for the launcher's own path.
         cwd: The folder in which its workers start; None for the launcher's own.
-        origin: Where it was named, for messages: "hosts:3" or "-H".
+        origin: The source for messages: "hosts:3" or "-H".
     """
 
     name: str
@@ -95,16 +95,16 @@ class Host(NamedTuple):
     origin: str = ""
 
     def login(self) -> str:
-        """Return the host as ssh's command line has it, with the user."""
+        """Return the host with its user, for the command line of ssh."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 class Hosts(NamedTuple):
-    """What was read.
+    """The result of reading.
 
     Args:
-        hosts: Each host once, in the order in which they were first named.
-        notices: Sentences about what was put together, for the person who wrote it.
+        hosts: Each host once, in the order of first appearance.
+        notices: Sentences for the user about merged entries.
     """
 
     hosts: tuple[Host, ...]
@@ -112,7 +112,7 @@ class Hosts(NamedTuple):
 
 
 class _TextPosition(NamedTuple):
-    """Where a piece of text stands."""
+    """The position of a piece of text."""
 
     source: str
     line: int
@@ -130,11 +130,7 @@ class _TextPosition(NamedTuple):
 
 
 def parse_hostfile(content: bytes, source: str) -> Hosts:
-    r"""Return the hosts of a host file.
-
-    Args:
-        content: The file's bytes.
-        source: Its name, for messages.
+    r"""Return the hosts of a host file with the given bytes; `source` is its name for messages.
 
     Example:
         >>> parse_hostfile(b"a slots=2\nb:3", "hosts").hosts[1].slots
@@ -161,10 +157,6 @@ def parse_hostfile(content: bytes, source: str) -> Hosts:
 def parse_hosts(value: str, option: str = "-H") -> Hosts:
     """Return the hosts of a list with commas, such as "a:2,b:2" or "ann@n[1-3]:4".
 
-    Args:
-        value: The option's value.
-        option: Its name, for messages.
-
     Example:
         >>> [(one.name, one.slots) for one in parse_hosts("n[1-2]:4").hosts]
         [('n1', 4), ('n2', 4)]
@@ -184,10 +176,7 @@ def parse_hosts(value: str, option: str = "-H") -> Hosts:
 def selected(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
     """Return the hosts that `--include` names and `--exclude` does not, in their order.
 
-    Args:
-        hosts: All hosts.
-        include: Names with commas and bracket ranges; None for all.
-        exclude: The same; None for no host.
+    Both take names with commas and bracket ranges; None selects all, or excludes none.
 
     Example:
         >>> [one.name for one in selected(parse_hosts("n[1-4]").hosts, None, "n[2-3]")]
@@ -205,10 +194,7 @@ def selected(hosts: Sequence[Host], include: str | None, exclude: str | None) ->
 
 
 def expanded(name: str) -> Iterator[str]:
-    """Yield the names that a name with bracket ranges stands for; leading zeros are kept.
-
-    Args:
-        name: For instance "r[1-2]n[01-03,07]".
+    """Yield the names that a name with bracket ranges stands for, with leading zeros.
 
     Example:
         >>> list(expanded("n[08-10]"))
@@ -231,7 +217,7 @@ def expanded(name: str) -> Iterator[str]:
 
 
 def _without_comments(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each line with blanks for its comments, so that columns stay, and as it was."""
+    """Yield each line with blanks for its comments, so that columns stay, and the original line."""
     inside = False
     for raw in text.split("\n"):
         shown = raw.rstrip("\r")
@@ -259,7 +245,7 @@ def _without_comments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _between_commas(value: str) -> Iterator[tuple[str, int]]:
-    """Yield the words between the commas that stand outside of brackets, with their beginnings."""
+    """Yield the words between commas outside of brackets, with their positions."""
     start, depth = 0, 0
     for index, letter in enumerate(value):
         depth += (letter == "[") - (letter == "]")
@@ -274,7 +260,6 @@ def _line(
     named: list[tuple[Host, _TextPosition]],
     removed: list[tuple[str, _TextPosition]],
 ) -> None:
-    """Add what one line, or one word of an option, names."""
     first, place = tokens[0]
     if first.startswith("^"):
         for word, where in tokens[1:]:
@@ -343,7 +328,7 @@ def _host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int |
 
 
 def _names(name: str, place: _TextPosition) -> list[str]:
-    """Return the names that one with ranges stands for, each of them checked."""
+    """Return the names that one with ranges stands for, checked."""
     try:
         found = [one for _, one in zip(range(_MOST + 1), expanded(name), strict=False)]
     except ValueError as error:
@@ -382,7 +367,6 @@ def _address(literal: str, place: _TextPosition) -> str:
 
 
 def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
-    """Return the field and the value of `key=value`."""
     key, equals, value = word.partition("=")
     if not equals:
         hint = f"; write slots={word}" if word.isdigit() else ", which has the form key=value"
@@ -449,7 +433,7 @@ def _numbers(inside: str) -> Iterator[str]:
 def _joined(
     named: list[tuple[Host, _TextPosition]], removed: list[tuple[str, _TextPosition]], source: str
 ) -> Hosts:
-    """Return each host once: counts add up, and what was removed is gone."""
+    """Return each host once, with added counts and without removed ones."""
     hosts: dict[str, Host] = {}
     notices = []
     for host, place in named:

@@ -1,8 +1,8 @@
 """The table of the launcher's options: the only place where an option is declared.
 
 From a row come the argument parser, the help, the key of a TOML file, the environment variable
-(`SYNCVAR_LAUNCH_<KEY>`) and the field of `LaunchOptions` that gets the value. To add an option, add a
-row here, a field in `launch_options`, and a line in `configs/local.toml`.
+(`SYNCVAR_LAUNCH_<KEY>`) and the field of `LaunchOptions` that gets the value. To add an option, add
+a row here, a field in `launch_options`, and a line in `configs/local.toml`.
 """
 
 from __future__ import annotations

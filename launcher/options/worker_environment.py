@@ -1,8 +1,9 @@
-"""Which variables a worker gets: what it inherits, and what `--env` sets or copies.
+"""Decides which variables a worker gets: inherited ones, and those of `--env`.
 
-A worker on the launcher's own host inherits all variables unless it is told not to. One that does not (`--env-clear`, and
-any that another host starts) gets an allow-list and what `--env` names: whatever else the launcher's environment holds,
-tokens among it, stays there. `--env NAME` takes the value from the environment, so that no secret stands in a command line.
+A worker on the launcher's host inherits all variables. With `--env-clear`, and on other hosts, a
+worker gets only an allow-list and the variables of `--env`. So tokens in the launcher's environment
+stay there. `--env NAME` takes the value from the environment, so no secret stands on a command
+line.
 """
 
 from __future__ import annotations
@@ -101,12 +102,11 @@ _BY_NAME_ONLY = ("LD_PRELOAD", "LD_AUDIT", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
     """Return the variables that a worker inherits.
 
-    Args:
-        environ: The launcher's environment.
-        is_clear: Only those of the allow-list, as for `--env-clear` and for workers that another host starts.
+    `is_clear` limits them to the allow-list, as for `--env-clear` and on other hosts.
 
     Example:
-        >>> inherited({"PATH": "/bin", "LC_ALL": "C", "API_TOKEN": "x", "SYNCVAR_KEY": "y"}, is_clear=True)
+        >>> environ = {"PATH": "/bin", "LC_ALL": "C", "API_TOKEN": "x", "SYNCVAR_KEY": "y"}
+        >>> inherited(environ, is_clear=True)
         {'PATH': '/bin', 'LC_ALL': 'C'}
     """
     return {
@@ -117,7 +117,7 @@ def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
 
 
 def carried(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that travel to another host unasked: of the allow-list those that mean the same there.
+    """Return the variables of the allow-list that other hosts get, as they mean the same there.
 
     Example:
         >>> carried({"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"})
@@ -131,7 +131,7 @@ def carried(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_assignment(text: str) -> None:
-    """Check the form of what `--env` is given: NAME=value, NAME or PREFIX*."""
+    """Check the form of a value of `--env`: NAME=value, NAME or PREFIX*."""
     name, equals, _ = text.partition("=")
     if not equals and text.endswith("*"):
         if not _NAME.fullmatch(text[:-1]):
@@ -156,15 +156,16 @@ def check_assignment(text: str) -> None:
 
 
 def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> dict[str, str]:
-    """Return what `--env` sets or copies.
+    """Return the variables that `--env` sets or copies.
 
     Args:
-        items: As `check_assignment` takes them.
-        environ: The launcher's environment, from which a NAME, or all names with a PREFIX*, are copied.
-        source: Where the items were given, for messages.
+        items: Values of `--env`, checked by `check_assignment`.
+        environ: The launcher's environment, the source of copies.
+        source: The source of the items, for messages.
 
     Example:
-        >>> variables(["A=1", "LANG", "AWS_*"], {"LANG": "C", "AWS_REGION": "x", "AWS_ID": "y"}, "command line")
+        >>> environ = {"LANG": "C", "AWS_REGION": "x", "AWS_ID": "y"}
+        >>> variables(["A=1", "LANG", "AWS_*"], environ, "command line")
         {'A': '1', 'LANG': 'C', 'AWS_REGION': 'x', 'AWS_ID': 'y'}
     """
     result: dict[str, str] = {}
@@ -203,7 +204,6 @@ def _is_allowed(name: str) -> bool:
 
 
 def _may_be_copied(name: str) -> bool:
-    """Say whether a rule about many names may bring a variable."""
     return (
         bool(_NAME.fullmatch(name))
         and name not in _BY_NAME_ONLY

@@ -1,4 +1,4 @@
-"""The job of a scheduler (Slurm, PBS or LSF) in which the launcher runs, from its variables and files.
+"""The job of a scheduler (Slurm, PBS or LSF) in which the launcher runs.
 
 Such a job gives hosts, and a command that starts processes on them. The scheduler counts these
 processes as part of the job, and ends them with it. To add a scheduler, add a function like
@@ -62,15 +62,16 @@ def agent_command(job: Allocation, host: Host, python: str) -> list[str]:
 def allocation(
     environ: Mapping[str, str], own_name: str, read: Callable[[str], str]
 ) -> Allocation | None:
-    """Return the job of a scheduler in which this process runs; None where it runs in none.
+    """Return the job of a scheduler in which this process runs, or None.
 
     Args:
         environ: The environment.
-        own_name: What this host calls itself.
-        read: Returns what a file holds.
+        own_name: The name of this host.
+        read: Returns the content of a file.
 
     Example:
-        >>> job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
+        >>> job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3"}
+        >>> job |= {"SLURM_TASKS_PER_NODE": "2,1"}
         >>> [(one.name, one.slots) for one in allocation(job, "login", str).hosts]
         [('n1', 2), ('n2', 1)]
     """
@@ -168,7 +169,7 @@ def _pbs(
 
 
 def _names(text: str, source: str) -> list[str]:
-    """Return the names of a list of hosts, with ranges in brackets, as Slurm writes it."""
+    """Return the names of a host list as Slurm writes it, with ranges in brackets."""
     words, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
@@ -183,7 +184,7 @@ def _names(text: str, source: str) -> list[str]:
 
 
 def _spread(environ: Mapping[str, str], name: str, hosts: Sequence[str]) -> list[int]:
-    """Return the number for each host; empty where the variable is not set."""
+    """Return the number of each host; empty if the variable is not set."""
     if name not in environ:
         return []
     found = counts(environ[name], name)

@@ -1,6 +1,7 @@
-"""The hosts of a scheduler's job on which a command starts things that have no pipes to us, as pbsdsh does: each is told to join.
+"""Hosts whose scheduler starts processes without pipes to the launcher, as pbsdsh does.
 
-What is started there is `syncvar-launch --join`, with a key of its own in a folder that all hosts have, removed at the end.
+Each of them runs `syncvar-launch --join`, with a key of its own in a folder that all hosts have;
+the launcher removes the key at the end.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list
     """Return the command line by which a host of the job joins.
 
     Args:
-        options: What was asked for, with an allocation.
-        host: Which one.
-        place: Where the launcher listens.
+        options: The options, with an allocation.
+        host: The host.
+        place: The address of the launcher.
         key: The file with the key.
     """
     job = options.hosts.scheduled
@@ -58,19 +59,15 @@ def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list
 
 
 class Calling:
-    """The commands that are under way on the hosts of a job.
+    """The commands that run on the hosts of a job and make them join.
 
     Args:
-        options: What was asked for, with an allocation whose command has no pipes.
+        options: The options, with an allocation whose command has no pipes.
         say: Shows a sentence.
-        ask: Asks an agent what its host is.
+        ask: Asks an agent for facts about its host.
 
     Attributes:
         party: The hosts that join.
-
-    Raises:
-        HostUnreachable: The command cannot be started.
-        ConfigError: Nothing can listen here, or the folder of all hosts cannot be used.
     """
 
     def __init__(
@@ -113,7 +110,10 @@ class Calling:
             ) from error
 
     def close(self) -> None:
-        """Let the commands end, and remove the key. The party has told all hosts how the job has ended. Idempotent."""
+        """Let the commands end, and remove the key. Idempotent.
+
+        All hosts already know how the job has ended.
+        """
         with contextlib.suppress(OSError):
             self._key.unlink()
         for process in self._started.values():
@@ -125,7 +125,7 @@ class Calling:
         self._started.clear()
 
     def _why_ended(self) -> str:
-        """Return which hosts will not join, since what was to make them join has failed; empty where all may."""
+        """Return the hosts that will not join because their command failed, or an empty text."""
         failed = {
             host.name: status
             for host, process in self._started.items()
