@@ -28,7 +28,7 @@ from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
-from syncvar.variables.scope import places
+from syncvar.variables.scope import scope_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +175,7 @@ def parts_of_a_write(v: Any, x: Any, calls: int) -> list[tuple[str, float]]:
             and x.dtype == v._dtype  # noqa: SLF001
             and x.shape == v._shape  # noqa: SLF001
         ):  # noqa: SLF001
-            stack = places(context)
+            stack = scope_stack(context)
             if stack and stack[-1].owner is owner and owner.communicator.channel is not None:
                 pass
 

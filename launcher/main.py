@@ -61,10 +61,10 @@ def main(argv: list[str] | None = None) -> int:
     _open_streams()
     clock.read_limits(os.environ)
     clock.enter("starts the process that workers are forked from")
-    from syncvar_launcher.local.fork_client import started_ahead
+    from syncvar_launcher.local.fork_client import start_early
 
     arguments = sys.argv[1:] if argv is None else argv
-    ahead = started_ahead(arguments, os.environ)
+    ahead = start_early(arguments, os.environ)
     clock.enter("imports what reads its options")
     from syncvar.core import exit_codes
     from syncvar.core.errors import ConfigError, HostUnreachable, SyncvarError
@@ -136,11 +136,11 @@ def _find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
-    from syncvar.bootstrap.launch_env.detection import is_meant_alone, started_with_others
+    from syncvar.bootstrap.launch_env.detection import started_with_others, wants_world_of_one
     from syncvar.core.settings import doubtful_variables
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.resource_limits import check_limits
-    from syncvar_launcher.options.forwarded_signals import forwarded
+    from syncvar_launcher.options.forwarded_signals import parse_signals
 
     try:
         here = Path.cwd()
@@ -151,7 +151,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     clock.set_limits(
         chosen.runtime.missing_report_s, chosen.runtime.rendezvous_timeout_s + _SPARE_S
     )
-    if signal.SIGALRM in forwarded(chosen.limits.forward_signals):
+    if signal.SIGALRM in parse_signals(chosen.limits.forward_signals):
         clock.turn_off()
     if ahead is not None and (
         chosen.join.address is not None or chosen.has_hosts or chosen.program.dry_run
@@ -165,7 +165,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
         return join(chosen)
     if chosen.has_hosts:
         from syncvar_launcher.hosts import multi_host  # one host needs nothing of it
-    seen = None if is_meant_alone(os.environ) else started_with_others(os.environ)
+    seen = None if wants_world_of_one(os.environ) else started_with_others(os.environ)
     if seen is not None:
         sys.stderr.write(
             f"syncvar-launch: {seen[0]}, and each starts a job of its own beside the others; "
@@ -180,13 +180,13 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
             else Job(chosen, arguments, os.environ).dry_run()
         )
         return 0
-    for number in set(_EARLY).difference(forwarded(chosen.limits.forward_signals)):
+    for number in set(_EARLY).difference(parse_signals(chosen.limits.forward_signals)):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for sentence in doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
-    if chosen.runtime.opened and (chosen.has_hosts or chosen.ranks.fake_hosts > 1):
-        words = f"syncvar-launch: {chosen.runtime.opened}"
+    if chosen.runtime.exposure_warning and (chosen.has_hosts or chosen.ranks.fake_hosts > 1):
+        words = f"syncvar-launch: {chosen.runtime.exposure_warning}"
         sys.stderr.write(
             f"\x1b[31m{words}\x1b[0m\n"
             if chosen.output.has_color(is_terminal=sys.stderr.isatty())

@@ -296,9 +296,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name not in __all__ and not name.startswith("_") and not _is_module(name):
-        from syncvar.core.migration_hints import missing
+        from syncvar.core.migration_hints import missing_attribute
 
-        raise missing("sv", name, __all__)
+        raise missing_attribute("sv", name, __all__)
     return _found(name)
 
 

@@ -53,7 +53,7 @@ class AgentProcess(Protocol):
         """Kill it."""
 
 
-def started(
+def start_agent(
     argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start ssh, or an agent on this machine; `environ` None passes our own environment."""
@@ -95,7 +95,7 @@ class RemoteHost:
         self.began = time.monotonic()
         self.facts: dict[str, Any] = {}
         self.heard = time.monotonic()
-        self.why_gone = ""
+        self.loss_reason = ""
         self.is_ended = False
         self.staged = ""
         self._words = bytearray()
@@ -125,7 +125,7 @@ class RemoteHost:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message to the agent, unless it is gone."""
-        if not self.why_gone:
+        if not self.loss_reason:
             self._outbox.add(pack(kind, **fields))
             self.flush()
 
@@ -220,11 +220,11 @@ class RemoteHost:
         return None
 
     def _lose(self, why: str) -> None:
-        self.why_gone = self.why_gone or why
+        self.loss_reason = self.loss_reason or why
         self._outbox.clear()
 
 
-def polled(
+def poll_hosts(
     remotes: Sequence[RemoteHost], timeout_s: float, others: Sequence[int] = ()
 ) -> tuple[list[list[Message]], list[int]]:
     """Wait for messages, or for room to send; return the messages of each host.

@@ -328,7 +328,7 @@ class HostAgent:
         if self._start is not None:
             for sentence in self._start.sharing.take_said():
                 self._send("said", sentence=sentence)
-            if pids := self._start.take_begun():
+            if pids := self._start.pop_started():
                 self._send("began", pids=pids)
             for number, instead, threads in self._start.stood(now):
                 self._send("stood", number=number, instead=instead, threads=threads)

@@ -24,11 +24,11 @@ from syncvar_launcher.job.status_socket import ANSWER_S
 from syncvar_launcher.local.fork_client import ForkServer, ForkUnsupported, ServerEnded
 from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerOutput
 from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
-from syncvar_launcher.local.shm_service import Sharing
+from syncvar_launcher.local.shm_service import ShmService
 from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
-from syncvar_launcher.local.start_method import StartMethod, plan_beginning
+from syncvar_launcher.local.start_method import StartMethod, plan_start
 from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
-from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE, inherited
+from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE, inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +63,7 @@ class HostRanks:
         }
         self._order = order
         base = self._base()
-        self._beginning = plan_beginning(
+        self._beginning = plan_start(
             order.start_method,
             order.kind_of_target,
             order.target,
@@ -115,8 +115,8 @@ class HostRanks:
             raise
 
     @staticmethod
-    def _share(order: StartRequest, folder: Path) -> Sharing:
-        return Sharing(
+    def _share(order: StartRequest, folder: Path) -> ShmService:
+        return ShmService(
             order.job,
             order.shm_bytes,
             [len(order.ranks) - order.servers],
@@ -164,7 +164,7 @@ class HostRanks:
         """Return the ranks whose processes have not ended."""
         return [rank for rank, worker in self.agent.workers.items() if worker.status is None]
 
-    def take_begun(self) -> dict[int, int]:
+    def pop_started(self) -> dict[int, int]:
         """Return, once, the process of each rank that has started."""
         begun, self._begun = self._begun, {}
         return begun
@@ -281,7 +281,7 @@ class HostRanks:
 
     def _base(self) -> dict[str, str]:
         """Return the variables of all ranks: the order's, and the login's of no other job."""
-        own = inherited(os.environ, is_clear=self._order.is_clear)
+        own = inherited_variables(os.environ, is_clear=self._order.is_clear)
         return {
             **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
             **self._order.environ,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 
-def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
+def version_mismatch(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
     """Return why the ranks of two hosts cannot understand each other; empty if they can.
 
     `version`, `protocol`, `byte_order` and `python` are those of the other host. `remedy` says how
@@ -27,7 +27,7 @@ def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy
 
     Example:
         >>> ours = (syncvar.__version__, PROTOCOL_VERSION, sys.byteorder)
-        >>> why_unlike(*ours, "2.7.18", "use another")[:26]
+        >>> version_mismatch(*ours, "2.7.18", "use another")[:26]
         'it has Python 2.7.18, and '
     """
     if protocol != PROTOCOL_VERSION or version != syncvar.__version__:
@@ -44,11 +44,11 @@ def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy
     return ""
 
 
-def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> str:
+def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> str:
     """Return why a job cannot run on a host, and what to do; empty if it can."""
     joins = options.join.listen is not None
     other_python = "join by the same Python" if joins else "give python=PATH or --remote-python"
-    why = why_unlike(
+    why = version_mismatch(
         facts["syncvar"], facts["protocol"], facts["byte_order"], facts["python"], other_python
     )
     cwd = host.cwd or options.program.cwd

@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from syncvar.core.rank_text import rank_list
-from syncvar_launcher.hosts.placement import HostCapacity, placed
+from syncvar_launcher.hosts.placement import HostCapacity, place_workers
 from syncvar_launcher.hosts.provision import JobHosts
-from syncvar_launcher.hosts.staging import collected
+from syncvar_launcher.hosts.staging import collect_files
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
@@ -38,21 +38,21 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     _check_files(chosen)
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    with contextlib.closing(JobHosts(chosen, _say)) as fleet:
-        fleet.open(_import_the_rest)
+    with contextlib.closing(JobHosts(chosen, _say)) as host_group:
+        host_group.open(_import_the_rest)
         from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not before the logins
 
-        fleet.workers_of = partial(RemoteWorkers, fleet)
-        workers = sum(one.workers for one in fleet.sites)
+        host_group.workers_of = partial(RemoteWorkers, host_group)
+        workers = sum(one.workers for one in host_group.sites)
         shown_ranks(chosen.output.selection, workers)
         check_debugged(chosen.ranks.debug, workers)
-        fleet.exit_code = Job(
+        host_group.exit_code = Job(
             chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1)),
             arguments,
             os.environ,
-            fleet,
+            host_group,
         ).run()
-        return fleet.exit_code
+        return host_group.exit_code
 
 
 def _import_the_rest() -> None:
@@ -85,21 +85,21 @@ def dry_run(chosen: LaunchOptions) -> str:
     if chosen.join.listen is not None:
         return _dry_run_joined(chosen)
     rows = [("host", "slots", "named in", "reached by")]
-    with contextlib.closing(JobHosts(chosen, _say)) as fleet:
+    with contextlib.closing(JobHosts(chosen, _say)) as host_group:
         for host in chosen.hosts.entries:
             slots = "as many as cores" if host.slots is None else str(host.slots)
             slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
-            rows.append((host.name, slots, host.origin, shlex.join(fleet.command(host))))
+            rows.append((host.name, slots, host.origin, shlex.join(host_group.command(host))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
     if chosen.hosts.stage:
-        lines += ["", f"--stage copies to each host {collected(chosen).describe()}"]
+        lines += ["", f"--stage copies to each host {collect_files(chosen).describe()}"]
     known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts.entries]
     if all(one.slots is not None for one in chosen.hosts.entries):
-        sizes = placed(known, chosen.ranks.workers or None, chosen.hosts.map_by)
+        sizes = place_workers(known, chosen.ranks.workers or None, chosen.hosts.map_by)
         lines += [
             "",
             *(
@@ -145,7 +145,7 @@ def dry_run(chosen: LaunchOptions) -> str:
     ]
     lines += [f"workers are {ON_HOSTS[chosen.ranks.start_method]}"]
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
-    lines += [chosen.runtime.opened] if chosen.runtime.opened else []
+    lines += [chosen.runtime.exposure_warning] if chosen.runtime.exposure_warning else []
     return "".join(
         f"{escape(line)}\n"
         for line in (
@@ -180,7 +180,7 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
         f"  {join_command(address, port or 'PORT', chosen)}",
         f"key: {'read from' if is_there else 'to be made in'} {chosen.join.key_file}",
         *(
-            [f"--stage copies to each host {collected(chosen).describe()}"]
+            [f"--stage copies to each host {collect_files(chosen).describe()}"]
             if chosen.hosts.stage
             else []
         ),

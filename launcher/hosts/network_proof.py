@@ -55,7 +55,9 @@ def _interfaces_of_ipv6() -> Iterator[Interface]:
                 yield Interface(name, str(address))
 
 
-def allowed(found: Sequence[Interface], spec: str | None, reached_at: str | None) -> list[str]:
+def allowed_addresses(
+    found: Sequence[Interface], spec: str | None, reached_at: str | None
+) -> list[str]:
     """Return the addresses that a job may use, the best first.
 
     Args:
@@ -69,7 +71,7 @@ def allowed(found: Sequence[Interface], spec: str | None, reached_at: str | None
         >>> two = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7")]
         >>> two.append(Interface("lo", "127.0.0.1"))
         >>> spread = [(None, "10.9.0.7"), ("eth0", "10.9.0.7"), ("10.9.0.0/16", None)]
-        >>> tuple(allowed(two, spec, reached_at) for spec, reached_at in spread)
+        >>> tuple(allowed_addresses(two, spec, reached_at) for spec, reached_at in spread)
         (['10.9.0.7', '10.0.0.7'], ['10.0.0.7'], ['10.9.0.7'])
     """
     if spec is None:

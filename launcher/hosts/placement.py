@@ -24,7 +24,7 @@ class HostCapacity(NamedTuple):
     max_slots: int | None = None
 
 
-def placed(
+def place_workers(
     rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
 ) -> tuple[int, ...]:
     """Return the number of workers of each host; 0 for a host without any.
@@ -38,7 +38,7 @@ def placed(
 
     Example:
         >>> two = [HostCapacity("a", 4), HostCapacity("b", 4)]
-        >>> placed(two, 5), placed(two, 5, "host")
+        >>> place_workers(two, 5), place_workers(two, 5, "host")
         ((4, 1), (3, 2))
     """
     if workers is None:

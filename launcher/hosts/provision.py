@@ -18,17 +18,22 @@ from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_codes
 from syncvar.core.errors import HostUnreachable, WireError
 from syncvar.protocol.auth_keys import KEY_BYTES
-from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, RemoteHost, polled, started
+from syncvar_launcher.hosts.agent_connection import (
+    NOT_UNDERSTOOD,
+    RemoteHost,
+    poll_hosts,
+    start_agent,
+)
 from syncvar_launcher.hosts.agent_protocol import checked_list
 from syncvar_launcher.hosts.call_transfer import without_call
-from syncvar_launcher.hosts.host_checks import why_unfit
-from syncvar_launcher.hosts.network_proof import Interface, Listeners, allowed, interfaces
-from syncvar_launcher.hosts.placement import HostCapacity, placed
-from syncvar_launcher.hosts.ssh import AGENT, agent_words, ssh_command, why_failed
-from syncvar_launcher.hosts.staging import Collection, collected, stage
+from syncvar_launcher.hosts.host_checks import missing_resources
+from syncvar_launcher.hosts.network_proof import Interface, Listeners, allowed_addresses, interfaces
+from syncvar_launcher.hosts.placement import HostCapacity, place_workers
+from syncvar_launcher.hosts.ssh import AGENT, agent_command_line, ssh_command, ssh_error_text
+from syncvar_launcher.hosts.staging import Collection, collect_files, stage
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
-from syncvar_launcher.options.worker_environment import inherited
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.join.join_rendezvous import JoinGroup
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
-    from syncvar_launcher.schedulers.start_on_hosts import Calling
+    from syncvar_launcher.schedulers.start_on_hosts import StartedHosts
 
 _LOGINS_AT_ONCE = 16
 _LOGIN_S = 30.0
@@ -104,7 +109,7 @@ class JobHosts:
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
         self._party: JoinGroup | None = None
-        self._calling: Calling | None = None
+        self._calling: StartedHosts | None = None
         self._collection: Collection | None = None
         self.exit_code = exit_codes.RENDEZVOUS
 
@@ -115,7 +120,7 @@ class JobHosts:
         during the first logins.
         """
         if self._options.hosts.stage:
-            self._collection = collected(self._options)
+            self._collection = collect_files(self._options)
             self._say(f"--stage copies to each host {self._collection.describe()}")
         if self._options.join.listen is not None:
             from syncvar_launcher.join.join_rendezvous import (
@@ -131,9 +136,9 @@ class JobHosts:
             self._options.hosts.scheduled is not None
             and self._options.hosts.scheduled.starter.joins
         ):
-            from syncvar_launcher.schedulers.start_on_hosts import Calling  # likewise
+            from syncvar_launcher.schedulers.start_on_hosts import StartedHosts  # likewise
 
-            self._calling = Calling(self._options, self._say, self._ask)
+            self._calling = StartedHosts(self._options, self._say, self._ask)
             self._party = self._calling.party
             meanwhile()
             self._remotes = self._party.gather()
@@ -148,7 +153,7 @@ class JobHosts:
             for one in self._remotes
         ]
         workers = self._options.ranks.workers or None
-        sizes = placed(rooms, workers, self._options.hosts.map_by)
+        sizes = place_workers(rooms, workers, self._options.hosts.map_by)
         used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
         for one, size in zip(self._remotes, sizes, strict=True):
             if not size:
@@ -198,12 +203,12 @@ class JobHosts:
         )
         if self._is_without_ssh(host) and not joins:
             python = host.python or self._options.hosts.remote_python
-            return command_of(AGENT) if python is None else agent_words(python)
+            return command_of(AGENT) if python is None else agent_command_line(python)
         options = self._options
         if options.hosts.scheduled is not None and options.hosts.scheduled.starter.joins:
-            from syncvar_launcher.schedulers.start_on_hosts import join_words  # likewise
+            from syncvar_launcher.schedulers.start_on_hosts import join_argv  # likewise
 
-            return join_words(options, host, "ADDRESS:PORT", "KEYFILE")
+            return join_argv(options, host, "ADDRESS:PORT", "KEYFILE")
         if options.hosts.scheduled is not None:
             from syncvar_launcher.schedulers.allocation import agent_command  # likewise
 
@@ -225,7 +230,7 @@ class JobHosts:
         self._until = time.monotonic() + left_s
         for one in self.sites:
             one.remote.drain()  # messages since the last attempt are unread
-        gone = [place for place, one in enumerate(self.sites) if one.remote.why_gone]
+        gone = [place for place, one in enumerate(self.sites) if one.remote.loss_reason]
         if not gone:
             return
         for place in gone:
@@ -274,13 +279,13 @@ class JobHosts:
             for one in under_way:
                 if (
                     not one.facts
-                    and not one.why_gone
+                    and not one.loss_reason
                     and now >= min(one.began + _LOGIN_S, self._until)
                 ):
                     one.end("it does not answer in time")
             if now >= self._until:
                 waiting.clear()
-            under_way = [one for one in under_way if not one.facts and not one.why_gone]
+            under_way = [one for one in under_way if not one.facts and not one.loss_reason]
         self._refuse_silent(one for one in self._remotes if not one.facts)
 
     def _is_without_ssh(self, host: Host) -> bool:
@@ -300,20 +305,20 @@ class JobHosts:
     def _environment_for(self, host: Host) -> dict[str, str] | None:
         """Return the environment of the program that leads to a host; None for our own."""
         if self._is_without_ssh(host):
-            return inherited(os.environ, is_clear=True)
+            return inherited_variables(os.environ, is_clear=True)
         if self._options.hosts.scheduled is None:
             return None
         unset = self._options.hosts.scheduled.starter.unset
         return {
             name: value
-            for name, value in inherited(os.environ, is_clear=False).items()
+            for name, value in inherited_variables(os.environ, is_clear=False).items()
             if name not in unset
         }
 
     def _start(self, host: Host) -> RemoteHost:
         try:
             environ = self._environment_for(host)
-            one = RemoteHost(host, started(self.command(host), without_call(environ)))
+            one = RemoteHost(host, start_agent(self.command(host), without_call(environ)))
         except OSError as error:
             if error.errno in OF_LIMITS:
                 count = len(self._options.hosts.entries)
@@ -357,9 +362,9 @@ class JobHosts:
     def _why_silent(self, one: RemoteHost) -> str:
         python = self._options.hosts.remote_python or sys.executable
         if self._party is not None:
-            return one.words() or one.why_gone or "it does not answer in time"
-        if one.why_gone.startswith(NOT_UNDERSTOOD):
-            return f"{one.why_gone}; install the same syncvar on all"
+            return one.words() or one.loss_reason or "it does not answer in time"
+        if one.loss_reason.startswith(NOT_UNDERSTOOD):
+            return f"{one.loss_reason}; install the same syncvar on all"
         job = self._options.hosts.scheduled
         program = (
             "ssh"
@@ -368,9 +373,9 @@ class JobHosts:
             if self._is_without_ssh(one.host)
             else job.starter.program
         )
-        return why_failed(
+        return ssh_error_text(
             one.host,
-            one.status() if one.why_gone and not one.is_ended else None,
+            one.status() if one.loss_reason and not one.is_ended else None,
             one.words(),
             python,
             program,
@@ -400,7 +405,7 @@ class JobHosts:
         wrong = {
             one.host: why
             for one in remotes
-            if (why := why_unfit(one.facts, one.host, self._options))
+            if (why := missing_resources(one.facts, one.host, self._options))
         }
         if wrong:
             self._refuse(wrong)
@@ -517,7 +522,7 @@ class JobHosts:
             one.host.name if any(each.address == one.host.name for each in found) else ""
         )  # without ssh
         reached_at = _for_links(one.facts["reached_at"]) or named or ("127.0.0.1" if near else None)
-        return allowed(found, self._options.hosts.iface, reached_at)[:_ADDRESSES_MAX]
+        return allowed_addresses(found, self._options.hosts.iface, reached_at)[:_ADDRESSES_MAX]
 
     def _own_candidates(self) -> list[str]:
         seen = list(
@@ -531,9 +536,9 @@ class JobHosts:
         if seen and any(one.address == seen[0] for one in found):
             first = seen[0]
         more = seen if self._options.hosts.iface is None else []
-        return list(dict.fromkeys([*allowed(found, self._options.hosts.iface, first), *more]))[
-            : 2 * _ADDRESSES_MAX
-        ]
+        return list(
+            dict.fromkeys([*allowed_addresses(found, self._options.hosts.iface, first), *more])
+        )[: 2 * _ADDRESSES_MAX]
 
     def _await(
         self,
@@ -547,9 +552,11 @@ class JobHosts:
     ) -> None:
         """Wait until each agent has sent something, or is gone, or the time has passed."""
         until = min(time.monotonic() + limit_s, self._until)
-        missing = [one for one in remotes if not one.why_gone]  # `polled` waits in vain for these
+        missing = [
+            one for one in remotes if not one.loss_reason
+        ]  # `poll_hosts` waits in vain for these
         while missing and (left_s := until - time.monotonic()) > 0:
-            said, ready = polled(missing, left_s, listeners.descriptors() if listeners else ())
+            said, ready = poll_hosts(missing, left_s, listeners.descriptors() if listeners else ())
             heard = []
             for one, messages in zip(missing, said, strict=True):
                 for message in messages:
@@ -562,7 +569,7 @@ class JobHosts:
             for descriptor in ready:
                 if listeners is not None:
                     listeners.readable(descriptor)
-            missing = [one for one in missing if one not in heard and not one.why_gone]
+            missing = [one for one in missing if one not in heard and not one.loss_reason]
             if is_one_enough and len(missing) < len(remotes):
                 return
 

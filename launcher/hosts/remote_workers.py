@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncvar.core.errors import WireError
 from syncvar.core.exit_codes import INTERNAL
-from syncvar.core.output_files import EVIDENCE, LostFile, why_unwritten
+from syncvar.core.output_files import EVIDENCE, LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0
-from syncvar.core.stack_dump import StackFrame, Thread, where
-from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, polled
+from syncvar.core.stack_dump import StackFrame, Thread, stack_text
+from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, poll_hosts
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
 from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, keep_result
-from syncvar_launcher.hosts.staging import place_there
+from syncvar_launcher.hosts.staging import folder_and_target
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.io.terminal import Input
 from syncvar_launcher.local.local_workers import (
@@ -32,7 +32,7 @@ from syncvar_launcher.local.local_workers import (
 )
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
 from syncvar_launcher.local.stack_requests import ENDED, NOT_STARTED, StackRequest
-from syncvar_launcher.options.worker_environment import carried
+from syncvar_launcher.options.worker_environment import carried_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +74,7 @@ class RemoteWorkers:
     """The workers of one attempt, each started by the agent of its host.
 
     Args:
-        fleet: The hosts.
+        host_group: The hosts.
         job: The job.
         here: The processes of this machine, of which there are none; its cleanup process removes
             `folder` if the launcher is killed.
@@ -91,7 +91,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        fleet: JobHosts,
+        host_group: JobHosts,
         job: Job,
         here: LocalWorkers,
         folder: Path,
@@ -100,7 +100,7 @@ class RemoteWorkers:
         generation: int,
         restarts: int,
     ) -> None:
-        self._fleet = fleet
+        self._host_group = host_group
         self._job = job
         self._here = here
         self._folder = folder
@@ -111,7 +111,7 @@ class RemoteWorkers:
         self.places: dict[int, str] = {}
         self._shm_unavailable_reason = [
             shm_unavailable_reason(job.options, job.processor_of(host), site.workers)
-            for host, site in enumerate(fleet.sites)
+            for host, site in enumerate(host_group.sites)
         ]
         self.is_complete = self._shm_unavailable_reason == [""]
         self._running: set[int] = set()
@@ -139,15 +139,15 @@ class RemoteWorkers:
         chosen, config = self._job.options, self._job.config
         forget_results(self._job.environ)
         # For all hosts first: a wrong binding must fail before anything starts.
-        bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
+        bindings = [self._job.binding_of(index) for index in range(len(self._host_group.sites))]
         torch = {}
         if chosen.ranks.torch_env:
             torch = {
-                "MASTER_ADDR": self._fleet.sites[0].address,
-                "MASTER_PORT": str(self._fleet.free_port()),
+                "MASTER_ADDR": self._host_group.sites[0].address,
+                "MASTER_PORT": str(self._host_group.free_port()),
             }
         first = 0
-        for index, site in enumerate(self._fleet.sites):
+        for index, site in enumerate(self._host_group.sites):
             ranks = range(first, first + site.workers)
             first += site.workers
             servers = [number for number in self._job.servers if self._job.host_of(number) == index]
@@ -163,11 +163,11 @@ class RemoteWorkers:
                     for rank in ranks
                 ),
             ]
-            cwd, target = place_there(site.remote, chosen)
+            cwd, target = folder_and_target(site.remote, chosen)
             start = {
                 "job": self._job.job_id,
                 "generation": self._generation,
-                "secret": self._fleet.secret,
+                "secret": self._host_group.secret,
                 "ranks": told,
                 "shm_bytes": config.shm_bytes,
                 "core_count": site.facts["core_count"],
@@ -180,7 +180,7 @@ class RemoteWorkers:
                 "kind_of_target": chosen.program.kind,
                 "target": target,
                 "args": list(chosen.program.args),
-                "environ": {**carried(self._job.environ), **chosen.program.env},
+                "environ": {**carried_variables(self._job.environ), **chosen.program.env},
                 "servers": len(servers),
             }
             self.workers |= dict.fromkeys((*servers, *ranks), site)
@@ -191,7 +191,7 @@ class RemoteWorkers:
             site.remote.send("begin", start=start)
         self._input.take()
 
-    def start_again(self, rank: int, incarnation: int) -> Iterator[Event]:
+    def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start a rank again, alone; it gets no input."""
         site = self.workers[rank]
         host = self._job.host_of(rank)
@@ -224,9 +224,9 @@ class RemoteWorkers:
     def describe(self) -> tuple[str, str]:
         """Return the transport in few words, and as a whole line."""
         within = "shared memory" if "" in self._shm_unavailable_reason else "unix sockets"
-        hosts, way = len(self._fleet.sites), self._job.config.between_hosts
+        hosts, way = len(self._host_group.sites), self._job.config.between_hosts
         between = f" on each host; {way} between {hosts} hosts" if hosts > 1 else ""
-        if hosts > 1 and all(site.workers == 1 for site in self._fleet.sites):
+        if hosts > 1 and all(site.workers == 1 for site in self._host_group.sites):
             within, between = "", f"{way} between {hosts} hosts"
         return f"{within}{between}", f"transport: {within}{between}"
 
@@ -242,13 +242,17 @@ class RemoteWorkers:
                 )
                 self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
         watched = [
-            descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()
+            descriptor
+            for site in self._host_group.sites
+            for descriptor in site.remote.descriptors()
         ]
         return [*watched, *self._input.descriptors()] if self._reader in self.workers else watched
 
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
-        return [descriptor for site in self._fleet.sites for descriptor in site.remote.unsent()]
+        return [
+            descriptor for site in self._host_group.sites for descriptor in site.remote.unsent()
+        ]
 
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported."""
@@ -259,20 +263,20 @@ class RemoteWorkers:
             if data is not None:
                 self.workers[self._reader].remote.send("input", data=data)
             return
-        for site in self._fleet.sites:
+        for site in self._host_group.sites:
             site.remote.flush()
             for message in site.remote.readable(descriptor):
                 yield from self._understood(message, site)
-            if site.remote.why_gone:
+            if site.remote.loss_reason:
                 yield from self._lose(site)
 
     def look(self) -> None:
         """Send a heartbeat to all hosts, and check theirs."""
         now = time.monotonic()
-        for site in self._fleet.sites:
+        for site in self._host_group.sites:
             site.remote.send("beat")
             silent_s = now - site.remote.heard
-            if silent_s > self._job.config.host_silence_s and not site.remote.why_gone:
+            if silent_s > self._job.config.host_silence_s and not site.remote.loss_reason:
                 site.remote.end(
                     f"nothing has come from it for {silent_s:.1f} s; "
                     "its ranks may run on until its agent continues or ends"
@@ -300,7 +304,7 @@ class RemoteWorkers:
 
         An event `Spared` names ranks that do not expect it, later.
         """
-        for site in self._fleet.sites:
+        for site in self._host_group.sites:
             site.remote.send("signal_groups", number=number)
         return []
 
@@ -312,24 +316,24 @@ class RemoteWorkers:
     def stop(self) -> None:
         """Stop the sessions of all workers."""
         self._input.let_go()
-        for site in self._fleet.sites:
+        for site in self._host_group.sites:
             site.remote.send("stop")
 
     def resume(self) -> None:
         """Continue what `stop` has stopped."""
-        for site in self._fleet.sites:
+        for site in self._host_group.sites:
             site.remote.heard = time.monotonic()
             site.remote.send("resume")
 
     def abort(self, generation: int | None = None) -> None:
         """Wake all ranks that wait in shared memory."""
-        for site in self._fleet.sites:
+        for site in self._host_group.sites:
             site.remote.send("abort", generation=generation)
 
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""
         said, self._said = self._said, []
-        return [*said, *self._fleet.take_said()]
+        return [*said, *self._host_group.take_said()]
 
     # -- where ranks stand -------------------------------------------------------------------------
 
@@ -371,14 +375,14 @@ class RemoteWorkers:
         if asked.start < 0:
             return ""
         site, until = self.workers[rank], time.monotonic() + _MOMENT_S
-        while (threads := self.answer(asked)) is None and not site.remote.why_gone:
+        while (threads := self.answer(asked)) is None and not site.remote.loss_reason:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 break
-            (said,), _ = polled([site.remote], left_s)
+            (said,), _ = poll_hosts([site.remote], left_s)
             for message in said:
                 self._late += self._understood(message, site)
-        return where(threads[0].frames, str(self._job.options.program.cwd)) if threads else ""
+        return stack_text(threads[0].frames, str(self._job.options.program.cwd)) if threads else ""
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process on its host; -1 if unknown."""
@@ -393,7 +397,7 @@ class RemoteWorkers:
         self._is_closing = True
         self._input.close()
         yield from self._here.close()
-        waiting = [site for site in self._fleet.sites if not site.remote.why_gone]
+        waiting = [site for site in self._host_group.sites if not site.remote.loss_reason]
         for site in waiting:
             for rank, own in self.workers.items():
                 if own is site:
@@ -405,7 +409,7 @@ class RemoteWorkers:
         idle_s = dict.fromkeys((site.name for site in waiting), 0.0)
         while waiting:
             began = time.monotonic()
-            said, _ = polled([site.remote for site in waiting], 1.0)
+            said, _ = poll_hosts([site.remote for site in waiting], 1.0)
             waited_s = time.monotonic() - began
             have_ended = set()
             for site, messages in zip(waiting, said, strict=True):
@@ -421,10 +425,12 @@ class RemoteWorkers:
                     )
                     site.remote.end("it does not answer in time")
             waiting = [
-                site for site in waiting if site.name not in have_ended and not site.remote.why_gone
+                site
+                for site in waiting
+                if site.name not in have_ended and not site.remote.loss_reason
             ]
-        for site in self._fleet.sites:
-            if site.remote.why_gone:
+        for site in self._host_group.sites:
+            if site.remote.loss_reason:
                 yield from self._lose(site)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -552,7 +558,7 @@ class RemoteWorkers:
                 write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
             except OSError as error:
                 origin = EVIDENCE if is_record(name) else "--stats"
-                lost = LostFile(str(folder / name), origin, why_unwritten(error))
+                lost = LostFile(str(folder / name), origin, write_error_text(error))
                 self._job.lost_files.add([lost], site.name)
 
     def _keep_result(self, message: Message, site: HostSlot) -> None:
@@ -564,7 +570,7 @@ class RemoteWorkers:
             keep_result(self._job.environ, name, message["data"], is_last=message["is_last"])
         except OSError as error:
             self._lost_results.add(name)
-            lost = LostFile(name, "sv.run", why_unwritten(error))
+            lost = LostFile(name, "sv.run", write_error_text(error))
             self._job.lost_files.add([lost], site.name)
 
     def _running_on(self, site: HostSlot) -> list[int]:
@@ -584,7 +590,8 @@ class RemoteWorkers:
         for rank in ranks:
             self._running.discard(rank)
             yield WorkerUnreachable(
-                rank, escape(f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}")
+                rank,
+                escape(f"its host {site.name} is gone: {site.remote.loss_reason}{ended}{last}"),
             )
 
 

@@ -90,15 +90,15 @@ def remote_command(python: str) -> str:
         >>> remote_command("/opt/my env/bin/python").partition(" -P -c ")[0]
         "exec '/opt/my env/bin/python'"
     """
-    return "exec " + shlex.join(agent_words(python))
+    return "exec " + shlex.join(agent_command_line(python))
 
 
-def agent_words(python: str) -> list[str]:
+def agent_command_line(python: str) -> list[str]:
     """Return the command line of an agent under an interpreter."""
-    return words_for(python, AGENT)
+    return module_command(python, AGENT)
 
 
-def words_for(python: str, module: str) -> list[str]:
+def module_command(python: str, module: str) -> list[str]:
     """Return the command line of one of our modules under an interpreter."""
     return [python, "-P", "-c", _BEGIN, module]
 
@@ -122,7 +122,7 @@ def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -
     return [*ssh, *SSH_OPTIONS, *chosen, "--", host.login(), remote_command(host.python or python)]
 
 
-def why_failed(
+def ssh_error_text(
     host: Host, status: int | None, words: str, python: str, program: str = "ssh"
 ) -> str:
     """Return why no agent answers on a host, and what to do.
@@ -137,7 +137,7 @@ def why_failed(
     Example:
         >>> from syncvar_launcher.options.hostfile import Host
         >>> refused = "ssh: connect to host n1 port 22: Connection refused"
-        >>> why_failed(Host("n1"), 255, refused, "python3")
+        >>> ssh_error_text(Host("n1"), 255, refused, "python3")
         'nobody listens for ssh there; start sshd, or give its port (port=N, --ssh-port)'
     """
     is_ssh = program == "ssh"

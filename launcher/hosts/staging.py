@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.agent_connection import polled
+from syncvar_launcher.hosts.agent_connection import poll_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,7 +108,7 @@ def _source_of(options: LaunchOptions) -> Path:
     return path.parent
 
 
-def collected(options: LaunchOptions) -> Collection:
+def collect_files(options: LaunchOptions) -> Collection:
     """Return what `--stage` copies; the key file never is."""
     folder = _source_of(options)
     root = Path(os.path.realpath(folder))
@@ -177,7 +177,7 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
             ):
                 moved[one.host.name] = time.monotonic()
                 one.send(**message)
-        said, _ = polled(waiting, 0.0 if any(one.why_gone for one in waiting) else 1.0)
+        said, _ = poll_hosts(waiting, 0.0 if any(one.loss_reason for one in waiting) else 1.0)
         for one, messages in zip(waiting, said, strict=True):
             for message in messages:
                 if message["kind"] == "staged":
@@ -189,17 +189,17 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
                     )
             if (
                 not one.staged
-                and not one.why_gone
+                and not one.loss_reason
                 and time.monotonic() - moved[one.host.name] > _PROGRESS_S
             ):
                 one.end(f"it has taken nothing of the copy for {_PROGRESS_S:g} s")
-            if one.why_gone:
-                why[one.host.name] = one.words() or one.why_gone
+            if one.loss_reason:
+                why[one.host.name] = one.words() or one.loss_reason
         waiting = [one for one in waiting if not one.staged and one.host.name not in why]
     return why
 
 
-def place_there(remote: RemoteHost, options: LaunchOptions) -> tuple[str, str]:
+def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, str]:
     """Return the folder in which workers start on a host, and their target there."""
     if not remote.staged:
         return remote.host.cwd or str(options.program.cwd), options.program.target

@@ -17,7 +17,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from syncvar.core.output_files import LostFile, check_folder, why_unwritten
+from syncvar.core.output_files import LostFile, check_folder, write_error_text
 from syncvar.core.private_files import REQUESTED
 from syncvar.core.process_ids import SERVER_0, is_server, process_name, short_name
 
@@ -521,10 +521,10 @@ class OutputForwarder:
                 self.broken = getattr(error, "errno", None) == errno.EPIPE
                 if not self.broken:
                     self._lost_output.append(
-                        LostFile("the standard output", "the launcher", why_unwritten(error))
+                        LostFile("the standard output", "the launcher", write_error_text(error))
                     )
                     self._warn(
-                        f"cannot write to the standard output: {why_unwritten(error)}; the job "
+                        f"cannot write to the standard output: {write_error_text(error)}; the job "
                         "goes on without it"
                     )
 
@@ -554,7 +554,7 @@ class _Logs:
             try:
                 path.unlink()
             except OSError as error:
-                why = why_unwritten(error)
+                why = write_error_text(error)
                 self._warn(f"cannot remove {path} of an earlier job: {why}; it is not of this job")
 
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
@@ -612,12 +612,12 @@ class _Logs:
         return self._folder / f"{process_name(rank).replace(' ', '-')}.{stream}"
 
     def _failed(self, rank: int, stream: Stream, error: OSError) -> None:
-        lost = LostFile(str(self._path(rank, stream)), "--log-dir", why_unwritten(error))
+        lost = LostFile(str(self._path(rank, stream)), "--log-dir", write_error_text(error))
         self._lost.setdefault((rank, stream), lost)
         if not self._warned:
             self._warned = True
             self._warn(
-                f"cannot write {self._path(rank, stream)}: {why_unwritten(error)}; the job goes "
+                f"cannot write {self._path(rank, stream)}: {write_error_text(error)}; the job goes "
                 "on without this log"
             )
 

@@ -21,7 +21,7 @@ from syncvar.core import exit_codes
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
-from syncvar.core.status_pipe import BEGUN
+from syncvar.core.status_pipe import STARTED
 from syncvar.protocol.failure_detector import Health
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
 from syncvar_launcher.job.attempt_report import AttemptReport
@@ -170,14 +170,14 @@ class Attempt:
         here = LocalWorkers(directory.path, directory.lock, self.server)
         args = (self.options.ranks.workers, job.job_id, job.config, self.number)
         starts = {"generation": self.number, "restarts": self.restarts}
-        if job.fleet is not None:
+        if job.host_group is not None:
             keys = None
             if job.config.encryption != "off":
                 from syncvar.transports.curve import link_keys
 
-                keys = link_keys(job.fleet.secret, job.job_id)
-            self.store = RendezvousServer(tcp_endpoint(job.fleet.address, "*"), *args, keys)
-            self.workers: Workers = job.fleet.workers_of(
+                keys = link_keys(job.host_group.secret, job.job_id)
+            self.store = RendezvousServer(tcp_endpoint(job.host_group.address, "*"), *args, keys)
+            self.workers: Workers = job.host_group.workers_of(
                 job, here, directory.path, self.store.endpoint, **starts
             )
             return
@@ -216,7 +216,7 @@ class Attempt:
     # -- starting ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        is_local, is_verbose = self.job.fleet is None, self.options.output.verbose
+        is_local, is_verbose = self.job.host_group is None, self.options.output.verbose
         if (sys.stderr.isatty() or is_verbose) and not self.restarts:
             bound = f" | {self.job.binding.reason}" if is_local else ""
             transport, _ = self.workers.describe()
@@ -407,7 +407,7 @@ class Attempt:
     def _handle_status(self, event: WorkerStatus, now: float) -> None:
         rank, record = event.rank, event.record
         kind = record.get("event")
-        if kind == BEGUN:
+        if kind == STARTED:
             self.progress.reached(rank, now)
         elif kind == "goodbye":
             self.supervisor.goodbye(rank)
@@ -465,7 +465,7 @@ class Attempt:
                 self.workers.abort()  # first: a rank that waits in shared memory sees nothing else
                 if is_server(action.rank):
                     self.store.servers.ended(action.rank, action.reason)
-                notify = self.store.ended if action.has_ended else self.store.given_up
+                notify = self.store.ended if action.has_ended else self.store.fence_rank
                 notify(action.rank, action.reason, self.watch.now())
             elif isinstance(action, DropServer):
                 self._drop_server(action)
@@ -506,7 +506,7 @@ class Attempt:
         self.store.servers.begins_again(action.rank, count)
         if self.options.program.kind != "command":
             self.progress.expect(action.rank, self.watch.now())
-        for event in self.workers.start_again(action.rank, count):
+        for event in self.workers.restart_rank(action.rank, count):
             self._handle(event)
 
     # -- signals -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from syncvar.core import exit_codes
 from syncvar.core.process_ids import is_server
 from syncvar.core.restart_policy import Ending
-from syncvar.core.stack_dump import doing
+from syncvar.core.stack_dump import activity_text
 from syncvar.protocol.object_codec import pack_object
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import (
@@ -94,7 +94,7 @@ class AttemptReport:
             exit_code=outcome.exit_code,
             why=why,
             error=error,
-            was_told=outcome.interrupted != 0 or bool(self._watch.pending),
+            was_end_requested=outcome.interrupted != 0 or bool(self._watch.pending),
             had_met=had_met,
             lasted_s=self._watch.now() - self._began,
         )
@@ -135,7 +135,7 @@ class AttemptReport:
             arguments=self._job.arguments if is_last and not outcome_file else [],
             log_dir=str(log_dir) if log_dir else "",
             records=records,
-            raised=self._raised(exit_codes.OF_OTHERS),
+            raised=self._raised(exit_codes.ERRORS_ABOUT_OTHERS),
             remedies=self._remedies(cause),
             is_whole=self._is_whole,
         )
@@ -219,12 +219,12 @@ class AttemptReport:
         position = self._positions.get(rank) or self.position(rank)
         place = self._workers.places.get(rank, "")
         if cause is None or not cause.error:
-            return doing(position, place)
+            return activity_text(position, place)
         # "; " marks a rank that did not answer. How we terminated it says less than that.
         was_terminated = cause.error == "SystemExit" and cause.exit_code == 128 + signal.SIGTERM
         if "; " in position or was_terminated:
-            return doing(position, place)
+            return activity_text(position, place)
         # For a lost peer the place of the call matters, for other errors the error.
         if position.startswith("waiting") or (place and cause.error in _LOST_PEER):
-            return f"{doing(position, place)}; then {cause.error}"
+            return f"{activity_text(position, place)}; then {cause.error}"
         return cause.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]

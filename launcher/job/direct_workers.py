@@ -14,7 +14,7 @@ from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerStarted
 from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
-from syncvar_launcher.local.shm_service import sharing_of
+from syncvar_launcher.local.shm_service import make_shm_service
 from syncvar_launcher.local.stack_requests import StackCollector
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE
 
@@ -62,7 +62,7 @@ class DirectWorkers:
             for one in self._folders:
                 one.mkdir(mode=0o700)
         program = job.options.program
-        self._sharing = sharing_of(
+        self._sharing = make_shm_service(
             job.options, job.job_id, job.core_count, self._folders, generation=generation
         )
         self._stacks = StackCollector(
@@ -109,7 +109,7 @@ class DirectWorkers:
             clock.enter(f"starts {process_name(number)}")
             yield self._start_one(number, torch)
 
-    def start_again(self, rank: int, incarnation: int) -> Iterator[Event]:
+    def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start one worker or server again, alone; it gets no input."""
         yield self._start_one(rank, {}, incarnation)
 

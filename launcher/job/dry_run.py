@@ -114,7 +114,7 @@ def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
             _value(getattr(options.runtime, item.name), item.unit),
             options.origin[item.name],
         )
-        for item in RuntimeConfig.knobs()
+        for item in RuntimeConfig.runtime_settings()
     ]
     return rows
 

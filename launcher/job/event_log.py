@@ -33,7 +33,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.output_files import LostFile, why_unwritten
+from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.private_files import REQUESTED
 from syncvar_launcher.io.nonblocking_writer import NonblockingWriter
 
@@ -132,7 +132,7 @@ class EventLog:
         try:
             self._outlet.write(data)
         except OSError as error:
-            self._lost.append(LostFile(str(self._path), "--events", why_unwritten(error)))
+            self._lost.append(LostFile(str(self._path), "--events", write_error_text(error)))
             reason = error.strerror
             self._warn(
                 f"cannot write {self._path} of --events: {reason}; the job goes on without it"

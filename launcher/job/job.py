@@ -12,18 +12,24 @@ import socket
 from typing import TYPE_CHECKING
 
 from syncvar.core.environment import RankEnvironment
-from syncvar.core.host_topology import HostMap, divided
-from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, mirrors_of, server_hosts
+from syncvar.core.host_topology import HostMap, split_evenly
+from syncvar.core.process_ids import (
+    SERVER_0,
+    failover_order,
+    is_server,
+    replica_holders,
+    server_hosts,
+)
 from syncvar_launcher.job.flight_records import FlightRecords
 from syncvar_launcher.job.lost_files import LostFiles
 from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.local.affinity import Binding, blas_environment, blas_threads, plan_binding
 from syncvar_launcher.local.fork_client import ForkServer
-from syncvar_launcher.local.start_method import StartMethod, plan_beginning
+from syncvar_launcher.local.start_method import StartMethod, plan_start
 from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
 from syncvar_launcher.options.usable_cores import core_count, usable_cores
-from syncvar_launcher.options.worker_environment import inherited
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +47,7 @@ class Job:
         chosen: The options.
         arguments: The command line, for advice in messages.
         environ: The environment of the launcher.
-        fleet: The hosts whose agents start the workers; None for this machine alone.
+        host_group: The hosts whose agents start the workers; None for this machine alone.
     """
 
     def __init__(
@@ -49,18 +55,18 @@ class Job:
         chosen: LaunchOptions,
         arguments: Sequence[str],
         environ: Mapping[str, str],
-        fleet: HostGroup | None = None,
+        host_group: HostGroup | None = None,
     ) -> None:
         self.options = chosen
         self.arguments = list(arguments)
         self.environ = environ
         self.config = chosen.runtime
         self.job_id = os.urandom(16).hex()
-        self.fleet = fleet
-        if fleet is None:
-            self.hosts = HostMap(divided(chosen.ranks.workers, chosen.ranks.fake_hosts))
+        self.host_group = host_group
+        if host_group is None:
+            self.hosts = HostMap(split_evenly(chosen.ranks.workers, chosen.ranks.fake_hosts))
         else:
-            self.hosts = HostMap(tuple(one.workers for one in fleet.sites))
+            self.hosts = HostMap(tuple(one.workers for one in host_group.sites))
         self.server_hosts = server_hosts(chosen.ranks.servers, len(self.hosts.sizes))
         self.host = socket.gethostname()
         self.records = FlightRecords(chosen.output.log_dir, environ, self.job_id)
@@ -69,7 +75,7 @@ class Job:
         self.core_count = core_count()
         self.binding = (
             Binding((), "")
-            if fleet is not None
+            if host_group is not None
             else plan_binding(
                 chosen.ranks.workers,
                 self.usable,
@@ -79,7 +85,7 @@ class Job:
             )
         )
         variables = {**self.base_environment(), **chosen.program.env}
-        self.beginning = plan_beginning(
+        self.beginning = plan_start(
             chosen.ranks.start_method,
             chosen.program.kind,
             chosen.program.target,
@@ -117,12 +123,12 @@ class Job:
 
     def heirs(self, server: int) -> tuple[int, ...]:
         """Return the servers that replace a server, in order."""
-        return heirs_of(server, self.server_hosts, self.options.ranks.server_replicas)
+        return failover_order(server, self.server_hosts, self.options.ranks.server_replicas)
 
     def mirrors(self) -> tuple[tuple[int, ...], ...]:
         """Return for each server the servers that hold copies of its variables."""
         return tuple(
-            mirrors_of(server, self.server_hosts, self.options.ranks.server_replicas)
+            replica_holders(server, self.server_hosts, self.options.ranks.server_replicas)
             for server in range(self.options.ranks.servers)
         )
 
@@ -136,8 +142,8 @@ class Job:
 
     def binding_of(self, host: int) -> Binding:
         """Return the cores of the workers of a host with an agent."""
-        assert self.fleet is not None
-        site, chosen = self.fleet.sites[host], self.options
+        assert self.host_group is not None
+        site, chosen = self.host_group.sites[host], self.options
         cores, cpu_count = site.facts["cores"], site.facts["cpu_count"]
         return plan_binding(
             site.workers, cores, cpu_count, chosen.ranks.bind, chosen.ranks.cores_per_worker
@@ -149,22 +155,22 @@ class Job:
         ranks = f"{workers} rank{'s' * (workers > 1)}"
         if servers := self.options.ranks.servers:
             ranks += f" and {servers} server{'s' * (servers > 1)}"
-        if self.fleet is None:
+        if self.host_group is None:
             return f"{ranks} on {self.host}"
-        return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.fleet.sites)}"
+        return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.host_group.sites)}"
 
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host for messages; a fake host also has its number."""
-        if self.fleet is not None:
-            return self.fleet.sites[self.host_of(rank)].name
+        if self.host_group is not None:
+            return self.host_group.sites[self.host_of(rank)].name
         return f"{self.host}#{self.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
 
     def processor_of(self, host: int) -> str:
         """Return the processor type of a host, as `os.uname` names it."""
         return (
             os.uname().machine
-            if self.fleet is None
-            else str(self.fleet.sites[host].facts["processor"])
+            if self.host_group is None
+            else str(self.host_group.sites[host].facts["processor"])
         )
 
     def own_environment(
@@ -213,7 +219,7 @@ class Job:
             host_address=self._address_of(host),
             restarts=restarts,
             stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://"))
-            if chosen.output.stats and self.fleet is None
+            if chosen.output.stats and self.host_group is None
             else "",
             servers=chosen.ranks.servers,
             server_replicas=chosen.ranks.server_replicas,
@@ -229,11 +235,11 @@ class Job:
     def _address_of(self, host: int) -> str:
         if len(self.hosts.sizes) == 1:
             return ""
-        return _LOOPBACK if self.fleet is None else self.fleet.sites[host].address
+        return _LOOPBACK if self.host_group is None else self.host_group.sites[host].address
 
     def base_environment(self) -> dict[str, str]:
         """Return the variables that workers inherit from the launcher."""
-        return inherited(self.environ, is_clear=self.options.program.env_clear)
+        return inherited_variables(self.environ, is_clear=self.options.program.env_clear)
 
     def pass_fds(self) -> list[int]:
         """Return the descriptors that workers inherit from the launcher's parent."""
@@ -243,10 +249,10 @@ class Job:
         """Return the variables that are equal for all ranks of a host."""
         chosen = self.options
         workers, cores = chosen.ranks.workers, self.core_count
-        if self.fleet is not None:
+        if self.host_group is not None:
             workers, cores = (
-                self.fleet.sites[host].workers,
-                self.fleet.sites[host].facts["core_count"],
+                self.host_group.sites[host].workers,
+                self.host_group.sites[host].facts["core_count"],
             )
         threads = blas_threads(workers, cores, chosen.ranks.cores_per_worker)
         return {
@@ -259,7 +265,7 @@ class Job:
         from syncvar import _native
         from syncvar.bootstrap.job_directory import runtime_directory
         from syncvar_launcher.job.dry_run import dry_run_text
-        from syncvar_launcher.local.shm_service import sharing_of
+        from syncvar_launcher.local.shm_service import make_shm_service
 
         torch = (
             {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"}
@@ -281,7 +287,7 @@ class Job:
         ]
         folder, _ = runtime_directory(self.environ)
         folders = [folder] * len(self.hosts.sizes)
-        _, transport = sharing_of(
+        _, transport = make_shm_service(
             self.options, self.job_id, self.core_count, folders, hands_over=False
         ).describe()
         return dry_run_text(
@@ -302,9 +308,9 @@ class Job:
 
     def _checked_beginning(self) -> StartMethod:
         """Return how workers would start, after the checks that need NumPy."""
-        from syncvar.bootstrap.prefork.preloaded_imports import why_not_carried
+        from syncvar.bootstrap.prefork.preloaded_imports import unsupported_blas_reason
 
-        doubt = why_not_carried() if self.beginning.may_change else ""
+        doubt = unsupported_blas_reason() if self.beginning.may_change else ""
         return StartMethod(is_forked=False, reason=doubt) if doubt else self.beginning
 
     # -- running -----------------------------------------------------------------------------------
@@ -330,7 +336,7 @@ class Job:
         `ahead` is as in `run`; a server that does not fit ends.
         """
         chosen = self.options
-        is_needed = self.fleet is None and self.beginning.is_forked
+        is_needed = self.host_group is None and self.beginning.is_forked
         environ: dict[str, str] = {}
         if is_needed:
             environ = {**self.base_environment(), **self._settings(), **chosen.program.env}

@@ -14,7 +14,7 @@ import syncvar
 from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core import exit_codes
 from syncvar.core.errors import HostUnreachable
-from syncvar.core.output_files import LostFile, why_unwritten
+from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
 from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
@@ -29,7 +29,7 @@ from syncvar_launcher.job.lost_files import check_requested_files
 from syncvar_launcher.job.resource_limits import TimePassed
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
-from syncvar_launcher.options.forwarded_signals import forwarded
+from syncvar_launcher.options.forwarded_signals import parse_signals
 from syncvar_launcher.options.option_values import shown_ranks
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(job: Job, server: ForkServer | None) -> int:
     """
     chosen = job.options
     clock.enter("looks at the files that it is to write")
-    check_requested_files(chosen, is_local=job.fleet is None)
+    check_requested_files(chosen, is_local=job.host_group is None)
     for host, size in enumerate(job.hosts.sizes):
         shm_unavailable_reason(chosen, job.processor_of(host), size)  # raises for wrong settings
     with contextlib.closing(_outlets()) as outlets:
@@ -91,8 +91,8 @@ def _started(
     culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
     tallies: dict[str, bytes] = {}
-    with SignalWatch(job.environ, forwarded(chosen.limits.forward_signals)) as watch:
-        began = watch.now() if job.fleet is None else job.fleet.began  # before the logins
+    with SignalWatch(job.environ, parse_signals(chosen.limits.forward_signals)) as watch:
+        began = watch.now() if job.host_group is None else job.host_group.began  # before the logins
         while True:
             with contextlib.ExitStack() as stack:
                 if restarting.number:
@@ -115,8 +115,8 @@ def _started(
                 put_tallies(tallies, directory.path)
                 clock.stop()
                 try:
-                    if job.fleet is not None:
-                        job.fleet.renew(began + chosen.limits.timeout_s - watch.now())
+                    if job.host_group is not None:
+                        job.host_group.renew(began + chosen.limits.timeout_s - watch.now())
                 except HostUnreachable as error:
                     code = exit_codes.TIMEOUT if isinstance(error, TimePassed) else code
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
@@ -250,7 +250,7 @@ def _tell_totals(
     try:
         chosen.output.stats.write_text(json.dumps(told, indent=1) + "\n")
     except OSError as error:
-        return [LostFile(str(chosen.output.stats), "--stats", why_unwritten(error))]
+        return [LostFile(str(chosen.output.stats), "--stats", write_error_text(error))]
     return []
 
 

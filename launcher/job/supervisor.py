@@ -18,7 +18,7 @@ from syncvar.core.exit_codes import (
     Severity,
     describe_exit,
     exit_code_of,
-    weight_of,
+    severity_of,
 )
 from syncvar.core.process_ids import is_server, server_number
 from syncvar.core.restart_policy import HOPELESS_CODES, HOPELESS_ERRORS
@@ -220,7 +220,7 @@ class Supervisor:
             return []  # the launcher terminated it before it began to serve
         if self._can_do_without(rank):
             return [DropServer(rank, reason)]
-        weight = max(weight_of(error), self._weight_of_end(exit_code))
+        weight = max(severity_of(error), self._weight_of_end(exit_code))
         if (
             weight is Severity.OWN
             and not joined

@@ -44,7 +44,7 @@ class Workers(Protocol):
         """Start all workers and servers."""
         ...
 
-    def start_again(self, rank: int, incarnation: int) -> Iterator[Event]:
+    def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start one worker or server again, alone; it gets no input."""
         ...
 

@@ -27,7 +27,7 @@ from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.agent_connection import started
+from syncvar_launcher.hosts.agent_connection import start_agent
 from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 from syncvar_launcher.hosts.ssh import AGENT
 from syncvar_launcher.io.output import escape
@@ -47,8 +47,8 @@ from syncvar_launcher.join.join_handshake import (
     Hello,
 )
 from syncvar_launcher.join.join_key import join_secret
-from syncvar_launcher.options.join_options import place_of
-from syncvar_launcher.options.worker_environment import inherited
+from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from syncvar_launcher.options.launch_options import LaunchOptions
@@ -67,7 +67,7 @@ _FAILED = (
 def join(chosen: LaunchOptions) -> int:
     """Join a job, serve it until it ends, and return its exit code."""
     assert chosen.join.address is not None
-    host, port = place_of(chosen.join.address)
+    host, port = parse_address(chosen.join.address)
     secret = join_secret(chosen.join.key_file)
     try:
         _, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -294,7 +294,9 @@ class _Agent:
     """The agent on this host."""
 
     def __init__(self) -> None:
-        self._process = started(command_of(AGENT), inherited(os.environ, is_clear=False))
+        self._process = start_agent(
+            command_of(AGENT), inherited_variables(os.environ, is_clear=False)
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None

@@ -10,15 +10,15 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import ConfigError, HostUnreachable, WireError
-from syncvar.core.network import bracketed
-from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, RemoteHost, polled
-from syncvar_launcher.hosts.host_checks import why_unfit, why_unlike
+from syncvar.core.network import bracket_ipv6
+from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, RemoteHost, poll_hosts
+from syncvar_launcher.hosts.host_checks import missing_resources, version_mismatch
 from syncvar_launcher.hosts.network_proof import interfaces
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.join.join_key import join_secret, make_key_file
 from syncvar_launcher.join.listener import Listener
 from syncvar_launcher.options.hostfile import Host
-from syncvar_launcher.options.join_options import place_of
+from syncvar_launcher.options.join_options import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ _JOIN = "join"
 
 def listen_address(text: str) -> tuple[str, int]:
     """Return the address and port of `--listen`."""
-    host, port = place_of(text)
+    host, port = parse_address(text)
     own = [one.address for one in interfaces()]
     if host in own:
         return host, port
@@ -57,7 +57,7 @@ def listen_address(text: str) -> tuple[str, int]:
 def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
     """Return the command to run on each host."""
     return (
-        f"syncvar-launch --join {bracketed(address)}:{port} --key-file "
+        f"syncvar-launch --join {bracket_ipv6(address)}:{port} --key-file "
         f"{shlex.quote(str(options.join.key_file))}"
     )
 
@@ -99,7 +99,7 @@ class JoinGroup:
         self._door = Listener(
             address, port, join_secret(options.join.key_file), options.join.host_count or _MOST
         )
-        self.place = f"{bracketed(address)}:{self._door.port}"
+        self.place = f"{bracket_ipv6(address)}:{self._door.port}"
         self._command = join_command(address, self._door.port, options)
 
     def gather(self) -> list[RemoteHost]:
@@ -144,7 +144,7 @@ class JoinGroup:
 
         def why_not(one: RemoteHost, _: list[RemoteHost]) -> str:
             other = f"the job waits for {host.name} to join again, and this is another machine"
-            return why_unfit(one.facts, one.host, self._options) or (
+            return missing_resources(one.facts, one.host, self._options) or (
                 "" if one.facts["machine"] == machine else other
             )
 
@@ -184,7 +184,7 @@ class JoinGroup:
                 for one in came:
                     one.send("beat")
             present = [*came, *asked]
-            said, _ = polled(present, min(until - now, 1.0), [self._door.descriptor()])
+            said, _ = poll_hosts(present, min(until - now, 1.0), [self._door.descriptor()])
             asked += filter(None, map(self._met, self._door.take()))
             for sentence in self._door.take_said():
                 self._say(sentence)
@@ -193,9 +193,9 @@ class JoinGroup:
                 self._hear(
                     one, [message["facts"] for message in messages if message["kind"] == "facts"]
                 )
-                if one in asked and (one.facts or one.why_gone):
+                if one in asked and (one.facts or one.loss_reason):
                     asked.remove(one)
-                    why = one.words() or one.why_gone if one.why_gone else why_not(one, came)
+                    why = one.words() or one.loss_reason if one.loss_reason else why_not(one, came)
                     if why:
                         self._dismiss(one, why)
                     else:
@@ -205,9 +205,9 @@ class JoinGroup:
                                 f"{_shown(one)} has joined with {self._slots(one)} "
                                 f"slot{'s' * (self._slots(one) != 1)}"
                             )
-                elif one in came and one.why_gone:
+                elif one in came and one.loss_reason:
                     came.remove(one)
-                    self._dismiss(one, f"it has left: {one.words() or one.why_gone}")
+                    self._dismiss(one, f"it has left: {one.words() or one.loss_reason}")
                 elif one in asked and now - one.began > _ANSWER_S:
                     one.end("it does not answer in time")
         for one in asked:
@@ -224,7 +224,7 @@ class JoinGroup:
         )
         self._ways[name] = joined.way
         self._addresses[name] = hello.at
-        if why := why_unlike(
+        if why := version_mismatch(
             hello.syncvar, hello.protocol, hello.byte_order, hello.python, "join by the same Python"
         ):
             self._dismiss(one, why)
@@ -261,7 +261,7 @@ class JoinGroup:
                 "each host, with --slots K for K workers"
                 f" (--fake-hosts N beside --listen lets one machine pose as N)"
             )
-        return why_unfit(one.facts, one.host, self._options)
+        return missing_resources(one.facts, one.host, self._options)
 
     @staticmethod
     def _slots(one: RemoteHost) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.core.network import bracketed, tcp_endpoint
+from syncvar.core.network import bracket_ipv6, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
 from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
@@ -245,7 +245,7 @@ class Listener:
                 self._socket.bind(place)
             except zmq.ZMQError as error:
                 raise ConfigError(
-                    f"--listen {bracketed(address)}:{port}: nothing can listen there: "
+                    f"--listen {bracket_ipv6(address)}:{port}: nothing can listen there: "
                     f"{error.strerror}"
                 ) from None
             endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -300,7 +300,7 @@ class ForkServer:
                 raise ServerEnded(RENDEZVOUS, sentence)
 
 
-def started_ahead(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkServer | None:
+def start_early(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkServer | None:
     """Start a server before the launcher has read its options; None if they seem to need none.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.shm.host_limits import CONTROL_GROUPS, control_groups, field_of, read_file
+from syncvar.shm.host_limits import CONTROL_GROUPS, control_groups, named_number, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,7 +81,7 @@ class OutOfMemory:
     def _count(self, file: str, now: float) -> None:
         if not file:
             return
-        count = field_of(read_file(file), b"oom_kill")
+        count = named_number(read_file(file), b"oom_kill")
         risen = count - self._counted.get(file, count)
         self._counted[file] = max(
             count, self._counted.get(file, 0)

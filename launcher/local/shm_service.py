@@ -7,10 +7,10 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from syncvar.core.host_topology import divided
+from syncvar.core.host_topology import split_evenly
 from syncvar.core.process_ids import server_hosts
-from syncvar.shm.fd_passing import Handing, fd_socket_path, servers_fd_socket_path
-from syncvar.shm.segment_file import CreatedSegment, create, why_not_here
+from syncvar.shm.fd_passing import FdServer, fd_socket_path, servers_fd_socket_path
+from syncvar.shm.segment_file import CreatedSegment, create, unsupported_machine
 from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 
-def sharing_of(
+def make_shm_service(
     options: LaunchOptions,
     job_id: str,
     core_count: int,
@@ -28,7 +28,7 @@ def sharing_of(
     *,
     generation: int = 0,
     hands_over: bool = True,
-) -> Sharing:
+) -> ShmService:
     """Return the shared memory of this machine, or of the hosts as which it poses.
 
     Args:
@@ -39,8 +39,8 @@ def sharing_of(
         generation: The first generation of the ranks that will ask for memory.
         hands_over: Whether workers will ask for it.
     """
-    sizes = divided(options.ranks.workers, options.ranks.fake_hosts)
-    return Sharing(
+    sizes = split_evenly(options.ranks.workers, options.ranks.fake_hosts)
+    return ShmService(
         job_id,
         options.runtime.shm_bytes,
         sizes,
@@ -72,13 +72,13 @@ def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> s
         return "a single rank sends nothing"
     if size == 1:
         return "there is one rank on this host"
-    reason = why_not_here(machine)
+    reason = unsupported_machine(machine)
     if not reason:
         SegmentLayout(options.runtime.shm_bytes, size)
     return f"unix sockets; no shared memory because {reason}" if reason else ""
 
 
-class Sharing:
+class ShmService:
     """The shared memory of each host: makes it on request and hands it over.
 
     After a failure it wakes the ranks that wait in it.
@@ -121,15 +121,15 @@ class Sharing:
         self._first_host = first_host
         self._generation = generation
         self._why_not = why_not
-        self._handings: dict[int, Handing] = {}  # by host
-        self._of_servers: list[Handing] = []
+        self._handings: dict[int, FdServer] = {}  # by host
+        self._of_servers: list[FdServer] = []
         self._said: list[str] = []
         if hands_over and sum(sizes) > 1:
             try:
                 for host, size in enumerate(self._sizes):
                     if size > 1:
                         path = fd_socket_path(str(directories[host]))
-                        self._handings[host] = Handing(
+                        self._handings[host] = FdServer(
                             path, job_id, size, partial(self.make, host), generation
                         )
             except OSError as error:
@@ -140,14 +140,14 @@ class Sharing:
                 )
                 self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
 
-        if hands_over and any(servers) and not why_not_here(os.uname().machine):
+        if hands_over and any(servers) and not unsupported_machine(os.uname().machine):
             for host, count in enumerate(servers):
                 if count:
                     make = partial(self._create, host, count + sizes[host])
                     with contextlib.suppress(OSError):  # then their arrays go through sockets
                         path = servers_fd_socket_path(str(directories[host]))
                         self._of_servers.append(
-                            Handing(path, job_id, count + sizes[host], make, generation)
+                            FdServer(path, job_id, count + sizes[host], make, generation)
                         )
 
     def describe(self) -> tuple[str, str]:

@@ -21,9 +21,9 @@ from syncvar.core.stack_dump import (
     STOPPED,
     WITHOUT_PYTHON,
     Thread,
-    dumps_of,
+    parse_stacks,
     stack_path,
-    where,
+    stack_text,
 )
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class StackCollector:
         worker = self._agent.workers[asked.rank]
         text = self._text(asked)
         answer, is_whole, _ = text.partition(f"{END}\n")
-        threads = dumps_of(answer)
+        threads = parse_stacks(answer)
         if not is_whole and worker.status is None:
             # The second stack of the fault handler begins when the first is complete.
             is_whole = "whole" if len(threads) > 1 else ""
@@ -186,7 +186,7 @@ class StackCollector:
     def line(self, asked: StackRequest) -> str:
         """Return an answer in one line: where the main thread stands, or why that is unknown."""
         threads = self.answer(asked)
-        return asked.instead if not threads else where(threads[0].frames, self._folder)
+        return asked.instead if not threads else stack_text(threads[0].frames, self._folder)
 
     def _text(self, asked: StackRequest) -> str:
         path = stack_path(self._directory(asked.rank), asked.rank)

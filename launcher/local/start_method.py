@@ -45,7 +45,7 @@ class StartMethod(NamedTuple):
         return f"{'forked' if self.is_forked else 'fresh processes'}: {self.reason}"
 
 
-def plan_beginning(
+def plan_start(
     method: str, kind: str, target: str, workers: int, cwd: str, environ: Mapping[str, str]
 ) -> StartMethod:
     """Decide how the workers of a host start.
@@ -60,9 +60,9 @@ def plan_beginning(
         environ: Their variables.
 
     Example:
-        >>> print(plan_beginning("auto", "command", "/bin/true", 4, "/", {}))
+        >>> print(plan_start("auto", "command", "/bin/true", 4, "/", {}))
         fresh processes: /bin/true is a program of its own
-        >>> print(plan_beginning("spawn", "script", "train.py", 4, "/", {}))
+        >>> print(plan_start("spawn", "script", "train.py", 4, "/", {}))
         fresh processes: --start-method spawn
     """
     if method != "auto":

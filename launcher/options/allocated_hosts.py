@@ -63,7 +63,7 @@ class Allocation(NamedTuple):
         return self.starter.command(host, self.places.get(host.name, 0), words)
 
 
-def within(
+def restrict_hosts(
     allocation: Allocation, named: Sequence[Host]
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return the hosts of an allocation that a host file or -H names, and notices for the user.

@@ -135,9 +135,9 @@ def _migration_hint(name: str) -> str:
     """Return what replaces an option of another launcher; empty for an option of none."""
     if name in _FLAGS:
         return ""
-    from syncvar.core.migration_hints import explained  # only unknown options need it
+    from syncvar.core.migration_hints import hint_for  # only unknown options need it
 
-    return explained("option", name)
+    return hint_for("option", name)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -41,13 +41,13 @@ _NOT_PASSED_ON: dict[int, str] = {
 }
 
 
-def forwarded(text: str) -> tuple[int, ...]:
+def parse_signals(text: str) -> tuple[int, ...]:
     """Return the numbers of the signals to forward.
 
     `text` has names, with or without SIG, and numbers, with commas; or is "none".
 
     Example:
-        >>> forwarded("USR1,SIGUSR2,18"), forwarded("none")
+        >>> parse_signals("USR1,SIGUSR2,18"), parse_signals("none")
         ((10, 12, 18), ())
     """
     return (

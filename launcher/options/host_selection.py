@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.options.allocated_hosts import within
-from syncvar_launcher.options.hostfile import Hosts, parse_hostfile, parse_hosts, selected
+from syncvar_launcher.options.allocated_hosts import restrict_hosts
+from syncvar_launcher.options.hostfile import Hosts, parse_hostfile, parse_hosts, select_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ def select_hosts(
     include, exclude = values["include"], values["exclude"]
     if hostfile is None and listed is None:
         if job is not None:
-            return selected(job.hosts, include, exclude), ()
+            return select_named(job.hosts, include, exclude), ()
         option = "--include" if include is not None else "--exclude"
         raise ConfigError(
             f"{option} selects among the hosts of --hostfile or -H, and there are none"
@@ -43,9 +43,9 @@ def select_hosts(
             "(--include selects)"
         )
     found = parse_hosts(listed) if listed is not None else _read_hostfile(base, hostfile)
-    named = selected(found.hosts, include, exclude)
+    named = select_named(found.hosts, include, exclude)
     if job is not None:
-        kept, notices = within(job, named)
+        kept, notices = restrict_hosts(job, named)
         return kept, (*found.notices, *notices)
     if listed is not None:  # as for mpirun
         named = tuple(one._replace(slots=one.slots or 1) for one in named)

@@ -173,13 +173,15 @@ def parse_hosts(value: str, option: str = "-H") -> Hosts:
     return _joined(named, removed, option)
 
 
-def selected(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
+def select_named(
+    hosts: Sequence[Host], include: str | None, exclude: str | None
+) -> tuple[Host, ...]:
     """Return the hosts that `--include` names and `--exclude` does not, in their order.
 
     Both take names with commas and bracket ranges; None selects all, or excludes none.
 
     Example:
-        >>> [one.name for one in selected(parse_hosts("n[1-4]").hosts, None, "n[2-3]")]
+        >>> [one.name for one in select_named(parse_hosts("n[1-4]").hosts, None, "n[2-3]")]
         ['n1', 'n4']
     """
     known = {one.name for one in hosts}
@@ -193,11 +195,11 @@ def selected(hosts: Sequence[Host], include: str | None, exclude: str | None) ->
     return left
 
 
-def expanded(name: str) -> Iterator[str]:
+def expand_ranges(name: str) -> Iterator[str]:
     """Yield the names that a name with bracket ranges stands for, with leading zeros.
 
     Example:
-        >>> list(expanded("n[08-10]"))
+        >>> list(expand_ranges("n[08-10]"))
         ['n08', 'n09', 'n10']
     """
     found = _RANGES.search(name)
@@ -209,7 +211,7 @@ def expanded(name: str) -> Iterator[str]:
         yield name
         return
     for number in _numbers(found[1]):
-        for rest in expanded(name[found.end() :]):
+        for rest in expand_ranges(name[found.end() :]):
             yield name[: found.start()] + number + rest
 
 
@@ -330,7 +332,7 @@ def _host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int |
 def _names(name: str, place: _TextPosition) -> list[str]:
     """Return the names that one with ranges stands for, checked."""
     try:
-        found = [one for _, one in zip(range(_MOST + 1), expanded(name), strict=False)]
+        found = [one for _, one in zip(range(_MOST + 1), expand_ranges(name), strict=False)]
     except ValueError as error:
         place.moved(max(name.find("["), 0)).fail(str(error))
     if len(found) > _MOST:

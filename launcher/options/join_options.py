@@ -62,7 +62,7 @@ class JoinOptions(NamedTuple):
             self._validate_listen(self.listen, origin)
 
     def _validate_join(self, address: str, origin: Mapping[str, str], words: list[str]) -> None:
-        if not place_of(address)[1]:
+        if not parse_address(address)[1]:
             raise ConfigError(
                 f"--join {address}: the port is missing; syncvar-launch --listen prints it"
             )
@@ -89,7 +89,7 @@ class JoinOptions(NamedTuple):
                 "--slots is an option of each host that joins; here --workers gives the number "
                 "of workers"
             )
-        host, _ = place_of(listen)
+        host, _ = parse_address(listen)
         if _is_address(host) and ipaddress.ip_address(host).is_unspecified:
             raise ConfigError(
                 f"--listen {listen} would listen on all networks of this machine: "
@@ -111,11 +111,11 @@ def host_count_of(text: str | None) -> int | None:
     return int(text)
 
 
-def place_of(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of ADDR, ADDR:PORT or [IPv6]:PORT; the port is 0 without one.
 
     Example:
-        >>> place_of("10.0.0.1:29400"), place_of("node1"), place_of("[fd00::7]:80")
+        >>> parse_address("10.0.0.1:29400"), parse_address("node1"), parse_address("[fd00::7]:80")
         (('10.0.0.1', 29400), ('node1', 0), ('fd00::7', 80))
     """
     host, port = text, ""

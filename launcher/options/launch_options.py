@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.host_topology import divided
+from syncvar.core.host_topology import split_evenly
 from syncvar_launcher.options.option_values import COUNT_MAX, shown_ranks
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RankOptions(NamedTuple):
         check_debugged(self.debug, self.workers or COUNT_MAX)
         if not has_hosts:
             try:
-                divided(self.workers, self.fake_hosts)
+                split_evenly(self.workers, self.fake_hosts)
             except ConfigError as error:
                 raise ConfigError(f"--fake-hosts {self.fake_hosts}: {error}") from None
         if program.kind == "command" and self.start_method == "fork":

@@ -101,7 +101,7 @@ def _option_line(option: Option) -> str:
     if isinstance(option.default, int | str) and not option.is_switch:
         text += f" [{option.default}]"
     if option.setting and not option.is_switch:
-        settings = RuntimeConfig.knobs()
+        settings = RuntimeConfig.runtime_settings()
         default = next(one.default for one in settings if one.name == option.setting)
         text += f" [{default}]" if isinstance(default, str) else f" [{default:g} s]"
     return f"  {names:<27}{text}\n"

@@ -15,7 +15,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.rank_text import ranks_of
 from syncvar.core.settings import nearest
 from syncvar_launcher.options import forwarded_signals
-from syncvar_launcher.options.join_options import place_of
+from syncvar_launcher.options.join_options import parse_address
 from syncvar_launcher.options.usable_cores import core_count
 from syncvar_launcher.options.worker_environment import check_assignment
 
@@ -89,7 +89,7 @@ def read_signals(value: Any, *, is_text: bool) -> Any:  # noqa: ARG001  (likewis
     if not isinstance(value, str):
         names = forwarded_signals.DEFAULT
         raise ConfigError(f"must be names of signals, such as {names!r}, or 'none', not {value!r}")
-    forwarded_signals.forwarded(value)
+    forwarded_signals.parse_signals(value)
     return value
 
 
@@ -102,7 +102,7 @@ def read_text(value: Any, *, is_text: bool) -> Any:  # noqa: ARG001  (likewise)
 
 def read_address(value: Any, *, is_text: bool) -> Any:
     """Return the text of an address, perhaps with a port."""
-    place_of(read_text(value, is_text=is_text))
+    parse_address(read_text(value, is_text=is_text))
     return value
 
 

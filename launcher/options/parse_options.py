@@ -27,7 +27,7 @@ from syncvar_launcher.options.launch_options import (
     RankOptions,
 )
 from syncvar_launcher.options.option_table import BY_VARIABLE, LAUNCH_PREFIX, OPTIONS
-from syncvar_launcher.options.worker_environment import variables
+from syncvar_launcher.options.worker_environment import env_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -149,7 +149,7 @@ class _Layers:
                     continue
                 self.values[option.key], self.origin[option.key] = layer[option.key], source
                 if option.key == "env":
-                    chosen = variables(layer["env"], environ, source)
+                    chosen = env_variables(layer["env"], environ, source)
                     env |= chosen
                     self.origin |= {f"env.{name}": source for name in chosen}
         self.values["env"] = env

@@ -99,14 +99,14 @@ _BY_NAME_ONLY = ("LD_PRELOAD", "LD_AUDIT", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 """They run something in every process that gets them: no rule about many names brings them."""
 
 
-def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
+def inherited_variables(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
     """Return the variables that a worker inherits.
 
     `is_clear` limits them to the allow-list, as for `--env-clear` and on other hosts.
 
     Example:
         >>> environ = {"PATH": "/bin", "LC_ALL": "C", "API_TOKEN": "x", "SYNCVAR_KEY": "y"}
-        >>> inherited(environ, is_clear=True)
+        >>> inherited_variables(environ, is_clear=True)
         {'PATH': '/bin', 'LC_ALL': 'C'}
     """
     return {
@@ -116,16 +116,16 @@ def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
     }
 
 
-def carried(environ: Mapping[str, str]) -> dict[str, str]:
+def carried_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the allow-list that other hosts get, as they mean the same there.
 
     Example:
-        >>> carried({"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"})
+        >>> carried_variables({"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"})
         {'LC_ALL': 'C', 'OMP_NUM_THREADS': '2'}
     """
     return {
         name: value
-        for name, value in inherited(environ, is_clear=True).items()
+        for name, value in inherited_variables(environ, is_clear=True).items()
         if name not in _OF_ONE_HOST
     }
 
@@ -155,7 +155,7 @@ def check_assignment(text: str) -> None:
         )
 
 
-def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> dict[str, str]:
+def env_variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> dict[str, str]:
     """Return the variables that `--env` sets or copies.
 
     Args:
@@ -165,7 +165,7 @@ def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> 
 
     Example:
         >>> environ = {"LANG": "C", "AWS_REGION": "x", "AWS_ID": "y"}
-        >>> variables(["A=1", "LANG", "AWS_*"], environ, "command line")
+        >>> env_variables(["A=1", "LANG", "AWS_*"], environ, "command line")
         {'A': '1', 'LANG': 'C', 'AWS_REGION': 'x', 'AWS_ID': 'y'}
     """
     result: dict[str, str] = {}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from syncvar.bootstrap.launch_env.detection import started_with_others
 from syncvar.bootstrap.launch_env.slurm import counts
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.ssh import agent_words, remote_command
+from syncvar_launcher.hosts.ssh import agent_command_line, remote_command
 from syncvar_launcher.options.allocated_hosts import Allocation, Starter, short_name
-from syncvar_launcher.options.hostfile import Host, expanded
+from syncvar_launcher.options.hostfile import Host, expand_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,7 @@ def agent_command(job: Allocation, host: Host, python: str) -> list[str]:
     # srun passes its arguments on unchanged; blaunch passes them to a shell, as ssh does.
     python = host.python or python
     is_srun = job.starter.program == "srun"
-    return job.command(host, agent_words(python) if is_srun else [remote_command(python)])
+    return job.command(host, agent_command_line(python) if is_srun else [remote_command(python)])
 
 
 def allocation(
@@ -178,7 +178,7 @@ def _names(text: str, source: str) -> list[str]:
         else:
             words[-1] += letter
     try:
-        return [name for word in words for name in expanded(word)]
+        return [name for word in words for name in expand_ranges(word)]
     except ValueError as error:
         raise ConfigError(f"{source}={text} cannot be understood: {error}") from None
 

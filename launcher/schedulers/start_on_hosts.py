@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from syncvar.bootstrap.kv_store import shared_folder
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import HostUnreachable
-from syncvar.core.network import address_towards_any, bracketed
-from syncvar_launcher.hosts.network_proof import allowed, interfaces
-from syncvar_launcher.hosts.ssh import words_for
+from syncvar.core.network import address_towards_any, bracket_ipv6
+from syncvar_launcher.hosts.network_proof import allowed_addresses, interfaces
+from syncvar_launcher.hosts.ssh import module_command
 from syncvar_launcher.join.join_rendezvous import JoinGroup
 from syncvar_launcher.local.child_processes import child_of
-from syncvar_launcher.options.worker_environment import inherited
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ _RUN = "syncvar_launcher.main"
 _END_S = 10.0
 
 
-def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:
+def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:
     """Return the command line by which a host of the job joins.
 
     Args:
@@ -54,11 +54,14 @@ def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list
     ]
     if host.name == job.here and host.python is None and options.hosts.remote_python is None:
         return [*command_of(_RUN), *own]
-    words = [*words_for(host.python or options.hosts.remote_python or sys.executable, _RUN), *own]
+    words = [
+        *module_command(host.python or options.hosts.remote_python or sys.executable, _RUN),
+        *own,
+    ]
     return words if host.name == job.here else job.command(host, words)
 
 
-class Calling:
+class StartedHosts:
     """The commands that run on the hosts of a job and make them join.
 
     Args:
@@ -78,7 +81,7 @@ class Calling:
         self._program = job.starter.program
         others = [one.name for one in options.hosts.entries if one.name != job.here]
         address = (
-            allowed(interfaces(), options.hosts.iface, None)[0]
+            allowed_addresses(interfaces(), options.hosts.iface, None)[0]
             if options.hosts.iface
             else address_towards_any(others)
         )
@@ -86,15 +89,15 @@ class Calling:
         self._started: dict[Host, subprocess.Popen[bytes]] = {}
         count = len(options.hosts.entries)
         join = options.join._replace(
-            listen=bracketed(address), host_count=count, key_file=self._key
+            listen=bracket_ipv6(address), host_count=count, key_file=self._key
         )
         self.party = JoinGroup(
             options._replace(join=join), say, ask, self._program, self._why_ended
         )
-        environ = inherited(os.environ, is_clear=False)
+        environ = inherited_variables(os.environ, is_clear=False)
         try:
             for host in options.hosts.entries:
-                line = join_words(options, host, self.party.place, str(self._key))
+                line = join_argv(options, host, self.party.place, str(self._key))
                 self._started[host] = subprocess.Popen(
                     line,
                     stdin=subprocess.DEVNULL,

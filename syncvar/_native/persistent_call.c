@@ -204,7 +204,7 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->parts = parts;
     self->everyone = everyone;
     self->reads = reads;
-    self->is_long = self->crowd != Py_None;
+    self->is_long = self->gil_monitor != Py_None;
     if (!PyObject_TypeCheck((PyObject *)self->channel, channel_state_type) ||
         !self->channel->is_bound ||
         !PyObject_TypeCheck((PyObject *)self->communicator, communicator_state_type) ||
@@ -258,7 +258,7 @@ static PyMemberDef slot_call_members[] = {
     HELD(SlotCall, begun),
     HELD(SlotCall, work),
     HELD(SlotCall, adopt),
-    HELD(SlotCall, crowd),
+    HELD(SlotCall, gil_monitor),
     HELD(SlotCall, nothing),
     HELD(SlotCall, structure),
     HELD(SlotCall, leaves_type),

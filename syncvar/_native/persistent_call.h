@@ -45,7 +45,7 @@ typedef struct {
     PyObject *engine, *busy, *queue, *add, *info, *plain, *later, *hand_over, *interrupt,
         *with_label, *begun, *work, *adopt;
     PyObject *nothing;                 /* the result on a rank that gets none; else None */
-    PyObject *crowd;                   /* GilMonitor of a call with a long vector; else None */
+    PyObject *gil_monitor;                   /* GilMonitor of a call with a long vector; else None */
     PyObject *structure, *leaves_type; /* TreeDef and class `PyTree` of several arrays; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* parts of its cache key */

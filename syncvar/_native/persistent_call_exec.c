@@ -214,7 +214,7 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
 
 /* Publish the locations of this rank's blocks; return its BlockOffer, 0 if they must go by cells.
  */
-static uint64_t tell_places(const SlotCall *self, const char *x) {
+static uint64_t publish_locations(const SlotCall *self, const char *x) {
     const ChannelState *channel = self->channel;
     uint64_t here = offset_of(channel, x), offer = RESIDENT | (self->reads ? READS : 0);
     if (self->put_count == 0) return offer;
@@ -286,7 +286,7 @@ static Result run_long(const SlotCall *self, const Attempt *attempt, long long c
     const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD,
                    check = plain + self->detail;
     channel->side ^= 1;
-    const uint64_t offer = self->tells ? tell_places(self, input->at) : 0;
+    const uint64_t offer = self->tells ? publish_locations(self, input->at) : 0;
     if (self->tells ? offer == 0 : is_copied_input(source)) {
         advance_run(run, run->program->opening);
         channel->tail = (long long)(source & 1);
@@ -404,7 +404,7 @@ static Result set_up(SlotCall *self, Attempt *attempt) {
     attempt->output = attempt->info == NULL ? NULL : make_result(self, attempt->target);
     if (attempt->output == NULL) return FAILED;
     if (self->is_long) {
-        if (is_true(self->crowd, name_is_alert)) return FALL_BACK;
+        if (is_true(self->gil_monitor, name_is_alert)) return FALL_BACK;
         PyObject *kept = PyTuple_Pack(2, attempt->input,
                                       attempt->output); /* the run may outlive this function */
         attempt->run = kept == NULL ? NULL

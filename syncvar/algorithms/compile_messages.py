@@ -34,10 +34,10 @@ class LinkRound(NamedTuple):
     local: tuple[Copy | Reduce, ...]
 
 
-class Prepared(NamedTuple):
+class LinkSchedule(NamedTuple):
     """A schedule for links.
 
-    `apart` has the rounds for an empty WORK buffer: they read the input in place until something
+    `in_place` has the rounds for an empty WORK buffer: they read the input in place until something
     overwrites it. It is None if the schedule does not write all of WORK, or reads the input in
     another way.
     """
@@ -46,10 +46,10 @@ class Prepared(NamedTuple):
     work_count: int
     scratch_count: int
     algorithm: str = ""
-    apart: tuple[LinkRound, ...] | None = None
+    in_place: tuple[LinkRound, ...] | None = None
 
 
-def prepare(schedule: Schedule, members: Sequence[int]) -> Prepared:
+def compile_for_links(schedule: Schedule, members: Sequence[int]) -> LinkSchedule:
     """Compile a schedule whose peers are ranks of the group with these world ranks."""
     rounds = []
     for steps in schedule.rounds:
@@ -76,7 +76,7 @@ def prepare(schedule: Schedule, members: Sequence[int]) -> Prepared:
         rounds.append(LinkRound(tuple(sends), incoming, tuple(local)))
     in_place = _in_place_rounds(rounds, schedule.work_count)
     counts = schedule.work_count, schedule.scratch_count
-    return Prepared(tuple(rounds), *counts, schedule.algorithm, in_place)
+    return LinkSchedule(tuple(rounds), *counts, schedule.algorithm, in_place)
 
 
 def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:

@@ -40,7 +40,7 @@ def step_text(step: Step) -> str:
             return _sum(target, _chunk(source), other_left=source_left)
 
 
-def plan_text(schedules: Sequence[Schedule], *, most: int | None = None) -> str:
+def schedule_text(schedules: Sequence[Schedule], *, most: int | None = None) -> str:
     """Return the schedules of a group as text: one table for each round, one row for each rank.
 
     With `most` the text shows at most that many ranks and rounds, and 3 steps of a type; dots

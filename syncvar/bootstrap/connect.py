@@ -15,7 +15,11 @@ import numpy as np
 
 from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.job_secret import job_secret, keys_of
-from syncvar.bootstrap.launch_env.detection import is_meant_alone, told_elsewhere, why_not_alone
+from syncvar.bootstrap.launch_env.detection import (
+    launcher_info,
+    unknown_identity_reason,
+    wants_world_of_one,
+)
 from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.exit_codes import error_exit_code, is_interactive
@@ -75,21 +79,21 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
     secret: bytes | None = None
-    cards: MpiCards | None = None
+    kv_store: MpiCards | None = None
     if environment is not None and not config.uses_mpi:
-        told_elsewhere(environ, environment)  # raises if another launcher contradicts
+        launcher_info(environ, environment)  # raises if another launcher contradicts
     elif environment is not None:
         raise ConfigError(
             f"SYNCVAR_TRANSPORT={config.transport} contradicts SYNCVAR_RANK={environment.rank}: "
             "syncvar-launch starts no processes of MPI. Start the script with mpirun, or unset "
             "SYNCVAR_TRANSPORT"
         )
-    elif not (alone or is_meant_alone(environ)):
-        told, cards = _launcher_identity(config, environ)
-        if told is not None:
+    elif not (alone or wants_world_of_one(environ)):
+        info, kv_store = _launcher_identity(config, environ)
+        if info is not None:
             from syncvar.bootstrap.rendezvous import meet
 
-            environment, secret = meet(told, config, environ, job_secret(environ), cards)
+            environment, secret = meet(info, config, environ, job_secret(environ), kv_store)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
         return ProcessContext(environment, config)
     keys = keys_of(environment, config, environ, secret)
@@ -98,7 +102,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         config,
         environment.generation + generations,
         keys,
-        None if cards is None else cards.fabric,
+        None if kv_store is None else kv_store.fabric,
         keeper,
     )
 
@@ -110,14 +114,14 @@ def _launcher_identity(
     if config.uses_mpi:
         from syncvar.bootstrap.mpi_rendezvous import join
 
-        cards = join(config, environ)
-        return (None, None) if cards is None else (cards.told, cards)
-    told = told_elsewhere(environ, None)
-    if told is None:
-        reason = why_not_alone(environ)
+        kv_store = join(config, environ)
+        return (None, None) if kv_store is None else (kv_store.info, kv_store)
+    info = launcher_info(environ, None)
+    if info is None:
+        reason = unknown_identity_reason(environ)
         if reason:
             raise ConfigError(reason)
-    return None if told is None or told.world_size == 1 else told, None
+    return None if info is None or info.world_size == 1 else info, None
 
 
 def _wired(
@@ -167,7 +171,7 @@ def _wired(
         if isinstance(shm, SharedSegment):
             undoing.callback(shm.close)
         context = ProcessContext(environment, config, transport, control, generation, shm)
-        context.is_kept_by_rank = keeper is not None
+        context.is_rank_served = keeper is not None
         context.ends_sockets = zeromq.term
         undoing.pop_all()
     return context

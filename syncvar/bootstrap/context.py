@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar._native import told, which
 from syncvar.algorithms.selection import parse_forced
-from syncvar.bootstrap.handshake import answer_roll_call
+from syncvar.bootstrap.handshake import join_handshake
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
 from syncvar.core.host_topology import HostMap
@@ -26,9 +26,9 @@ from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.p2p.endpoints import EndpointTable
 from syncvar.runtime.progress import ProgressEngine
-from syncvar.shm.channel_table import Channels
-from syncvar.shm.group_channel import Channel
-from syncvar.shm.ring_table import Boxes
+from syncvar.shm.channel_table import ChannelTable
+from syncvar.shm.group_channel import GroupChannel
+from syncvar.shm.ring_table import RingTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -80,7 +80,7 @@ class ProcessContext:
         self._transport = transport
         self._control = control
         # rank 0's process runs the rendezvous, because there is no launcher
-        self.is_kept_by_rank = False
+        self.is_rank_served = False
         # Terminates ZeroMQ after the sockets are closed.
         self.ends_sockets: Callable[[], object] = lambda: None
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -106,7 +106,7 @@ class ProcessContext:
         self._channels = (
             None
             if self.shm is None
-            else Channels(
+            else ChannelTable(
                 self.shm,
                 self.local_ranks,
                 reaches=config.single_copy == "auto",
@@ -116,7 +116,7 @@ class ProcessContext:
         self.hosts = HostMap((self.world_size,))
         self._have_shm: frozenset[int] = frozenset()  # hosts on which all ranks have shared memory
         if transport is not None and control is not None:
-            answer = answer_roll_call(me, config, transport, control, generation, self.without_shm)
+            answer = join_handshake(me, config, transport, control, generation, self.without_shm)
             self.hosts = HostMap.of_places(answer["places"])
             if self.hosts.ranks(self.host_index) != self.local_ranks:
                 raise RendezvousError(
@@ -148,7 +148,9 @@ class ProcessContext:
                 self.recorder,
             )
             if self._channels is not None:
-                self.post = EndpointTable(Boxes(self._channels), self.engine, config.window_bytes)
+                self.post = EndpointTable(
+                    RingTable(self._channels), self.engine, config.window_bytes
+                )
             # also outside of the ring, which forgets old entries
             self.recorder.transport = self.transport
             self.recorder.note("joined", self.transport)
@@ -200,7 +202,7 @@ class ProcessContext:
             and self.rank in members
             and self._channels.serves(members)
         ):
-            channel = Channel(self._channels, identity, members)
+            channel = GroupChannel(self._channels, identity, members)
         created = Communicator(
             identity,
             members,
@@ -235,7 +237,7 @@ class ProcessContext:
         mine = on_hosts[self.host_index]
         if len(mine) == 1 or self._channels is None:
             return GroupHosts(sizes, None)
-        return GroupHosts(sizes, Channel(self._channels, identity, mine))
+        return GroupHosts(sizes, GroupChannel(self._channels, identity, mine))
 
     def groups_within(self, members: Collection[int]) -> list[Communicator]:
         """Return the groups of some ranks that make collective calls here, sorted by identity."""
@@ -305,7 +307,7 @@ class ProcessContext:
             engine.stop()
             if (
                 self._control is not None
-                and self.is_kept_by_rank
+                and self.is_rank_served
                 and not orderly
                 and engine.failure is None
             ):

@@ -31,7 +31,7 @@ _SCRIPT_NBYTES_MAX = 4 << 20
 _OF_THE_LAST = ("left", "verdict")
 
 
-def answer_roll_call(
+def join_handshake(
     environment: RankEnvironment,
     config: RuntimeConfig,
     transport: Transport,
@@ -54,7 +54,7 @@ def answer_roll_call(
             pid=os.getpid(),
             host=environment.host,
             about={
-                **likeness(config),
+                **compatibility_fields(config),
                 "shm": without_shm,
                 "host_index": environment.host_index,
                 "outside": transport.outside,
@@ -121,7 +121,7 @@ def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -
     )
 
 
-def likeness(config: RuntimeConfig) -> dict[str, int | str]:
+def compatibility_fields(config: RuntimeConfig) -> dict[str, int | str]:
     """Return versions, script and settings that must be equal on all ranks.
 
     Cost: reading the script, some 50 us.

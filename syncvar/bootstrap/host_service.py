@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import zmq
 
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
-from syncvar.core.exit_codes import failure_in_words, is_failing
+from syncvar.core.exit_codes import exit_error_text, is_failing
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.shm.fd_passing import Handing, fd_socket_path
+from syncvar.shm.fd_passing import FdServer, fd_socket_path
 from syncvar.shm.host_limits import core_quota
-from syncvar.shm.segment_file import CreatedSegment, create, why_not_here
+from syncvar.shm.segment_file import CreatedSegment, create, unsupported_machine
 
 if TYPE_CHECKING:
     from syncvar.bootstrap.job_directory import JobDirectory
@@ -55,27 +55,27 @@ class HostService:
     def __init__(
         self,
         directory: JobDirectory,
-        told: LaunchInfo,
+        info: LaunchInfo,
         endpoint: str,
         config: RuntimeConfig,
         job_id: str,
         secret: bytes | None,
-        cards: KeyValueStore | None,
+        kv_store: KeyValueStore | None,
     ) -> None:
         self._directory = directory
-        self._info = told
+        self._info = info
         self._config = config
-        self._kv_store = cards
+        self._kv_store = kv_store
         self._process = os.getpid()
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._watched: set[int] = set()
         self._ends = threading.Event()
-        self._handing: Handing | None = None
+        self._handing: FdServer | None = None
         self._thread: threading.Thread | None = None
         self.store: RendezvousServer | None = None
         umask = os.umask(0o077)
         try:
-            if told.rank == 0:
+            if info.rank == 0:
                 from syncvar.transports.curve import link_keys
 
                 keys = (
@@ -83,10 +83,10 @@ class HostService:
                     if secret is None or config.encryption == "off"
                     else link_keys(secret, job_id)
                 )
-                self.store = RendezvousServer(endpoint, told.world_size, job_id, config, keys=keys)
-            if told.local_world_size > 1 and config.shares_memory:
-                self._handing = Handing(
-                    fd_socket_path(str(directory.path)), job_id, told.local_world_size, self._make
+                self.store = RendezvousServer(endpoint, info.world_size, job_id, config, keys=keys)
+            if info.local_world_size > 1 and config.shares_memory:
+                self._handing = FdServer(
+                    fd_socket_path(str(directory.path)), job_id, info.local_world_size, self._make
                 )
         except BaseException:
             self._close()
@@ -189,7 +189,7 @@ class HostService:
         _warn(store.take_said())
 
     def _make(self, generation: int) -> tuple[CreatedSegment | None, str]:
-        reason = why_not_here(os.uname().machine)
+        reason = unsupported_machine(os.uname().machine)
         if reason:
             return None, reason
         cores = min(len(os.sched_getaffinity(0)), core_quota() or sys.maxsize)
@@ -208,7 +208,7 @@ class HostService:
             linger_s = 0.0
             # Inform them before the server closes.
             if self._ends.is_set() and self._others(self.store):
-                self.store.ended(self._info.rank, failure_in_words() or _ENDED, time.monotonic())
+                self.store.ended(self._info.rank, exit_error_text() or _ENDED, time.monotonic())
                 linger_s = self._config.shutdown_timeout_s
             self.store.close(linger_s)
         if self._handing is not None:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.launch_env.rank_placement import host_of_each, placed
+from syncvar.bootstrap.launch_env.rank_placement import add_host, host_of_each
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.exit_codes import is_failing
 from syncvar.core.fork_cleanup import register_exit
@@ -57,9 +57,9 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
 class KeyValueStore:
     """A store for small texts; subclasses define where they are."""
 
-    def placed(self, told: LaunchInfo) -> LaunchInfo:
+    def add_host(self, info: LaunchInfo) -> LaunchInfo:
         """Add what the store knows about the hosts to the identity of this rank."""
-        return told
+        return info
 
     def put(self, key: str, text: str) -> None:
         """Put an entry that all ranks can read after the next `turn`."""
@@ -191,7 +191,7 @@ class ProcessManager(KeyValueStore):
                 f"{owner} has put no entry {key!r} with the process manager (PMI): {error}"
             ) from error
 
-    def placed(self, told: LaunchInfo) -> LaunchInfo:
+    def add_host(self, info: LaunchInfo) -> LaunchInfo:
         """Add the hosts, as the process manager knows them, to the identity of this rank.
 
         Raises:
@@ -200,14 +200,14 @@ class ProcessManager(KeyValueStore):
         mapping = self._ask(f"get kvsname={self.name} key=PMI_process_mapping", "get_result")[
             "value"
         ]
-        hosts = host_of_each(mapping, told.world_size)
-        told = placed(
-            told,
+        hosts = host_of_each(mapping, info.world_size)
+        info = add_host(
+            info,
             hosts,
             [f"host {host}" for host in hosts],
             "Give each host all of its ranks at once, for instance by mpiexec -ppn N",
         )
-        return told._replace(run=f"{told.run} {self.name}")
+        return info._replace(run=f"{info.run} {self.name}")
 
     def done(self) -> None:
         """Declare that this rank may end without the others."""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.kv_store import KeyValueStore
 from syncvar.bootstrap.launch_env.base import MPI, LaunchInfo
-from syncvar.bootstrap.launch_env.detection import started_with_others, told_elsewhere
-from syncvar.bootstrap.launch_env.rank_placement import placed
+from syncvar.bootstrap.launch_env.detection import launcher_info, started_with_others
+from syncvar.bootstrap.launch_env.rank_placement import add_host
 from syncvar.core.errors import ConfigError, RendezvousError, UsageError
 from syncvar.core.exit_codes import is_failing
 from syncvar.core.fork_cleanup import register_exit
@@ -44,7 +44,7 @@ class MpiCards(KeyValueStore):
         told: Identity of this process, by MPI.
     """
 
-    told: LaunchInfo
+    info: LaunchInfo
 
     def __init__(self, fabric: Fabric, timeout_s: float) -> None:
         self.fabric = fabric
@@ -59,8 +59,8 @@ class MpiCards(KeyValueStore):
 
     def turn(self) -> None:
         """Exchange the entries of all ranks."""
-        for cards in self.exchange(self._own):
-            self._all |= cards
+        for kv_store in self.exchange(self._own):
+            self._all |= kv_store
         self._own = {}
 
     def read(self, key: str, owner: str) -> str:
@@ -141,11 +141,11 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
     )
     # mpi4py raises exceptions; otherwise MPI would end the job.
     comm.Set_errhandler(mpi.ERRORS_RETURN)
-    cards = MpiCards(Fabric(mpi, comm), config.rendezvous_timeout_s)
-    everyone = cards.exchange(
+    kv_store = MpiCards(Fabric(mpi, comm), config.rendezvous_timeout_s)
+    everyone = kv_store.exchange(
         {"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)}
     )
-    told = LaunchInfo(
+    info = LaunchInfo(
         "MPI",
         rank,
         size,
@@ -158,13 +158,13 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
         everyone[0]["run"],
         way=MPI,
     )
-    cards.told = placed(
-        told,
+    kv_store.info = add_host(
+        info,
         [(one["host"], one["boot"]) for one in everyone],
         [one["host"] for one in everyone],
         _REMEDY,
     )
-    return cards
+    return kv_store
 
 
 def _library() -> tuple[Any, bool]:
@@ -215,15 +215,15 @@ def _finalize(mpi: Any, process: int, timeout_s: float) -> None:
 
 def _compare(rank: int, size: int, library: str, environ: Mapping[str, str]) -> None:
     """Raise ConfigError if the MPI library contradicts the launchers."""
-    told = told_elsewhere(environ)
-    if told is not None and (told.rank, told.world_size) != (rank, size):
+    info = launcher_info(environ)
+    if info is not None and (info.rank, info.world_size) != (rank, size):
         raise ConfigError(
-            f"{told.source} says rank {told.rank} of {told.world_size}, {library} says rank "
+            f"{info.source} says rank {info.rank} of {info.world_size}, {library} says rank "
             f"{rank} of {size}: the MPI library is not that of the mpirun that started this "
             "process (MPI4PY_MPIABI, LD_LIBRARY_PATH), or variables are left over from another "
             "launcher"
         )
-    seen = started_with_others(environ) if size == 1 and told is None else None
+    seen = started_with_others(environ) if size == 1 and info is None else None
     if seen is not None:
         raise ConfigError(
             f"{seen[0]}, and {library} says that it is alone: the MPI library is not that of the "

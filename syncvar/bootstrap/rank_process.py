@@ -35,10 +35,10 @@ def environment_of(environ: Mapping[str, str], *, alone: bool = False) -> RankEn
     if claimed is None or claimed == _identity():
         return RankEnvironment.from_mapping(environ)
     from syncvar.bootstrap.launch_env.detection import (
-        is_meant_alone,  # only needed in a program that a rank has started
+        wants_world_of_one,  # only needed in a program that a rank has started
     )
 
-    if alone or is_meant_alone(environ):
+    if alone or wants_world_of_one(environ):
         return None
     raise UsageError(
         f"process {os.getpid()} was started by rank {environ.get(PREFIX + 'RANK')} (process "

@@ -19,11 +19,11 @@ from syncvar.bootstrap.host_service import READY, HostService
 from syncvar.bootstrap.job_directory import MEETING, JobDirectory
 from syncvar.bootstrap.kv_store import FolderStore, ProcessManager
 from syncvar.bootstrap.launch_env.base import ADDRESS, PMI
-from syncvar.bootstrap.launch_env.rank_placement import evenly_placed
+from syncvar.bootstrap.launch_env.rank_placement import assume_equal_hosts
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.fork_cleanup import unregister_exit
-from syncvar.core.network import address_towards, address_towards_any, resolved, tcp_endpoint
+from syncvar.core.network import address_towards, address_towards_any, resolve_host, tcp_endpoint
 from syncvar.protocol.auth_keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -53,28 +53,28 @@ class Met(NamedTuple):
 
 
 def meet(
-    told: LaunchInfo,
+    info: LaunchInfo,
     config: RuntimeConfig,
     environ: Mapping[str, str],
     secret: bytes | None,
-    cards: KeyValueStore | None = None,
+    kv_store: KeyValueStore | None = None,
 ) -> Met:
     """Return the identity of this process; start the services that syncvar-launch would provide.
 
     Args:
-        told: What the launcher says.
+        info: What the launcher says.
         config: Deadlines and limits.
         environ: Environment variables: XDG_RUNTIME_DIR, TMPDIR, HOME.
         secret: Secret from the user; None without one.
-        cards: Key-value store, if it is neither the process manager nor a folder.
+        kv_store: Key-value store, if it is neither the process manager nor a folder.
 
     Raises:
         ConfigError: Several hosts have no secret, or another job has the same variables.
         RendezvousError: Rank 0 cannot listen, or the first rank of this host does not come.
     """
-    if told not in _met:
-        _met[told] = _Rendezvous(told, config, environ, secret, cards).meet()
-    return _met[told]
+    if info not in _met:
+        _met[info] = _Rendezvous(info, config, environ, secret, kv_store).meet()
+    return _met[info]
 
 
 def leave(patience_s: float) -> None:
@@ -91,70 +91,72 @@ def leave(patience_s: float) -> None:
 
 
 class _Rendezvous:
-    """The steps of `meet`; `told` is extended with what they learn."""
+    """The steps of `meet`; `info` is extended with what they learn."""
 
     def __init__(
         self,
-        told: LaunchInfo,
+        info: LaunchInfo,
         config: RuntimeConfig,
         environ: Mapping[str, str],
         secret: bytes | None,
-        cards: KeyValueStore | None,
+        kv_store: KeyValueStore | None,
     ) -> None:
-        self.told = told
+        self.info = info
         self.config = config
         self.environ = environ
         self.secret = secret
-        self.cards = cards
+        self.kv_store = kv_store
         self.name = environ.get("SLURMD_NODENAME") or socket.gethostname()
 
     def meet(self) -> Met:
-        told = self.told
-        if told.way == PMI and (told.host_count != 1 or not told.run):
-            self.cards = ProcessManager(self.environ, self.config.rendezvous_timeout_s)
-            self.told = told = self.cards.placed(told)
-        is_addressed = told.way == ADDRESS or (self.secret is not None and told.port > 0)
-        if self.cards is not None and (told.host_count == 1 or is_addressed):
-            self.cards.done()
-        if told.host_count == 1:
+        info = self.info
+        if info.way == PMI and (info.host_count != 1 or not info.run):
+            self.kv_store = ProcessManager(self.environ, self.config.rendezvous_timeout_s)
+            self.info = info = self.kv_store.add_host(info)
+        is_addressed = info.way == ADDRESS or (self.secret is not None and info.port > 0)
+        if self.kv_store is not None and (info.host_count == 1 or is_addressed):
+            self.kv_store.done()
+        if info.host_count == 1:
             return self._begin("")
-        if told.rank == 0 and self.config.opened:
-            _log.warning("%s", self.config.opened)
+        if info.rank == 0 and self.config.exposure_warning:
+            _log.warning("%s", self.config.exposure_warning)
         return self._meet_at_address() if is_addressed else self._meet_by_cards()
 
     def _meet_at_address(self) -> Met:
-        told = self.told
+        info = self.info
         if self.secret is None and self.config.encryption != "off":
             raise ConfigError(
-                f"{told.source} names {told.host_count or 'several'} hosts: links between hosts "
+                f"{info.source} names {info.host_count or 'several'} hosts: links between hosts "
                 "need a secret that all ranks have. Set "
                 "SYNCVAR_KEY_FILE to a file of 64 hexadecimal digits (chmod 600), or SYNCVAR_KEY "
                 "to the digits; make them with "
                 f'python -c "import secrets; print(secrets.token_hex(32))"'
             )
         # torchrun itself listens on MASTER_PORT of rank 0's host.
-        port = told.port if told.source == "TF_CONFIG" else told.port + 1
-        self.told = evenly_placed(told)
+        port = info.port if info.source == "TF_CONFIG" else info.port + 1
+        self.info = assume_equal_hosts(info)
         return self._begin(
-            tcp_endpoint(resolved(told.address, self.config.rendezvous_timeout_s), port)
+            tcp_endpoint(resolve_host(info.address, self.config.rendezvous_timeout_s), port)
         )
 
     def _meet_by_cards(self) -> Met:
-        told = self.told
-        cards = self.cards or FolderStore(self.environ, told.run, self.config.rendezvous_timeout_s)
-        if told.local_rank == 0:
-            cards.put(f"host-{told.rank}", f"{told.local_world_size} {self.name}")
-        cards.turn()
-        names = self._walk(cards)
-        if told.rank:
-            cards.turn()
-            endpoint, nonce, text = cards.read("meet", "rank 0").split(" ")
+        info = self.info
+        kv_store = self.kv_store or FolderStore(
+            self.environ, info.run, self.config.rendezvous_timeout_s
+        )
+        if info.local_rank == 0:
+            kv_store.put(f"host-{info.rank}", f"{info.local_world_size} {self.name}")
+        kv_store.turn()
+        names = self._walk(kv_store)
+        if info.rank:
+            kv_store.turn()
+            endpoint, nonce, text = kv_store.read("meet", "rank 0").split(" ")
             if text == "given" and self.secret is None:
                 raise ConfigError(
                     "rank 0 was given a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank "
                     "was not: give all ranks the same"
                 )
-            cards.done()
+            kv_store.done()
             if text not in ("given", "none"):
                 self.secret = bytes.fromhex(text)
             self._agree(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"), nonce)
@@ -165,33 +167,33 @@ class _Rendezvous:
             text = "none" if self.secret is None else self.secret.hex()
         nonce = os.urandom(8).hex()
         address = (
-            resolved(told.address, self.config.rendezvous_timeout_s)
-            if told.address
+            resolve_host(info.address, self.config.rendezvous_timeout_s)
+            if info.address
             else address_towards_any(names)
         )
         self._agree(address, nonce)
-        met = self._begin(tcp_endpoint(address, "*"), cards)
-        cards.put("meet", f"{met.environment.rendezvous} {nonce} {text}")
-        cards.turn()
-        cards.done()
+        met = self._begin(tcp_endpoint(address, "*"), kv_store)
+        kv_store.put("meet", f"{met.environment.rendezvous} {nonce} {text}")
+        kv_store.turn()
+        kv_store.done()
         return met
 
-    def _walk(self, cards: KeyValueStore) -> list[str]:
+    def _walk(self, kv_store: KeyValueStore) -> list[str]:
         """Read the entries of all hosts.
 
         Set this host's index, and return the names of the other hosts.
         """
-        told, names = self.told, []
+        info, names = self.info, []
         first = index = count = 0
-        while first < told.world_size:
-            size, _, name = cards.read(
+        while first < info.world_size:
+            size, _, name = kv_store.read(
                 f"host-{first}", f"rank {first}, the first of its host,"
             ).partition(" ")
-            if first == told.rank - told.local_rank:
+            if first == info.rank - info.local_rank:
                 index = count
                 if name != self.name:
                     raise ConfigError(
-                        f"rank {told.rank} is the {told.local_rank + 1}. of {self.name} and rank "
+                        f"rank {info.rank} is the {info.local_rank + 1}. of {self.name} and rank "
                         f"{first} is on {name}: ranks must be numbered host by host "
                         "(mpirun --map-by slot)"
                     )
@@ -199,33 +201,33 @@ class _Rendezvous:
                 names.append(name)
             first += int(size)
             count += 1
-        self.told = told._replace(host_index=index, host_count=count)
+        self.info = info._replace(host_index=index, host_count=count)
         return names
 
     def _agree(self, address: str, nonce: str) -> None:
         """Add rank 0's address, and its nonce, which distinguishes this run from earlier ones."""
-        self.told = self.told._replace(address=address, run=f"{self.told.run} {nonce}")
+        self.info = self.info._replace(address=address, run=f"{self.info.run} {nonce}")
 
-    def _begin(self, endpoint: str, cards: KeyValueStore | None = None) -> Met:
+    def _begin(self, endpoint: str, kv_store: KeyValueStore | None = None) -> Met:
         """Start the services on the first rank of a host; on other ranks, wait for them.
 
         Args:
             endpoint: Address of the rendezvous server; empty on one host.
-            cards: Key-value store that rank 0 removes when all ranks have come.
+            kv_store: Key-value store that rank 0 removes when all ranks have come.
         """
-        told, secret = self.told, self.secret
-        job = repr((told.address, told.port, told.run, told.world_size))
+        info, secret = self.info, self.secret
+        job = repr((info.address, info.port, info.run, info.world_size))
         name = (
             MEETING
             + hashlib.blake2b(
-                f"{job} {told.rank - told.local_rank}".encode(), digest_size=4, key=secret or b""
+                f"{job} {info.rank - info.local_rank}".encode(), digest_size=4, key=secret or b""
             ).hexdigest()
         )
         job_id = hashlib.blake2b(job.encode(), digest_size=16, key=secret or b"").hexdigest()
-        if told.local_rank == 0:
+        if info.local_rank == 0:
             directory = JobDirectory(self.environ, name)
             endpoint = endpoint or f"ipc://{directory.path}/store"
-            host = HostService(directory, told, endpoint, self.config, job_id, secret, cards)
+            host = HostService(directory, info, endpoint, self.config, job_id, secret, kv_store)
             _hosts.append(host)
             path, endpoint = (
                 directory.path,
@@ -235,34 +237,34 @@ class _Rendezvous:
             path = self._await_directory(name)
             endpoint = endpoint or f"ipc://{path}/store"
         environment = RankEnvironment(
-            rank=told.rank,
-            world_size=told.world_size,
-            local_rank=told.local_rank,
-            local_world_size=told.local_world_size,
-            host_index=told.host_index,
-            host_count=told.host_count,
+            rank=info.rank,
+            world_size=info.world_size,
+            local_rank=info.local_rank,
+            local_world_size=info.local_world_size,
+            host_index=info.host_index,
+            host_count=info.host_count,
             generation=0,
             rendezvous=endpoint,
             job_id=job_id,
             host=self.name,
             host_directory=str(path),
-            host_address="" if told.host_count == 1 else self._own_address(),
-            restarts=told.restarts,
+            host_address="" if info.host_count == 1 else self._own_address(),
+            restarts=info.restarts,
         )
         return Met(environment, secret)
 
     def _own_address(self) -> str:
         """Return the address of this host on the route to rank 0."""
-        address = resolved(self.told.address, self.config.rendezvous_timeout_s)
+        address = resolve_host(self.info.address, self.config.rendezvous_timeout_s)
         try:
-            return address_towards(address, self.told.port)
+            return address_towards(address, self.info.port)
         except OSError as error:
             raise RendezvousError(
-                f"there is no way to rank 0 at {self.told.address}: {error}"
+                f"there is no way to rank 0 at {self.info.address}: {error}"
             ) from error
 
     def _await_directory(self, name: str) -> Path:
-        told, timeout_s = self.told, self.config.rendezvous_timeout_s
+        info, timeout_s = self.info, self.config.rendezvous_timeout_s
         until = time.monotonic() + timeout_s
         while True:
             path = JobDirectory.find(self.environ, name)
@@ -270,8 +272,8 @@ class _Rendezvous:
                 return path
             if time.monotonic() > until:
                 raise RendezvousError(
-                    f"rank {told.rank} waited {timeout_s:g} s for rank "
-                    f"{told.rank - told.local_rank}, the first of its host by {told.source}; do "
+                    f"rank {info.rank} waited {timeout_s:g} s for rank "
+                    f"{info.rank - info.local_rank}, the first of its host by {info.source}; do "
                     "all ranks run, as the same user and with the same variables?"
                 )
             time.sleep(_PAUSE_S)

@@ -128,9 +128,9 @@ class RendezvousServer:
         """Inform the other ranks that a rank ended with an error."""
         self._carry_out(self.coordinator.ended(rank, reason, now))
 
-    def given_up(self, rank: int, reason: str, now: float) -> None:
+    def fence_rank(self, rank: int, reason: str, now: float) -> None:
         """Inform all ranks, including itself, that a rank counts as failed."""
-        self._carry_out(self.coordinator.given_up(rank, reason, now))
+        self._carry_out(self.coordinator.fence_rank(rank, reason, now))
 
     def finished(self, rank: int, now: float) -> None:
         """Record that a rank ended without error."""
@@ -234,7 +234,7 @@ class RendezvousServer:
                 words = (
                     f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
                 )
-                self.coordinator.stalls.mute(action.rank, words)
+                self.coordinator.stalls.record_silent(action.rank, words)
                 location = self.place(action.rank)
                 self.said.append(
                     f"rank {action.rank}: {words}" + (f", {location}" if location else "")

@@ -30,7 +30,7 @@ from syncvar.core import stack_dump
 from syncvar.core.exit_codes import error_exit_code
 from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.core.process_ids import server_number
-from syncvar.core.status_pipe import StatusPipe, adopt
+from syncvar.core.status_pipe import StatusPipe, set_status_pipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def main() -> None:
 def work(run: Callable[[list[str]], None] | None = None) -> None:
     """Run the script or module of the arguments; its folder is on the path already."""
     word = StatusPipe(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
-    adopt(word)
+    set_status_pipe(word)
     process = os.getpid()
     claim_rank(os.environ)
     enable_fault_handler()
@@ -71,7 +71,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
         if word.is_open and directory:
             with contextlib.suppress(OSError):  # then the launcher cannot request its stack
                 rank = int(os.environ["SYNCVAR_RANK"])
-                stack_dump.listen(
+                stack_dump.answer_signals(
                     stack_dump.stack_path(directory, rank if run is None else server_number(rank))
                 )
     word.announce_start()

@@ -27,7 +27,7 @@ from syncvar.checkpoint.trackables import (
     VariableLeaf,
     is_nested,
     leaf_of,
-    outside,
+    outside_scopes,
 )
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers import Optimizer
@@ -98,7 +98,7 @@ class CheckpointCore:
         leaves, communicator, missing, on_servers, unsaved = self.collect()
         leaves = [leaf for leaf in leaves if not isinstance(leaf, SlotLeaf) or leaf.is_present]
         refused = refused or missing or unsaved
-        with outside():
+        with outside_scopes():
             self.finish_pending()
             waiting = self.waiting
             if waiting is not None and waiting.is_news and waiting.keys and communicator.rank == 0:
@@ -160,7 +160,7 @@ class CheckpointCore:
     ) -> str | None:
         """Restore from `path`, or from the path that `find` returns on rank 0; return that path."""
         collected = self.collect()
-        with outside():
+        with outside_scopes():
             self.finish_pending()
             collected = collected._replace(refused=refused or collected.refused)
             found_at, found = self._restored(collected, collected.group, path, find, options)
@@ -217,7 +217,7 @@ class CheckpointCore:
         group = (
             None if collected.on_servers is None and is_local(collected.leaves) else collected.group
         )
-        with outside():
+        with outside_scopes():
             self._restored(collected, group, waiting.path, None, waiting.options)
         server_leaves = [] if collected.on_servers is None else collected.on_servers.leaves()
         restored = [*collected.leaves, *server_leaves]

@@ -14,7 +14,7 @@ from syncvar.checkpoint.restore import CheckpointInfo, refused_state, stage_leav
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.server_leaves import restore_record
 from syncvar.core.errors import CheckpointError, MismatchError, SyncvarError, TransportError
-from syncvar.parameter_server.snapshot import give_back, recall
+from syncvar.parameter_server.snapshot import give_back, read_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,22 +59,24 @@ def restore_for_all(
 ) -> tuple[str | None, CheckpointInfo]:
     """Restore server-side variables once, and the data of each worker on every worker."""
     here = on_servers.strategy.here
-    here.restorings += 1
-    number, is_first = here.restorings, group.rank == 0
+    here.restore_count += 1
+    number, is_first = here.restore_count, group.rank == 0
     record = None
     if not is_first or here.session.client.incarnation:
-        record = recall(on_servers.strategy, number, waits=not is_first, timeout=options.timeout)
+        record = read_report(
+            on_servers.strategy, number, waits=not is_first, timeout=options.timeout
+        )
     if record is None:
         where = path if find is None else find
         where, found = _restore(leaves, on_servers, group, number, where, options)
-        here.went_back(where)
+        here.resume_after_restore(where)
         return where, found
     if record["failure"] is not None:
         raise_failures({0: record["failure"]}, None, _NOTHING)
     if path is not None and record["path"] != path:
         table = {0: str(record["path"]), group.rank: path}
         raise MismatchError("the workers do not restore the same checkpoint", table)
-    here.went_back(record["path"])
+    here.resume_after_restore(record["path"])
     own = [leaf for leaf in leaves if hasattr(leaf, "accept")]
     missing = [leaf.key for leaf in own if leaf.key not in record["own"] and not leaf.is_optional]
     if missing and not options.partial and record["path"] is not None:

@@ -25,7 +25,7 @@ _log = logging.getLogger("syncvar")
 _TEXT_MAX = 4096
 
 
-class Lock:
+class FolderLock:
     """The lock of a folder, held from its construction.
 
     Args:

@@ -18,17 +18,17 @@ from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.checkpoint_core import core_of
 from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_name, step_of
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
-from syncvar.checkpoint.folder_lock import Lock
+from syncvar.checkpoint.folder_lock import FolderLock
 from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.preemption import EXIT_CODE, StopNotice
 from syncvar.checkpoint.restore import RestoreOptions
 from syncvar.checkpoint.save import checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.step_folders import StepFolders, best_of, removable
-from syncvar.checkpoint.trackables import SoloGroup, gathered, outside
+from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
-from syncvar.core.lazy_import import MigrationHintsMixin, unexpected
+from syncvar.core.lazy_import import MigrationHintsMixin, unexpected_keyword
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.async_save import PendingSave
@@ -96,7 +96,7 @@ class CheckpointManager(MigrationHintsMixin):
                 )
             keep = _foreign.pop("max_to_keep")
         if _foreign:
-            raise unexpected(CheckpointManager, _foreign)
+            raise unexpected_keyword(CheckpointManager, _foreign)
         if not isinstance(checkpoint, Checkpoint):
             raise ConfigError(
                 f"checkpoint must be a sv.Checkpoint, not a {type(checkpoint).__name__}: "
@@ -119,7 +119,7 @@ class CheckpointManager(MigrationHintsMixin):
         self._keep, self._best = keep, best
         self._check_every, self._asked = check_every, 0
         self._must_stop = False
-        self._lock: Lock | None = None
+        self._lock: FolderLock | None = None
         # (step, metric, the restore before it)
         self._saved: tuple[int, float | None, object] | None = None
         self._warned_of_going_back = False
@@ -245,7 +245,7 @@ class CheckpointManager(MigrationHintsMixin):
         communicator.require_all(
             "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
         )
-        everyone = gathered(communicator, "checkpoint step", describe, timeout)
+        everyone = gather(communicator, "checkpoint step", describe, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             saves = zip(communicator.members, everyone, strict=True)
             table = {
@@ -276,7 +276,7 @@ class CheckpointManager(MigrationHintsMixin):
         )
 
     def _finish_pending(self) -> None:
-        with outside():
+        with outside_scopes():
             self._core.finish_pending()
 
     def _warn_of_going_back(self, step: int) -> None:
@@ -299,7 +299,7 @@ class CheckpointManager(MigrationHintsMixin):
         """On rank 0: lock the directory and remove the files of unfinished saves and removals."""
         with make_folder(self.directory) as folder:
             if self._lock is None or not self._lock.is_held:
-                self._lock = Lock(self.directory, "saves checkpoints")
+                self._lock = FolderLock(self.directory, "saves checkpoints")
             committed = set(self._folders.steps())
             for name in folder.names():
                 step = step_of(name)
@@ -319,8 +319,8 @@ class CheckpointManager(MigrationHintsMixin):
                     folder.remove(MANIFEST)
                     folder.sync()
                 folder.sweep(None)
-                if folder.has(LOCK):  # left by a killed process; else `Lock` raises
-                    Lock(path, "saves a checkpoint").release()
+                if folder.has(LOCK):  # left by a killed process; else `FolderLock` raises
+                    FolderLock(path, "saves a checkpoint").release()
             with contextlib.suppress(OSError):
                 os.rmdir(path)
         except CheckpointError as error:
@@ -367,7 +367,7 @@ class CheckpointManager(MigrationHintsMixin):
                 mine = error
                 return [failure_of(error), None]
 
-        failure, path = gathered(communicator, "checkpoint latest", look, timeout)[0]
+        failure, path = gather(communicator, "checkpoint latest", look, timeout)[0]
         if failure is not None:
             raise_failures({communicator.members[0]: failure}, mine, "nothing was restored")
         if path is not None:

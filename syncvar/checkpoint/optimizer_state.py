@@ -33,7 +33,7 @@ class StagedSlot(NamedTuple):
     """
 
     value: NDArray[Any] | None
-    is_apart: bool
+    is_replica_local: bool
 
 
 class SlotLeaf(VariableLeaf):
@@ -71,26 +71,26 @@ class SlotLeaf(VariableLeaf):
         communicator: Together,
     ) -> Any:
         """Return what `put` takes, or KEEP."""
-        is_apart = entry.mode.startswith("NONE")
+        is_replica_local = entry.mode.startswith("NONE")
         if self.slot.is_own and not self.slot.is_built:
-            self.is_own = self.is_own or is_apart
+            self.is_own = self.is_own or is_replica_local
         value = super().stage(entry, read, policy, communicator)
-        return StagedSlot(value, is_apart) if value is not KEEP else value
+        return StagedSlot(value, is_replica_local) if value is not KEEP else value
 
     def stage_absent(self, saved: Collection[str], prefix: str) -> Any:
         """Return what `put` takes if the checkpoint has no entry for the slot, or KEEP."""
         if all(prefix + owner in saved for owner in self._owners):
-            return StagedSlot(None, self.slot.is_apart)
+            return StagedSlot(None, self.slot.is_replica_local)
         return KEEP
 
     def now(self) -> Any:
         """Return what `put` takes to restore the current state."""
         value = self.slot.local_value() if self.slot.has_value else None
-        return StagedSlot(value, self.slot.is_apart)
+        return StagedSlot(value, self.slot.is_replica_local)
 
     def put(self, staged: Any) -> None:
         """Set the staged state; sends nothing."""
-        self.slot.replace(staged.value, is_apart=staged.is_apart)
+        self.slot.replace(staged.value, is_replica_local=staged.is_replica_local)
 
 
 class RuleLeaf(PlainLeaf):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.bootstrap.process import current, is_initialized
 from syncvar.core.errors import UsageError
 from syncvar.core.fork_cleanup import handle_signal, release_signal
-from syncvar.core.status_pipe import tell
+from syncvar.core.status_pipe import send_status
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -43,7 +43,7 @@ class StopNotice:
                     "manager there, or call manager.request_stop() when you learn of the stop"
                 )
             self._before = handle_signal(signal.SIGTERM, self._signalled)
-            tell("takes_notice", on=1)
+            send_status("takes_notice", on=1)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         engine = current().engine if is_initialized() else None
@@ -67,7 +67,7 @@ class StopNotice:
             if signal.getsignal(signal.SIGTERM) == self._signalled:
                 release_signal(signal.SIGTERM, self._signalled)
                 outer = getattr(self._before, "__self__", None)
-                tell("takes_notice", on=int(isinstance(outer, StopNotice)))
+                send_status("takes_notice", on=int(isinstance(outer, StopNotice)))
 
     def end(self) -> None:
         """Ignore SIGTERM from now on: the process is about to exit with the agreed code."""

@@ -18,8 +18,8 @@ from syncvar.checkpoint.optimizer_state import (
     refuse_ownerless,
 )
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
-from syncvar.checkpoint.shard_reader import Source
-from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gathered
+from syncvar.checkpoint.shard_reader import CheckpointReader
+from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gather
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound
 from syncvar.variables.policy import VariableSynchronization
 
@@ -120,7 +120,7 @@ def restore_leaves(
     members = communicator.members
     before: list[str] = []
     for _ in range(_ROUNDS):
-        everyone = gathered(communicator, "checkpoint restore", stage, options.timeout)
+        everyone = gather(communicator, "checkpoint restore", stage, options.timeout)
         results = zip(members, everyone, strict=True)
         failures = {rank: one[0] for rank, one in results if one[0] is not None}
         raise_failures(failures, mine, _NOTHING)
@@ -145,7 +145,7 @@ def stage_leaves(
 ) -> tuple[list[tuple[Leaf, Any]], CheckpointInfo]:
     """Read the new value of every leaf; read again if the checkpoint is replaced meanwhile."""
     for left in reversed(range(_TRIES)):
-        with Source(path) as source:
+        with CheckpointReader(path) as source:
             if options.identity not in (None, source.manifest.identity):
                 raise NotFound(
                     f"the restored checkpoint at {path} has been replaced, so objects that were "
@@ -163,7 +163,7 @@ def stage_leaves(
 def _stage(
     leaves: list[Leaf],
     communicator: Together | None,
-    source: Source,
+    source: CheckpointReader,
     path: str,
     options: RestoreOptions,
 ) -> tuple[list[tuple[Leaf, Any]], CheckpointInfo]:
@@ -209,7 +209,10 @@ def refused_state(key: str, error: Exception) -> str:
 
 
 def _skipped_prefixes(
-    leaves: list[Leaf], communicator: Together | None, source: Source, options: RestoreOptions
+    leaves: list[Leaf],
+    communicator: Together | None,
+    source: CheckpointReader,
+    options: RestoreOptions,
 ) -> tuple[str, ...]:
     """Return the key prefixes of optimizers that cannot use the saved state, if partial."""
     if not options.partial:
@@ -261,7 +264,7 @@ def _put(
     def result() -> str | None:
         return None if failure is None else refused_state(key, failure)
 
-    everyone = gathered(communicator, "checkpoint restored", result, timeout)
+    everyone = gather(communicator, "checkpoint restored", result, timeout)
     if last is not None and not any(everyone):
         try:
             if communicator.member_rank == 0:
@@ -269,7 +272,7 @@ def _put(
                 last()
         except Exception as error:
             failure = error
-        everyone = gathered(communicator, "servers restored", result, timeout)
+        everyone = gather(communicator, "servers restored", result, timeout)
     results = zip(communicator.members, everyone, strict=True)
     refused = {rank: ["CheckpointError", one] for rank, one in results if one is not None}
     if not refused:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.bootstrap.process import current
 from syncvar.checkpoint.file_names import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
-from syncvar.checkpoint.folder_lock import Lock
+from syncvar.checkpoint.folder_lock import FolderLock
 from syncvar.checkpoint.manifest import DIGEST_BYTES, FORMAT, Manifest, digest_of
 from syncvar.checkpoint.safetensors_header import header_bytes, itemsize_of
 from syncvar.checkpoint.save_plan import (
@@ -33,7 +33,7 @@ from syncvar.checkpoint.save_plan import (
     shard_of,
 )
 from syncvar.checkpoint.shard_reader import bytes_of, read_manifest
-from syncvar.checkpoint.trackables import SoloGroup, gathered
+from syncvar.checkpoint.trackables import SoloGroup, gather
 from syncvar.core.errors import (
     CheckpointError,
     ConfigError,
@@ -92,7 +92,7 @@ class SaveOperation:
         self._communicator = communicator
         self._rank = communicator.member_rank
         self._timeout = timeout
-        self._lock: Lock | None = None
+        self._lock: FolderLock | None = None
         self._identity = ""
         self._is_written = False
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -140,7 +140,7 @@ class SaveOperation:
             rated = None if metric is None else repr(metric)
             return [self.path, step, rated, {key: [*one] for key, one in headers.items()}, folder]
 
-        everyone = gathered(communicator, "checkpoint save", describe, self._timeout)
+        everyone = gather(communicator, "checkpoint save", describe, self._timeout)
         self._identity, failure = everyone[0][4]
         if failure is not None:
             raise_failures({communicator.members[0]: failure}, mine, _NOTHING)
@@ -153,7 +153,7 @@ class SaveOperation:
     def _prepare_folder(self, nbytes: int) -> str:
         """Create and lock the folder, remove an unfinished save, and return a new identity."""
         with make_folder(self.path) as folder:
-            self._lock = Lock(self.path, "saves a checkpoint")
+            self._lock = FolderLock(self.path, "saves a checkpoint")
             try:
                 folder.sweep(read_manifest(folder).identity)
             except NotFound:
@@ -251,7 +251,7 @@ class SaveOperation:
         mine = written if isinstance(written, CheckpointError) else None
         result = [None, written] if mine is None else [failure_of(mine), None]
         try:
-            everyone = gathered(communicator, "checkpoint written", lambda: result, timeout)
+            everyone = gather(communicator, "checkpoint written", lambda: result, timeout)
             results = zip(communicator.members, everyone, strict=True)
             failures = {rank: one[0] for rank, one in results if one[0] is not None}
             if failures:
@@ -271,7 +271,7 @@ class SaveOperation:
                     return [failure_of(error), self._is_visible()]
                 return None
 
-            sealed = gathered(communicator, "checkpoint committed", seal, timeout)[0]
+            sealed = gather(communicator, "checkpoint committed", seal, timeout)[0]
             if sealed is not None:
                 failure, is_visible = sealed
                 if not is_visible:

@@ -254,8 +254,8 @@ class ServerLeaves:
     def joint_restorer(self, path: str, timeout: float | None) -> Callable[[], None]:
         """Return the function that restores the servers, for the first rank of a joint restore."""
         here = self.strategy.here
-        here.restorings += 1
-        number = here.restorings
+        here.restore_count += 1
+        number = here.restore_count
         return lambda: self.give_back(number, restore_record(path), timeout)
 
     def give_back(self, number: int, record: Any, timeout: float | None) -> None:

@@ -66,7 +66,7 @@ def fault_of(path: str) -> str:
     fault = ""
     for _ in range(_TRIES):
         try:
-            with Source(path) as source:
+            with CheckpointReader(path) as source:
                 fault = source.file_fault()
                 if not fault or not source.was_replaced():
                     return fault
@@ -77,7 +77,7 @@ def fault_of(path: str) -> str:
     return fault
 
 
-class Source:
+class CheckpointReader:
     """An open checkpoint; a context manager.
 
     Args:

@@ -36,7 +36,7 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.scope import places
+from syncvar.variables.scope import scope_stack
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class PlainLeaf:
 
     def describe(self, communicator: Together) -> LeafHeader:
         """Take the state now, and return its length and digest."""
-        self._packed = packed(self._get(), self.key)
+        self._packed = pack_state(self._get(), self.key)
         everyone = tuple(range(communicator.size))
         shape, digest = (len(self._packed),), digest_of(self._packed)
         return LeafHeader(
@@ -265,14 +265,14 @@ class PlainLeaf:
 
     def now(self) -> Any:
         """Return a copy of the state, since the object may change the state that it returned."""
-        return unpack_object(packed(self._get(), self.key))
+        return unpack_object(pack_state(self._get(), self.key))
 
     def put(self, staged: Any) -> None:
         """Set the state."""
         self._put(staged)
 
 
-def packed(state: Any, key: str) -> bytes:
+def pack_state(state: Any, key: str) -> bytes:
     """Return a state as bytes; raise ConfigError if it is more than plain data."""
     try:
         return pack_object(state)
@@ -386,9 +386,7 @@ class SoloGroup:
 Together = Communicator | SoloGroup
 
 
-def gathered(
-    group: Together, name: str, make: Callable[[], Any], timeout: float | None
-) -> list[Any]:
+def gather(group: Together, name: str, make: Callable[[], Any], timeout: float | None) -> list[Any]:
     """Return the results of `make` on all ranks of a group; an error of `make` reaches them all."""
     if isinstance(group, SoloGroup):
         return [make()]
@@ -415,9 +413,9 @@ def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicato
 
 
 @contextlib.contextmanager
-def outside() -> Iterator[None]:
+def outside_scopes() -> Iterator[None]:
     """Leave every scope for the duration: a checkpoint acts the same in every context."""
-    stack = places()
+    stack = scope_stack()
     before = stack[:]
     del stack[:]
     try:

@@ -152,7 +152,7 @@ def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[
     return kinds
 
 
-def parsed(arguments: Sequence[str] | None = None) -> Any:
+def parse_arguments(arguments: Sequence[str] | None = None) -> Any:
     """Parse the command line of a worker."""
     parser = argparse.ArgumentParser(prog="syncvar bench", allow_abbrev=False)
     add_options(parser)

@@ -134,7 +134,7 @@ def line(row: Row, *, predicted: bool = False) -> str:
     text = f"{row.size:>12}  {row.count:>12}  {row.type:>8}  {row.redop:>6}  {row.root:>6}"
     text += _half(row.out_of_place) + _half(row.in_place)
     if predicted:
-        text += f"  {'-' if row.model_us is None else fixed(row.model_us, 7):>7}"
+        text += f"  {'-' if row.model_us is None else format_number(row.model_us, 7):>7}"
     return text.rstrip()
 
 
@@ -142,11 +142,11 @@ def _half(half: Half | None) -> str:
     if half is None:
         return f"  {'-':>7}  {'-':>6}  {'-':>6}  {'N/A':>6}"
     wrong = "N/A" if half.nwrong is None else str(half.nwrong)
-    rates = f"{fixed(half.alg_bw, 6):>6}  {fixed(half.bus_bw, 6):>6}"
-    return f"  {fixed(half.time, 7):>7}  {rates}  {wrong:>6}"
+    rates = f"{format_number(half.alg_bw, 6):>6}  {format_number(half.bus_bw, 6):>6}"
+    return f"  {format_number(half.time, 7):>7}  {rates}  {wrong:>6}"
 
 
-def fixed(value: float, width: int) -> str:
+def format_number(value: float, width: int) -> str:
     """Format a number with up to two decimals, as many as the width allows."""
     digits = len(str(int(value)))
     for places in (2, 1):

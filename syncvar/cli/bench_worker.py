@@ -18,13 +18,13 @@ import numpy as np
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.cli.bench_model import Model
-from syncvar.cli.bench_options import make_plan, parsed
+from syncvar.cli.bench_options import make_plan, parse_arguments
 from syncvar.cli.bench_table import SHOWN, Row, header, line, rate, summary
 from syncvar.cli.collective_registry import has_result_like_input
 from syncvar.cli.selftest_inputs import Case, count_wrong, different_array
 from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.output_files import LostFile, report_lost_file, why_unwritten
+from syncvar.core.output_files import LostFile, report_lost_file, write_error_text
 
 if TYPE_CHECKING:
     import argparse
@@ -301,7 +301,7 @@ def _reports_loss(path: str, origin: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        report_lost_file(LostFile(path, origin, why_unwritten(error)))
+        report_lost_file(LostFile(path, origin, write_error_text(error)))
 
 
 def _write_json(plan: BenchPlan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
@@ -337,4 +337,4 @@ def _write_json(plan: BenchPlan, transport: str, rows: list[Row], models: dict[s
 
 
 if __name__ == "__main__":
-    sys.exit(work(parsed()))
+    sys.exit(work(parse_arguments()))

@@ -22,7 +22,7 @@ from syncvar.cli import (
 from syncvar.cli.collectives_table import collectives_text
 from syncvar.cli.variable_rules import rules_text
 from syncvar.core.errors import ConfigError
-from syncvar.core.migration_hints import words_text
+from syncvar.core.migration_hints import table_text
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.auth_keys import KEY_BYTES
 
@@ -91,7 +91,7 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
             print(collectives_text(), end="")
         elif chosen.command == "coming-from":
             if chosen.library == migration_table.WORDS:
-                print(words_text(), end="")
+                print(table_text(), end="")
             else:
                 print(migration_table.coming_from_text(chosen.library), end="")
         elif chosen.command == "bench":
@@ -111,7 +111,7 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _settings() -> None:
-    for item in RuntimeConfig.knobs():
+    for item in RuntimeConfig.runtime_settings():
         unit = f" {item.unit}" if item.unit else ""
         print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")
     print(

@@ -19,7 +19,7 @@ from syncvar.cli.record_files import (
 )
 from syncvar.core.process_ids import is_server, process_name
 from syncvar.core.rank_text import process_list, rank_list
-from syncvar.core.stack_dump import where
+from syncvar.core.stack_dump import stack_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -310,12 +310,12 @@ def _last(record: FlightRecord, zero: int, names: Mapping[int, str]) -> list[str
 def _position(record: FlightRecord, last: Event | None) -> str:
     """Describe the position of a rank: of the thread of its last call, or of its main thread."""
     if is_server(record.rank):
-        position = where(record.stack, os.getcwd())
+        position = stack_text(record.stack, os.getcwd())
         return f"; it stood {position}" if position.startswith("at ") else ""
     site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
     if site and site != "a place unknown":
         return f"; it stood at {site}"
-    position = where(record.stack, os.getcwd()) if record.stack else ""
+    position = stack_text(record.stack, os.getcwd()) if record.stack else ""
     return f"; it stood {position}" if position.startswith("in ") else ""
 
 

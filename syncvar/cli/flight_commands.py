@@ -14,7 +14,7 @@ from syncvar.cli.record_files import load
 from syncvar.cli.trace import merge_records, stragglers, unaligned_hosts
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import is_server
-from syncvar.core.state_folder import JOBS_KEPT, find_job, state_folder
+from syncvar.core.state_folder import JOBS_MAX, find_job, state_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -72,7 +72,7 @@ def _of_job(names: list[str]) -> list[str]:
         raise ConfigError(
             "there are no flight records of "
             f"{title}{f' in {folder}' if folder else ''}: ranks write "
-            f"them when something goes wrong (those of the last {JOBS_KEPT} such jobs are kept); "
+            f"them when something goes wrong (those of the last {JOBS_MAX} such jobs are kept); "
             "those of a job with --log-dir are in that folder"
         )
     return [str(found)]

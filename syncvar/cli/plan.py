@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
-from syncvar.algorithms.render import plan_text
+from syncvar.algorithms.render import schedule_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
 from syncvar.algorithms.shm_rounds import publications
 from syncvar.cli.bench_table import parse_size
@@ -107,7 +107,7 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         )
     lines += [
         "",
-        plan_text(plans[choice.algorithm], most=None if chosen.full else _SHORT).rstrip("\n"),
+        schedule_text(plans[choice.algorithm], most=None if chosen.full else _SHORT).rstrip("\n"),
         "",
     ]
     lines += _table(collective, plans, itemsize, model, choice.algorithm)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncvar.cli.selftest_options import SelfTestResult, outcome_lines, wanted
+from syncvar.cli.selftest_options import SelfTestResult, outcome_lines, select_collectives
 from syncvar.cli.start_workers import is_launched, start_workers
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _CALL_TIMEOUT_S = 30.0
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the command; return the exit code: 0 if all results were correct, else 1."""
-    wanted(chosen.collectives)
+    select_collectives(chosen.collectives)
     if is_launched():
         from syncvar.cli.selftest_worker import work
 

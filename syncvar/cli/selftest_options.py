@@ -57,14 +57,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report-to", type=int, help=argparse.SUPPRESS)
 
 
-def parsed(arguments: Sequence[str] | None = None) -> Any:
+def parse_arguments(arguments: Sequence[str] | None = None) -> Any:
     """Parse the command line of a worker."""
     parser = argparse.ArgumentParser(prog="syncvar test", allow_abbrev=False)
     add_options(parser)
     return parser.parse_args(arguments)
 
 
-def wanted(names: Sequence[str]) -> list[Collective]:
+def select_collectives(names: Sequence[str]) -> list[Collective]:
     """Return the collectives to test; raise ConfigError for an unknown name."""
     known = {one.name: one for one in available()}
     for name in names:

@@ -21,7 +21,12 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.cli.collective_registry import dtypes, has_result_like_input, ops_of
 from syncvar.cli.selftest_inputs import FOLDED_OPS, Case, first_wrong, part
-from syncvar.cli.selftest_options import SelfTestResult, outcome_lines, parsed, wanted
+from syncvar.cli.selftest_options import (
+    SelfTestResult,
+    outcome_lines,
+    parse_arguments,
+    select_collectives,
+)
 from syncvar.core.errors import SyncvarError, TransportError
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
@@ -46,7 +51,7 @@ def work(chosen: argparse.Namespace) -> int:
     path = current().transport.partition(":")[0] if sv.world_size() > 1 else "nothing: one process"
     mine: list[SelfTestResult] = []
     broken: SyncvarError | None = None
-    for one in wanted(chosen.collectives):
+    for one in select_collectives(chosen.collectives):
         outcome = SelfTestResult(one.name, _proves(one))
         mine.append(outcome)
         begin = time.perf_counter()
@@ -303,4 +308,4 @@ def _shape_text(shape: Iterable[int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(work(parsed()))
+    sys.exit(work(parse_arguments()))

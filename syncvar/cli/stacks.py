@@ -16,7 +16,7 @@ import msgpack
 from syncvar.bootstrap.job_directory import holders_of_meetings
 from syncvar.core.errors import ConfigError
 from syncvar.core.rank_text import process_list
-from syncvar.core.stack_dump import StackFrame, doing, shown, where
+from syncvar.core.stack_dump import StackFrame, activity_text, stack_text, visible_frames
 
 if TYPE_CHECKING:
     import argparse
@@ -79,7 +79,7 @@ def stacks_text(
             if all_threads:
                 lines.append("main thread:" if is_main else f"thread {ident}:")
             indent = "  " * all_threads
-            kept = frames if verbose else shown(frames) or frames[:1]
+            kept = frames if verbose else visible_frames(frames) or frames[:1]
             lines += [f"{indent}{one.file}:{one.line or '?'} in {one.name}" for one in kept]
         groups.setdefault(tuple(lines), []).append(rank["rank"])
     blocks = [f"job {_named(answer['job'])}\n"]
@@ -94,8 +94,10 @@ def _headline(rank: Mapping[str, Any], folder: str) -> str:
         return f"does not answer within 2 s (process {rank['pid']}); {rank['position']}"
     main = next((frames for _, is_main, frames in rank["threads"] if is_main), None)
     if main is None:
-        return doing(rank["position"], rank["instead"])
-    return doing(rank["position"], where([StackFrame(*frame) for frame in main], folder))
+        return activity_text(rank["position"], rank["instead"])
+    return activity_text(
+        rank["position"], stack_text([StackFrame(*frame) for frame in main], folder)
+    )
 
 
 def _named(job: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives.dispatch import entered, make_call, plain_array
+from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import exchange, gather_flat, require_same
 from syncvar.collectives.transfer_args import (
@@ -19,7 +19,7 @@ from syncvar.collectives.transfer_args import (
 )
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
-from syncvar.core.pytree import TreeDef, arrays_in, describe, fresh, unflatten
+from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
-@entered(second="axis", usual=0)
+@native_dispatch(second="axis", usual=0)
 def all_gather(
     x: Any,
     *,
@@ -114,7 +114,7 @@ def gather_request(
     size, rank, like = communicator.size, communicator.member_rank, x
     gets = target in (None, rank)
     if keep:
-        arrays, like = [array.copy() for array in arrays], fresh(structure, x)
+        arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
 
     def finish(made: NDArray[Any]) -> Any:
         return deliver(made if axes[0] == 0 else _turned(made, axes[0]), out) if gets else None

@@ -9,7 +9,7 @@ import numpy as np
 
 from syncvar.collectives import nan_check
 from syncvar.collectives.buckets import reduce_one, reduce_together
-from syncvar.collectives.dispatch import call_prepared, entered, make_call
+from syncvar.collectives.dispatch import call_persistent, make_call, native_dispatch
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
     checked_scale,
@@ -22,7 +22,7 @@ from syncvar.collectives.reduce_args import (
 )
 from syncvar.core.array_arguments import as_array, checked_output
 from syncvar.core.errors import ConfigError
-from syncvar.core.pytree import arrays_of, flatten, fresh, is_structure, unflatten
+from syncvar.core.pytree import arrays_of, flatten, is_structure, private_copy, unflatten
 from syncvar.core.reduce_ops import op_name
 from syncvar.runtime.communicator import CollectiveSpec
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
-@entered(second="op", usual="sum", positions=2)
+@native_dispatch(second="op", usual="sum", positions=2)
 def all_reduce(
     x: Any,
     op: str = "sum",
@@ -219,7 +219,7 @@ def reduce_request(
     digest, what = described_together(structure, arrays, hows, op, name, reproducible, algorithm)
     like = x
     if keep:
-        arrays, like = [array.copy() for array in arrays], fresh(structure, x)
+        arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
         targets = [
             _output_for(communicator, *one) for one in zip(arrays, hows, targets, strict=True)
         ]
@@ -259,7 +259,7 @@ def agree(
     """
     key = (name, op, numbers.dtype, numbers.shape)
     make = partial(_agreement, communicator, op, name)
-    made = call_prepared(communicator, key, numbers, None, timeout, make, label)
+    made = call_persistent(communicator, key, numbers, None, timeout, make, label)
     if made is None:
         what = name if label is None else label[0]
         made = communicator.perform(

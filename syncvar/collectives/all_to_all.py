@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.collectives.dispatch import entered, make_call
+from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.groups import by_rank
 from syncvar.collectives.scatter import cut
 from syncvar.collectives.stage_builders import gather_bytes
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _DIMENSIONS_MAX = 64  # NumPy's limit
 
 
-@entered(takes_numbers=False)
+@native_dispatch(takes_numbers=False)
 def all_to_all(
     parts: Any,
     *,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, entered, make_call, uncacheable
+from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
 from syncvar.collectives.sync_points import meeting
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NOTHING = np.empty(0, np.uint8)
 
 
-@entered(nothing=_NOTHING, positions=0)
+@native_dispatch(nothing=_NOTHING, positions=0)
 def barrier(
     *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
 ) -> Any:

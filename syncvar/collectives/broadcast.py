@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives.dispatch import entered, make_call, plain_array
+from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import (
     broadcast_bytes,
@@ -26,10 +26,10 @@ from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
     arrays_in,
     describe,
-    fresh,
     holds_dataclass,
-    plain_structure,
-    restored_structure,
+    private_copy,
+    structure_from_plain,
+    structure_to_plain,
     unflatten,
 )
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
-@entered(second="root", usual=0, positions=2)
+@native_dispatch(second="root", usual=0, positions=2)
 def broadcast(
     x: Any,
     root: int = 0,
@@ -118,12 +118,12 @@ def broadcast_request(
     structure, arrays = (None, []) if x is None else arrays_in(x, out)
     like, record, skeleton = x, InputRecord(), b""
     if structure is not None:
-        like = fresh(structure, x) if keep else x
+        like = private_copy(structure, x) if keep else x
         kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
         record = InputRecord(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
         if is_root:
             shapes = [[index, list(shape)] for index, shape in kinds]
-            skeleton = pack_object([plain_structure(structure), shapes])
+            skeleton = pack_object([structure_to_plain(structure), shapes])
     elif x is not None:
         record = array_record(arrays[0])
     if keep and is_root:
@@ -200,7 +200,7 @@ def _structure_body(
 ) -> Generator[Stage, None, Any]:
     is_root = communicator.member_rank == root
     plain, kinds = unpack_object((yield from broadcast_bytes(communicator, skeleton, root)))
-    structure = restored_structure(plain)
+    structure = structure_from_plain(plain)
     if absent and holds_dataclass(structure):  # all ranks see it, so all raise
         shown = f"{name}: the root (rank {communicator.members[root]}) passes {describe(structure)}"
         ranks = f"rank {', '.join(map(str, absent))}, which pass{'es' if len(absent) == 1 else ''}"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.algorithms.compile_messages import Prepared
+from syncvar.algorithms.compile_messages import LinkSchedule
 from syncvar.collectives.reduce_args import contribution, kinds_of, outcome, sizes_of
-from syncvar.core.reduce_ops import divided
+from syncvar.core.reduce_ops import divide_mean
 from syncvar.runtime.programs.arithmetic import store, store_parts
 from syncvar.runtime.programs.round_runner import Published
 from syncvar.runtime.programs.shm_reduce import ReduceBuffers, flat_of, in_one_exchange
@@ -41,7 +41,7 @@ def reduce_together(
     apply: np.ufunc | None = None,
     algorithm: str | None = None,
     *,
-    are_apart: bool = False,
+    no_overlap: bool = False,
     opens: bool = False,
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce several arrays with one transfer for each kind of reduction; return the results.
@@ -53,7 +53,7 @@ def reduce_together(
         opens: These stages are the first of their call; several kinds of short arrays share one
             transfer.
     """
-    if not are_apart:
+    if not no_overlap:
         arrays = _apart(arrays, targets)
     kinds = kinds_of(hows)
     results: list[Any] = [None] * len(arrays)
@@ -163,7 +163,7 @@ def _stored(
     else:
         work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
         yield Stage(plan, work, how.ufunc)
-        store_parts(outs, divided(how, work, size), apply)
+        store_parts(outs, divide_mean(how, work, size), apply)
     return [_back(one, out) for one, out in zip(results, outs, strict=True)]
 
 
@@ -206,8 +206,8 @@ def reduce_one(
         (result,) = yield from _stored(plan, [array], how, [target], size, apply)
         return result
     if (
-        isinstance(plan, Prepared)
-        and plan.apart is not None
+        isinstance(plan, LinkSchedule)
+        and plan.in_place is not None
         and array.flags.c_contiguous
         and array.dtype == how.accumulate
         and not how.is_packed
@@ -222,7 +222,7 @@ def reduce_one(
         work = contribution(array, how, communicator.home_rank)
         yield Stage(plan, work, how.ufunc)
     if apply is not None and target is not None:
-        store(target, divided(how, work, size).reshape(array.shape), apply)
+        store(target, divide_mean(how, work, size).reshape(array.shape), apply)
         return target
     return outcome(how, work, size, array.shape, target)
 

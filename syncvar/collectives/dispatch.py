@@ -17,7 +17,7 @@ from syncvar._native.constants import NUMBERS_MAX
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
-from syncvar.core.lazy_import import unexpected
+from syncvar.core.lazy_import import unexpected_keyword
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.flight_recorder.call_sites import own_site
 from syncvar.runtime.programs.block_transfer import NOTHING
@@ -59,7 +59,7 @@ def uncacheable(*_: Any) -> None:
     """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
-def entered(**how: Any) -> Callable[[Function], Function]:
+def native_dispatch(**how: Any) -> Callable[[Function], Function]:
     """Return a decorator that lets the C extension make persistent calls of a public function.
 
     The keywords are those of `syncvar._native.entrance`.
@@ -98,7 +98,7 @@ def make_call(
         how: The other arguments; the C extension looks up calls by the first one and the array.
     """
     if foreign:
-        raise unexpected(public, foreign)
+        raise unexpected_keyword(public, foreign)
     communicator = communicator_of(group)
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
         form = x if form_of is None else form_of(communicator, x, out, how)
@@ -127,7 +127,7 @@ def make_call(
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
 
 
-def call_prepared(
+def call_persistent(
     communicator: Communicator,
     key: Hashable,
     form: Any,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives.all_gather import gather_form, gather_request
-from syncvar.collectives.dispatch import entered, make_call
+from syncvar.collectives.dispatch import make_call, native_dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
 
 
-@entered(second="root", usual=0, positions=2)
+@native_dispatch(second="root", usual=0, positions=2)
 def gather(
     x: Any,
     root: int = 0,

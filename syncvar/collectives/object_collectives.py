@@ -13,7 +13,7 @@ import numpy as np
 
 from syncvar.collectives.all_gather import gathered_blocks, other_ranks
 from syncvar.collectives.broadcast import broadcast_blocks
-from syncvar.collectives.dispatch import call_prepared
+from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
 from syncvar.collectives.stage_builders import (
     AT_ONCE,
@@ -200,7 +200,7 @@ def _call(
         except Exception:  # of another library's tensor: the slow path raises it, informs the group
             heads = None
         if heads is not None:
-            made = call_prepared(
+            made = call_persistent(
                 communicator,
                 (name, root),
                 heads,

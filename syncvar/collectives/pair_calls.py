@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native import MessageCounter
-from syncvar.algorithms.compile_messages import prepare
+from syncvar.algorithms.compile_messages import compile_for_links
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
 from syncvar.core.dtypes import dtype_from_index
@@ -30,14 +30,14 @@ from syncvar.runtime.p2p.channel import P2PChannel
 from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p.message_requests import Receiving, Sending
 from syncvar.runtime.request import Stage
-from syncvar.shm.message_ring import what_of
+from syncvar.shm.message_ring import array_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_messages import Prepared
+    from syncvar.algorithms.compile_messages import LinkSchedule
     from syncvar.algorithms.schedule import Step
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.p2p.endpoints import Landing
@@ -122,7 +122,7 @@ def to_send(
         rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
         yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
-    what = what_of(kind, told.dtype, array.ndim)
+    what = array_code(kind, told.dtype, array.ndim)
     message = (
         Sending(line.end, what, work.reshape(array.shape), waits=waits)
         if isinstance(line.end, SendEndpoint)
@@ -167,10 +167,10 @@ def _begun(tag: int, line: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
     return to_receive("recv", line, tag, lambda *_: None, lambda _kind, made: made)
 
 
-def _plan(stream: Communicator, *steps: Step) -> Prepared:
+def _plan(stream: Communicator, *steps: Step) -> LinkSchedule:
     """Return a schedule for this end of the pair, with one step in each round."""
     count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
     rounds = tuple((step,) for step in steps)
-    return prepare(
+    return compile_for_links(
         Schedule("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives import nan_check
-from syncvar.collectives.dispatch import entered, make_call, plain_array
+from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
@@ -16,7 +16,7 @@ from syncvar.collectives.reduce_args import (
     run_plan,
 )
 from syncvar.core.array_arguments import checked_output
-from syncvar.core.pytree import arrays_in, fresh, unflatten
+from syncvar.core.pytree import arrays_in, private_copy, unflatten
 from syncvar.core.reduce_ops import op_name
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
-@entered(second="op", usual="sum", positions=2)
+@native_dispatch(second="op", usual="sum", positions=2)
 def reduce(
     x: Any,
     op: str = "sum",
@@ -107,7 +107,7 @@ def _request(
     into = None
     if out is not None and is_root:
         into = checked_output(out, arrays[0].shape, hows[0].result)
-    like = fresh(structure, x) if keep else x
+    like = private_copy(structure, x) if keep else x
     works = [
         contribution(array, how, communicator.home_rank)
         for array, how in zip(arrays, hows, strict=True)

@@ -328,7 +328,7 @@ def prepare_form(
     return prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral, leaves)
 
 
-def prepared_reduction(
+def persistent_reduction(
     communicator: Communicator,
     x: NDArray[Any],
     op: str,

@@ -10,7 +10,7 @@ import numpy as np
 
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.collectives import nan_check
-from syncvar.collectives.dispatch import entered, make_call
+from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.reduce_args import contribution, described, outcome, run_plan
 from syncvar.collectives.transfer_args import TransferArgs, fits_out, moves, place_of, result_buffer
 from syncvar.core.array_arguments import as_array, checked_output, deliver
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
-@entered(second="op", usual="sum", positions=2)
+@native_dispatch(second="op", usual="sum", positions=2)
 def reduce_scatter(
     x: Any,
     op: str = "sum",

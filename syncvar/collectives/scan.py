@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives import nan_check
-from syncvar.collectives.dispatch import entered, make_call, plain_array
+from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
     contribution,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
-@entered(second="op", usual="sum", positions=2)
+@native_dispatch(second="op", usual="sum", positions=2)
 def scan(
     x: Any,
     op: str = "sum",
@@ -70,7 +70,7 @@ def scan(
     )
 
 
-@entered(second="op", usual="sum", positions=2)
+@native_dispatch(second="op", usual="sum", positions=2)
 def exscan(
     x: Any,
     op: str = "sum",

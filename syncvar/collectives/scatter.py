@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.collectives.dispatch import entered, make_call
+from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import broadcast_bytes, scatter_flat
 from syncvar.collectives.transfer_args import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
-@entered(second="root", usual=0, positions=2)
+@native_dispatch(second="root", usual=0, positions=2)
 def scatter(
     x: Any = None,
     root: int = 0,

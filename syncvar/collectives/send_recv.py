@@ -22,7 +22,7 @@ from syncvar.collectives.pair_calls import line_of, send_text, to_receive, to_se
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.lazy_import import unexpected
+from syncvar.core.lazy_import import unexpected_keyword
 from syncvar.core.pytree import is_structure
 from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -87,7 +87,7 @@ def send(
         array([0, 1, 2])
     """
     if _foreign:
-        raise unexpected(send, _foreign)
+        raise unexpected_keyword(send, _foreign)
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(dest) is int is type(tag):
         line = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def send_object(
         {'a': 7, 'b': 3.14}
     """
     if _foreign:
-        raise unexpected(send_object, _foreign)
+        raise unexpected_keyword(send_object, _foreign)
     communicator = communicator_of(group)
 
     def make() -> NDArray[Any]:
@@ -236,7 +236,7 @@ def recv(
         array(2.5)
     """
     if _foreign:
-        raise unexpected(recv, _foreign)
+        raise unexpected_keyword(recv, _foreign)
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(source) is int is type(tag):
         line = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
@@ -298,7 +298,7 @@ def sendrecv(
         array(2.5)
     """
     if _foreign:
-        raise unexpected(sendrecv, _foreign)
+        raise unexpected_keyword(sendrecv, _foreign)
     how: dict[str, Any] = {"group": group, "timeout": timeout}
     if is_foreign(x, out):
         again = partial(sendrecv, dest=dest, source=source, tag=tag, recv_tag=recv_tag, **how)
@@ -359,7 +359,7 @@ def recv_object(
         ['done', 3]
     """
     if _foreign:
-        raise unexpected(recv_object, _foreign)
+        raise unexpected_keyword(recv_object, _foreign)
     return _received(
         "recv_object", communicator_of(group), _unpacked, source, tag, timeout, async_op=async_op
     )
@@ -457,11 +457,11 @@ def _own(communicator: Communicator, tag: int) -> Mailbox:
 def _checked(name: str, rank: Any, size: int) -> int:
     if type(rank) is int and 0 <= rank < size:
         return rank
-    from syncvar.core.migration_hints import explained
+    from syncvar.core.migration_hints import hint_for
 
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
         why = (
-            explained("sv", "ANY_SOURCE")
+            hint_for("sv", "ANY_SOURCE")
             if name == "source"
             else f"write sv.send(x, {size - 1}), for instance"
         )
@@ -469,7 +469,7 @@ def _checked(name: str, rank: Any, size: int) -> int:
     if not 0 <= rank < size:
         # MPI's ANY_SOURCE and PROC_NULL are negative numbers, others in each implementation.
         words = ("PROC_NULL", "ANY_SOURCE")[: 1 + (name == "source")] if rank < 0 else ()
-        why = "".join(f"; {explained('sv', word)}" for word in words)
+        why = "".join(f"; {hint_for('sv', word)}" for word in words)
         raise ConfigError(f"{name} {rank} is not in the group: its ranks are 0 to {size - 1}{why}")
     return int(rank)
 

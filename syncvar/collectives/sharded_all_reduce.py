@@ -21,9 +21,9 @@ from syncvar.algorithms.shard_tree import runs_of, whole_nodes
 from syncvar.collectives import nan_check
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.stage_builders import gather_bytes, gather_flat
-from syncvar.collectives.tensors import given_back
+from syncvar.collectives.tensors import convert_back
 from syncvar.collectives.tree_sum import summed
-from syncvar.core.array_arguments import word_of
+from syncvar.core.array_arguments import matching_word
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
@@ -32,8 +32,8 @@ from syncvar.core.pytree import (
     describe,
     flatten,
     holds_dataclass,
-    plain_structure,
-    restored_structure,
+    structure_from_plain,
+    structure_to_plain,
     unflatten,
 )
 from syncvar.core.reduce_ops import finish, quiet, reduction
@@ -149,7 +149,7 @@ def shards_request(
     """Check the arguments of an all-reduce of shards and return the request."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
-    op = word_of(op, _OPS) or op
+    op = matching_word(op, _OPS) or op
     if op not in _OPS:
         from syncvar.core.migration_hints import op_hint, op_of
 
@@ -196,7 +196,7 @@ def shards_request(
             ends = list(accumulate(map(_size, shapes)))
             for place, shape, end in zip(chosen, shapes, ends, strict=True):
                 results[place] = total[end - _size(shape) : end].reshape(shape)
-        return given_back(like, unflatten(agreed.structure, results, like))
+        return convert_back(like, unflatten(agreed.structure, results, like))
 
     label = CallLabel(f"{name}({op}, {_shown(told.runs)})", CallFields(name, op))
     return CollectiveSpec(label, fingerprint("all_reduce_shards", op, digest), body())
@@ -238,14 +238,14 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
 
 def _packed(told: _Announcement) -> bytes:
     kind = told.kind
-    shown = None if kind is None else [plain_structure(kind.structure), kind.arrays]
+    shown = None if kind is None else [structure_to_plain(kind.structure), kind.arrays]
     return pack_object([told.runs, shown])
 
 
 def _unpacked(data: bytes) -> _Announcement:
     runs, kind = unpack_object(data)
     return _Announcement(
-        runs, None if kind is None else _Kind(restored_structure(kind[0]), kind[1])
+        runs, None if kind is None else _Kind(structure_from_plain(kind[0]), kind[1])
     )
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.core.array_arguments import told
+from syncvar.core.array_arguments import error_text
 from syncvar.core.array_interop import UnsupportedLibrary, library_of
-from syncvar.core.pytree import is_structure, parts_of, rebuilt
+from syncvar.core.pytree import children_of, is_structure, rebuild
 from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _holds(value: Any) -> bool:
             return False
     elif not is_structure(value):
         return False
-    return any(_holds(part) for part in parts_of(value))
+    return any(_holds(part) for part in children_of(value))
 
 
 _PLAIN = {bool, int, float, complex, np.ndarray, np.float64, np.float32, np.int64}
@@ -59,8 +59,8 @@ def call_with_numpy(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
     if out is None:
         result = call(mine)
         if isinstance(result, Work):
-            return result.then(partial(given_back, _kept(x)))
-        return given_back(x, result)
+            return result.then(partial(convert_back, _kept(x)))
+        return convert_back(x, result)
     result = call(mine, out=_to_numpy(out, places))
     if isinstance(result, Work):
         return result.then(partial(_written, _kept(out), places))
@@ -70,7 +70,7 @@ def call_with_numpy(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
 def _kept(value: Any) -> Any:
     """Return the arrays of libraries in a value, in containers of our own."""
     if is_structure(value):
-        return rebuilt(value, [_kept(part) for part in parts_of(value)])
+        return rebuild(value, [_kept(part) for part in children_of(value)])
     return None if library_of(value) is None else value
 
 
@@ -87,7 +87,9 @@ def _to_numpy(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _unsupported(value: Any, error: Exception) -> UnsupportedLibrary:
-    return UnsupportedLibrary(f"of type {type(value).__name__} cannot be an array: {told(error)}")
+    return UnsupportedLibrary(
+        f"of type {type(value).__name__} cannot be an array: {error_text(error)}"
+    )
 
 
 def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
@@ -98,7 +100,7 @@ def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     library = library_of(value)
     if library is None:
         if is_structure(value):
-            return rebuilt(value, [_exchanged(part, places) for part in parts_of(value)])
+            return rebuild(value, [_exchanged(part, places) for part in children_of(value)])
         return value
     try:
         array = library.take(value)
@@ -108,7 +110,7 @@ def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     return array
 
 
-def given_back(like: Any, result: Any) -> Any:
+def convert_back(like: Any, result: Any) -> Any:
     """Replace NumPy arrays in a result by arrays of the libraries in `like`, the input."""
     if result is None or like is None or type(like) is np.ndarray:
         return result
@@ -117,13 +119,14 @@ def given_back(like: Any, result: Any) -> Any:
         return result if library.give is None else _each(library.give, like, result)
     if not is_structure(like):
         return result
-    parts = parts_of(like)
+    parts = children_of(like)
     if isinstance(result, np.ndarray):  # one array of several, as scatter gives it
-        return given_back(parts[0], result) if parts else result
+        return convert_back(parts[0], result) if parts else result
     if isinstance(result, dict):
-        return rebuilt(result, [given_back(like[key], part) for key, part in result.items()])
-    return rebuilt(
-        result, [given_back(part, made) for part, made in zip(parts, parts_of(result), strict=True)]
+        return rebuild(result, [convert_back(like[key], part) for key, part in result.items()])
+    return rebuild(
+        result,
+        [convert_back(part, made) for part, made in zip(parts, children_of(result), strict=True)],
     )
 
 
@@ -147,7 +150,7 @@ def _own(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
     if isinstance(result, np.ndarray):
         found = places.get(id(result))
         # Not found: the result is a piece of an array that was cut.
-        return given_back(out, result) if found is None else found[1]
+        return convert_back(out, result) if found is None else found[1]
     if is_structure(result):
-        return rebuilt(result, [_own(out, places, one) for one in parts_of(result)])
+        return rebuild(result, [_own(out, places, one) for one in children_of(result)])
     return result

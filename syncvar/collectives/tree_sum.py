@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.algorithms.shard_tree import split
-from syncvar.collectives.tensors import given_back
+from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import flatten, unflatten
@@ -58,7 +58,7 @@ def tree_sum(parts: Sequence[Any]) -> Any:
         if any(array.shape != first.shape or array.dtype != first.dtype for array in arrays):
             raise ConfigError("the parts of tree_sum must have the same shape and dtype")
         sums.append(tree_combined(arrays, "sum"))
-    return given_back(parts[0], unflatten(flat[0][0], sums, parts[0]))
+    return convert_back(parts[0], unflatten(flat[0][0], sums, parts[0]))
 
 
 def tree_combined(arrays: Sequence[NDArray[Any]], op: str) -> NDArray[Any]:

@@ -42,7 +42,7 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
             raise
         except Exception as error:  # a library, or an __array__, may raise anything
             raise ConfigError(
-                f"{what} of type {type(value).__name__} cannot be an array: {told(error)}"
+                f"{what} of type {type(value).__name__} cannot be an array: {error_text(error)}"
             ) from None
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
@@ -91,7 +91,7 @@ def _travels(dtype: np.dtype[Any]) -> bool:
     return dtype.name in DTYPE_NAMES  # cached, because NumPy builds the name on each access
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return an error as text, with its type if the message alone says little."""
     if isinstance(error, (ValueError, TypeError, BufferError, RuntimeError)):
         return str(error)
@@ -189,7 +189,7 @@ def checked_integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def word_of(given: Any, known: Iterable[str]) -> str | None:
+def matching_word(given: Any, known: Iterable[str]) -> str | None:
     """Return the word in `known` that an argument means, or None.
 
     The argument is text in any case or a member of any enum, also of another library. Of a member
@@ -197,7 +197,7 @@ def word_of(given: Any, known: Iterable[str]) -> str | None:
 
     Example:
         >>> from enum import Enum
-        >>> word_of("Mean", ["sum", "mean"]), word_of(Enum("Op", "SUM MEAN").SUM, ["sum", "mean"])
+        >>> matching_word("Mean", ["sum", "mean"]), matching_word(Enum("Op", "SUM MEAN").SUM, ["sum", "mean"])
         ('mean', 'sum')
     """
     texts = [given] if isinstance(given, str) else []

@@ -64,10 +64,10 @@ _WEIGHTS = {
     "PeerLost": Severity.CONSEQUENCE,
     "GroupBroken": Severity.CONSEQUENCE,
 }
-OF_OTHERS = tuple(_WEIGHTS)  # names of errors that are about other ranks
+ERRORS_ABOUT_OTHERS = tuple(_WEIGHTS)  # names of errors that are about other ranks
 
 
-def weight_of(error: str) -> Severity:
+def severity_of(error: str) -> Severity:
     """Return how likely an exception, by its name, is the cause of other failures."""
     return _WEIGHTS.get(error, Severity.OWN)
 
@@ -104,7 +104,7 @@ def exit_code_of(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def failure_in_words() -> str:
+def exit_error_text() -> str:
     """Return the exception that ends this process, as text for other ranks, or an empty text."""
     if not is_failing():
         return ""

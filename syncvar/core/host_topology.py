@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def divided(workers: int, hosts: int) -> tuple[int, ...]:
+def split_evenly(workers: int, hosts: int) -> tuple[int, ...]:
     """Return the ranks per host when `workers` are spread evenly; the first hosts get one more.
 
     Raises:

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 
-def explained_attribute(kind: type[Any], name: str) -> str:
+def attribute_hint(kind: type[Any], name: str) -> str:
     """Return the migration hint for an attribute that a class lacks, or an empty text."""
-    from syncvar.core.migration_hints import explained
+    from syncvar.core.migration_hints import hint_for
 
-    return next((text for one in kind.__mro__ if (text := explained(one.__name__, name))), "")
+    return next((text for one in kind.__mro__ if (text := hint_for(one.__name__, name))), "")
 
 
 class ClassWithHints(type):
@@ -23,7 +23,7 @@ class ClassWithHints(type):
     if not TYPE_CHECKING:
 
         def __getattr__(cls, name: str) -> Any:
-            text = "" if name.startswith("_") else explained_attribute(cls, name)
+            text = "" if name.startswith("_") else attribute_hint(cls, name)
             hint = f": {text}" if text else ""
             message = f"type object {cls.__name__!r} has no attribute {name!r}{hint}"
             raise AttributeError(message, name=name, obj=None)
@@ -37,7 +37,7 @@ class MigrationHintsMixin:
     if not TYPE_CHECKING:  # type checkers need the real attributes
 
         def __getattr__(self, name: str) -> Any:
-            if not name.startswith("_") and (text := explained_attribute(type(self), name)):
+            if not name.startswith("_") and (text := attribute_hint(type(self), name)):
                 message = f"{type(self).__name__!r} object has no attribute {name!r}: {text}"
                 raise AttributeError(message, name=name, obj=None)
             return object.__getattribute__(self, name)  # raises again, also errors of a property
@@ -51,11 +51,11 @@ def object_named(module: str, name: str) -> Any:
     return found
 
 
-def unexpected(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:
-    """Return the error for unknown keywords; see `migration_hints.unexpected`."""
-    from syncvar.core.migration_hints import unexpected as explained
+def unexpected_keyword(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:
+    """Return the error for unknown keywords; see `migration_hints.unexpected_keyword`."""
+    from syncvar.core.migration_hints import unexpected_keyword as hint_for
 
-    return explained(function, foreign)
+    return hint_for(function, foreign)
 
 
 def attributes_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

@@ -74,7 +74,7 @@ _OPS = {
 }
 
 
-def explained(place: str, name: str) -> str:
+def hint_for(place: str, name: str) -> str:
     """Return what to write instead of a name, or an empty text.
 
     Options may be written with underscores, and with one dash.
@@ -84,19 +84,19 @@ def explained(place: str, name: str) -> str:
     return _TEXTS.get((place, name), "")
 
 
-def missing(place: str, name: str, known: Iterable[str]) -> AttributeError:
+def missing_attribute(place: str, name: str, known: Iterable[str]) -> AttributeError:
     """Return the error for an attribute that a module ("sv", "sv.data") lacks.
 
     `known` are the attributes that it has, for a guess at typing mistakes.
     """
     module = "syncvar" + place.removeprefix("sv")
-    text = explained(place, name)
+    text = hint_for(place, name)
     hint = f": {text}" if text else nearest(name, known)
     # With obj= Python would add its own guess.
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name, obj=None)
 
 
-def unexpected(
+def unexpected_keyword(
     function: Callable[..., Any], foreign: Iterable[str], known: Iterable[str] = ()
 ) -> TypeError:
     """Return the error for keywords that a function or class lacks.
@@ -106,7 +106,7 @@ def unexpected(
     from inspect import signature
 
     name, shown = min(foreign), function.__name__
-    text = explained(f"{shown}()", name) or explained("keyword", name)
+    text = hint_for(f"{shown}()", name) or hint_for("keyword", name)
     hint = f": {text}" if text else nearest(name, (*signature(function).parameters, *known))
     return TypeError(f"{shown}() got an unexpected keyword argument {name!r}{hint}")
 
@@ -126,7 +126,7 @@ def op_hint(op: Any, known: Iterable[str]) -> str:
     last = str(getattr(op, "name", op)).lower().replace("_", ".").rpartition(".")[2]
     if op_of(last) in known:
         return f": write {op_of(last)!r}"
-    if text := explained("op", last):
+    if text := hint_for("op", last):
         return f": {text}"
     return nearest(op.lower(), known) if isinstance(op, str) else ""
 
@@ -138,9 +138,9 @@ def object_hint(value: Any) -> str:
     """
     names = value if isinstance(value, list | tuple) and value else [value]
     if all(isinstance(name, str) for name in names):
-        return f": {explained('keyword', 'devices')}"
+        return f": {hint_for('keyword', 'devices')}"
     if "Resolver" in type(value).__name__:
-        return f": {explained('keyword', 'cluster_resolver')}"
+        return f": {hint_for('keyword', 'cluster_resolver')}"
     if hasattr(value, "named_parameters") or hasattr(value, "trainable_variables"):
         return f": {_MODEL}"
     return ""
@@ -151,11 +151,11 @@ def group_hint(value: Any) -> str:
     if isinstance(value, list | tuple | range) and all(isinstance(rank, int) for rank in value):
         return f": write group = sv.new_group({value!r:.60}), on all ranks of the world"
     if hasattr(value, "Get_rank") or type(value).__name__ in ("ProcessGroup", "ProcessSet"):
-        return f": {explained('sv', 'Comm')}"
+        return f": {hint_for('sv', 'Comm')}"
     return object_hint(value)
 
 
-def words_text() -> str:
+def table_text() -> str:
     """Return the table in Markdown."""
     lines = ["| word | where | here |", "|---|---|---|"]
     for word in WORDS:

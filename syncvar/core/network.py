@@ -14,18 +14,18 @@ _NOT_YET = (socket.EAI_NONAME, socket.EAI_AGAIN)
 _ANYWHERE = "192.0.2.1"  # an address of no host (RFC 5737); its route is the default route
 
 
-def bracketed(address: str) -> str:
+def bracket_ipv6(address: str) -> str:
     """Return an address as it is written before a port."""
     return f"[{address}]" if ":" in address else address
 
 
 def tcp_endpoint(address: str, port: int | str | None = None) -> str:
     """Return an address in ZeroMQ's form."""
-    host = f"tcp://{bracketed(address)}"
+    host = f"tcp://{bracket_ipv6(address)}"
     return host if port is None else f"{host}:{port}"
 
 
-def resolved(address: str, timeout_s: float) -> str:
+def resolve_host(address: str, timeout_s: float) -> str:
     """Return the address of a host name, IPv4 if there is one, so that all hosts get the same.
 
     It waits up to `timeout_s` seconds: the name of a Kubernetes pod resolves once the pod runs.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.private_files import PRIVATE, create_file
-from syncvar.core.status_pipe import tell
+from syncvar.core.status_pipe import send_status
 
 LOST_FILE_EVENT = "lost_file"  # status record of a rank about a lost file
 AUTO_LOG = "SYNCVAR_AUTO_LOG"  # origin of the file with AUTO's decisions
@@ -57,12 +57,12 @@ def check_folder(path: str, origin: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        reason = f"{why_unwritten(error)}; {_remedy(error)}"
+        reason = f"{write_error_text(error)}; {_remedy(error)}"
         raise ConfigError(f"cannot make the folder {path} of {origin}: {reason}") from None
     try:
         _probe(path)
     except OSError as error:
-        reason = f"{why_unwritten(error)}; {_remedy(error)}"
+        reason = f"{write_error_text(error)}; {_remedy(error)}"
         raise ConfigError(f"cannot write to the folder {path} of {origin}: {reason}") from None
 
 
@@ -85,20 +85,20 @@ def check_file(path: str, origin: str) -> None:
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     except OSError as error:
-        reason = f"{why_unwritten(error)}; {_remedy(error)}"
+        reason = f"{write_error_text(error)}; {_remedy(error)}"
         raise ConfigError(f"cannot write {path} of {origin}: {reason}") from None
 
 
 def report_lost_file(lost: LostFile) -> None:
     """Report a lost file to the launcher, or on standard error if there is no launcher."""
-    if tell(LOST_FILE_EVENT, **lost._asdict()):
+    if send_status(LOST_FILE_EVENT, **lost._asdict()):
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         sys.stderr.write(f"syncvar: {lost}\n")
         sys.stderr.flush()
 
 
-def why_unwritten(error: Exception) -> str:
+def write_error_text(error: Exception) -> str:
     """Return the reason of a failed write as text."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 

@@ -39,14 +39,14 @@ def server_hosts(servers: int, hosts: int) -> tuple[int, ...]:
     return tuple(server % hosts for server in range(servers))
 
 
-def heirs_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
+def failover_order(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
     """Return the servers that can replace a server, in failover order; () without replicas.
 
     They are those that follow it, with those of other hosts first, because a failed host takes
     all its servers along. `hosts` is the host of each server.
 
     Example:
-        >>> heirs_of(1, (0, 0, 0), 1), heirs_of(0, (0, 0, 1, 1), 1), heirs_of(0, (0, 0), 0)
+        >>> failover_order(1, (0, 0, 0), 1), failover_order(0, (0, 0, 1, 1), 1), failover_order(0, (0, 0), 0)
         ((2, 0), (2, 3, 1), ())
     """
     following = [(server + step) % len(hosts) for step in range(1, len(hosts))]
@@ -54,6 +54,6 @@ def heirs_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...
     return tuple(following if replicas else ())
 
 
-def mirrors_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
+def replica_holders(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
     """Return the servers that hold replicas of a server's state while all live: its first heirs."""
-    return heirs_of(server, hosts, replicas)[:replicas]
+    return failover_order(server, hosts, replicas)[:replicas]

@@ -107,7 +107,7 @@ def _are_numbers(items: Iterable[Any]) -> bool:
     )
 
 
-def parts_of(value: Any) -> list[Any]:
+def children_of(value: Any) -> list[Any]:
     """Return the direct children of a pytree, in its own order.
 
     Raises:
@@ -124,8 +124,8 @@ def parts_of(value: Any) -> list[Any]:
         raise ConfigError(f"a field of the dataclass {name} is not set: {error}") from None
 
 
-def rebuilt(value: Any, parts: list[Any]) -> Any:
-    """Return a pytree of the type of `value` with other children, in the order of `parts_of`.
+def rebuild(value: Any, parts: list[Any]) -> Any:
+    """Return a pytree of the type of `value` with other children, in the order of `children_of`.
 
     A dataclass is copied and its fields are set. Neither `__init__` nor `__post_init__` runs,
     because the copy already has what they computed.
@@ -179,7 +179,7 @@ def _flatten(value: Any, leaves: list[Any]) -> TreeDef:
         kind, keys = "list" if isinstance(value, list) else "tuple", ()
         if not isinstance(value, list | tuple):
             kind, keys = "dataclass", (type(value).__qualname__, *_field_names(value))
-        return TreeDef(kind, keys, tuple(_flatten(item, leaves) for item in parts_of(value)))
+        return TreeDef(kind, keys, tuple(_flatten(item, leaves) for item in children_of(value)))
     leaves.append(value)
     return LEAF
 
@@ -217,7 +217,7 @@ def _paths(value: Any, path: str) -> Iterator[str]:
         names = getattr(value, "_fields", None)
         if names is None and is_dataclass(value):
             names = _field_names(value)
-        for i, part in enumerate(parts_of(value)):
+        for i, part in enumerate(children_of(value)):
             yield from _paths(part, f"{path}[{i}]" if names is None else f"{path}.{names[i]}")
 
 
@@ -270,8 +270,8 @@ def _unflatten(structure: TreeDef, leaves: Iterator[Any], like: Any) -> Any:
             for key, child in zip(keys, children, strict=True)
         }
     if like is not None:
-        parts = zip(children, parts_of(like), strict=True)
-        return rebuilt(like, [_unflatten(child, leaves, part) for child, part in parts])
+        parts = zip(children, children_of(like), strict=True)
+        return rebuild(like, [_unflatten(child, leaves, part) for child, part in parts])
     if kind == "dataclass":
         raise ConfigError(
             f"the value contains a {keys[0]}, and classes are not sent: pass one with arrays of "
@@ -281,18 +281,18 @@ def _unflatten(structure: TreeDef, leaves: Iterator[Any], like: Any) -> Any:
     return items if kind == "list" else tuple(items)
 
 
-def fresh(structure: TreeDef | None, value: Any) -> Any:
+def private_copy(structure: TreeDef | None, value: Any) -> Any:
     """Return a copy of a nested value, so that the caller may change it while the call runs."""
     return value if structure is None else unflatten(structure, flatten(value)[1], value)
 
 
-def plain_structure(structure: TreeDef) -> list[Any]:
+def structure_to_plain(structure: TreeDef) -> list[Any]:
     """Return a structure as lists and texts that can be sent."""
-    children = [plain_structure(child) for child in structure.children]
+    children = [structure_to_plain(child) for child in structure.children]
     return [structure.kind, list(structure.keys), children]
 
 
-def restored_structure(plain: list[Any]) -> TreeDef:
-    """Return the structure from `plain_structure`."""
+def structure_from_plain(plain: list[Any]) -> TreeDef:
+    """Return the structure from `structure_to_plain`."""
     kind, keys, children = plain
-    return TreeDef(kind, tuple(keys), tuple(restored_structure(child) for child in children))
+    return TreeDef(kind, tuple(keys), tuple(structure_from_plain(child) for child in children))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.core.array_arguments import word_of
+from syncvar.core.array_arguments import matching_word
 from syncvar.core.dtypes import dtype_index
 from syncvar.core.errors import ConfigError
 
@@ -311,7 +311,7 @@ def _take(
 
 def op_name(op: Any) -> Any:
     """Return the name of an op that is an enum member; any other value is returned as it is."""
-    return op if type(op) is str else word_of(op, (*OPS, *_registered)) or op
+    return op if type(op) is str else matching_word(op, (*OPS, *_registered)) or op
 
 
 def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
@@ -395,7 +395,7 @@ def identity(how: Reduction) -> Any:
     raise ConfigError(f"the op {how.name!r} has no identity, which rank 0 would get; use scan")
 
 
-def divided(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
+def divide_mean(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
     """Return `total`, or for a mean a new array divided by `count`.
 
     It never divides in place: over links the array may still be on its way to other ranks.
@@ -407,5 +407,5 @@ def divided(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
 
 def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
     """Return the result of a reduction from its combined inputs."""
-    total = divided(how, total, count)
+    total = divide_mean(how, total, count)
     return total if total.dtype == how.result else total.astype(how.result)

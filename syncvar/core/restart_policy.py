@@ -68,7 +68,7 @@ class Ending(NamedTuple):
     exit_code: int
     why: str = ""
     error: str = ""
-    was_told: bool = False
+    was_end_requested: bool = False
     had_met: bool = True
     lasted_s: float = 0.0
 
@@ -118,7 +118,7 @@ class Restarting:
         """Return the decision after an attempt, and record it."""
         if ending.exit_code == 0 or not self.most:
             return Decision(restarts=False)
-        if ending.was_told:
+        if ending.was_end_requested:
             return Decision(restarts=False, reason="the launcher was told to end")
         code = ending.exit_code
         if code in HOPELESS_CODES:

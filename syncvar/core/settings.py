@@ -130,7 +130,7 @@ class _Settings:
     """Base like a frozen dataclass; dataclasses take several times as long to import."""
 
     def __init__(self, **values: Any) -> None:
-        settings = type(self).knobs()
+        settings = type(self).runtime_settings()
         if unknown := values.keys() - {setting.name for setting in settings}:
             raise TypeError(f"there is no setting {', '.join(sorted(unknown))}")
         for setting in settings:
@@ -139,7 +139,7 @@ class _Settings:
             self.__dict__[setting.name] = value
 
     @classmethod
-    def knobs(cls) -> tuple[Setting, ...]:
+    def runtime_settings(cls) -> tuple[Setting, ...]:
         """Return every setting, in order."""
         return tuple(item for item in vars(cls).values() if isinstance(item, Setting))
 
@@ -377,18 +377,22 @@ class RuntimeConfig(_Settings):
         return _BETWEEN_HOSTS[self.encryption]
 
     @property
-    def opened(self) -> str:
+    def exposure_warning(self) -> str:
         """Warning about access that these settings give to others; empty if none."""
         return f"encryption is off: {_OPENED}" if self.encryption == "off" else ""
 
     def shared(self) -> dict[str, int | str]:
         """Return the settings that must be equal on all ranks, because results depend on them."""
-        return {item.name: getattr(self, item.name) for item in self.knobs() if item.is_shared}
+        return {
+            item.name: getattr(self, item.name)
+            for item in self.runtime_settings()
+            if item.is_shared
+        }
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the name of every setting."""
-        return tuple(item.name for item in cls.knobs())
+        return tuple(item.name for item in cls.runtime_settings())
 
     @classmethod
     def from_mapping(
@@ -403,7 +407,7 @@ class RuntimeConfig(_Settings):
         for name in values:
             if name not in cls.names():
                 raise ConfigError(f"unknown setting {name!r}{nearest(name, cls.names())}")
-        for item in cls.knobs():
+        for item in cls.runtime_settings():
             text = environ.get(PREFIX + item.name.upper())
             if text is not None:
                 values[item.name] = _parse(item.name, text, type(item.default))
@@ -413,7 +417,7 @@ class RuntimeConfig(_Settings):
         """Return the environment variables that pass all settings but defaults to a worker."""
         return {
             PREFIX + item.name.upper(): str(getattr(self, item.name))
-            for item in self.knobs()
+            for item in self.runtime_settings()
             if getattr(self, item.name) != item.default
         }
 

@@ -89,7 +89,7 @@ def stack_path(directory: str, rank: int) -> str:
     return os.path.join(directory, f"stack-{rank}")
 
 
-def listen(path: str) -> None:
+def answer_signals(path: str) -> None:
     """Answer the signals in a new file; call it in the main thread.
 
     The first line of the file is the number of its descriptor in this process.
@@ -189,7 +189,7 @@ def frames_before(trace: TracebackType | None) -> list[StackFrame]:
 # -- parse -----------------------------------------------------------------------------------------
 
 
-def dumps_of(text: str) -> list[Thread]:
+def parse_stacks(text: str) -> list[Thread]:
     """Return the threads in an answer; lines of other text are skipped."""
     threads: list[Thread] = []
     frames: list[StackFrame] = []
@@ -212,7 +212,7 @@ def _unescaped(text: str) -> str:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def where(frames: Sequence[StackFrame], folder: str) -> str:
+def stack_text(frames: Sequence[StackFrame], folder: str) -> str:
     """Return in one line where a stack is: its innermost place in the program, and the callers.
 
     It skips frames of syncvar, libraries and the interpreter's start, except for the innermost.
@@ -224,10 +224,10 @@ def where(frames: Sequence[StackFrame], folder: str) -> str:
 
     Example:
         >>> frames = [StackFrame("/a/load.py", 9, "read"), StackFrame("/a/train.py", 49, "main")]
-        >>> where(frames, "/a")
+        >>> stack_text(frames, "/a")
         'in user code, load.py:9 < train.py:49'
     """
-    visible = shown(frames)
+    visible = visible_frames(frames)
     if not visible:
         return ""
     innermost = visible[0]
@@ -249,7 +249,7 @@ def where(frames: Sequence[StackFrame], folder: str) -> str:
     return f"in {_place(innermost, folder)}" + (f", called at {chain}" if users else "")
 
 
-def doing(position: str, place: str) -> str:
+def activity_text(position: str, place: str) -> str:
     """Return a rank's activity from the coordinator's text and the place of its main thread."""
     if place == STOPPED:
         return f"{position.partition('; ')[0]}; {STOPPED}"  # this explains why no thread answers
@@ -262,7 +262,7 @@ def doing(position: str, place: str) -> str:
     return f"{position}; {place}"
 
 
-def shown(frames: Sequence[StackFrame]) -> list[StackFrame]:
+def visible_frames(frames: Sequence[StackFrame]) -> list[StackFrame]:
     """Return a stack without frames that start the program; a call into syncvar has one frame.
 
     The stack of a server consists of syncvar's frames; it is complete.

@@ -18,7 +18,7 @@ from syncvar.core.private_files import PRIVATE, REQUESTED, refuse_foreign_links,
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-JOBS_KEPT = 10
+JOBS_MAX = 10
 RECORDS = "flight-[rs]*.json"  # flight records of ranks and servers
 TOTALS = "stats-*.json"  # call statistics of a rank, for --stats
 _RECORD = re.compile(r"flight-(?:rank|server)\d+\.(?:generation\d+\.)?json(?:\.\d+\.tmp)?")
@@ -94,7 +94,7 @@ def find_job(environ: Mapping[str, str], job: str = "") -> Path | None:
     return max(found, key=_last_record, default=None)
 
 
-def keep_newest(folder: Path, count: int = JOBS_KEPT) -> None:
+def keep_newest(folder: Path, count: int = JOBS_MAX) -> None:
     """Remove the records of all jobs but the newest; several processes may do so at once."""
     for path in job_folders(folder)[count:]:
         remove_job(path)

@@ -1,6 +1,6 @@
 """Status records from a worker to its launcher or agent, over an inherited pipe.
 
-They report how the script ended, and that it handles SIGTERM as a notice. `tell` does nothing if
+They report how the script ended, and that it handles SIGTERM as a notice. `send_status` does nothing if
 there is no launcher.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-BEGUN = "begun"  # first record: the process runs Python and starts its script next
+STARTED = "begun"  # first record: the process runs Python and starts its script next
 
 _TEXT_MAX = 200_000
 
@@ -30,12 +30,12 @@ class StatusPipe:
 
     def announce_start(self) -> None:
         """Report that this process runs Python and starts its script next."""
-        self.tell({"event": BEGUN})
+        self.send({"event": STARTED})
 
     def goodbye(self) -> None:
         """Report that the script ended normally; does nothing after a failure."""
         if not self._has_failed:
-            self.tell({"event": "goodbye"})
+            self.send({"event": "goodbye"})
 
     def failed(
         self,
@@ -67,9 +67,9 @@ class StatusPipe:
             "written": _sendable(written) if len(written) <= _TEXT_MAX else "",
             "exit_code": exit_code,
         }
-        self.tell(record)
+        self.send(record)
 
-    def tell(self, record: dict[str, str | int]) -> bool:
+    def send(self, record: dict[str, str | int]) -> bool:
         """Send a record, except in a forked child; return whether the agent gets it."""
         if self._descriptor < 0 or os.getpid() != self._process:
             return False
@@ -92,11 +92,11 @@ def _sendable(text: str) -> str:
 _pipes: list[StatusPipe] = []  # at most one, because the descriptor belongs to the process
 
 
-def adopt(pipe: StatusPipe) -> None:
+def set_status_pipe(pipe: StatusPipe) -> None:
     """Make this the pipe of the process; bootstrap calls it once."""
     _pipes[:] = [pipe]
 
 
-def tell(event: str, **fields: str | int) -> bool:
+def send_status(event: str, **fields: str | int) -> bool:
     """Send an event, for instance "takes_notice"; return whether an agent gets it."""
-    return any(pipe.tell({"event": event, **fields}) for pipe in _pipes)
+    return any(pipe.send({"event": event, **fields}) for pipe in _pipes)

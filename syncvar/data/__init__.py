@@ -19,6 +19,6 @@ __all__ = ["Dataset", "DatasetIterator", "from_arrays", "from_generator"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from syncvar.core.migration_hints import missing
+        from syncvar.core.migration_hints import missing_attribute
 
-        raise missing("sv.data", name, __all__)
+        raise missing_attribute("sv.data", name, __all__)

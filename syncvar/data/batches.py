@@ -14,13 +14,13 @@ from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (
     TreeDef,
+    children_of,
     describe,
     flatten,
     is_structure,
-    parts_of,
-    plain_structure,
-    rebuilt,
-    restored_structure,
+    rebuild,
+    structure_from_plain,
+    structure_to_plain,
     unflatten,
 )
 
@@ -60,14 +60,14 @@ class BatchPolicy(NamedTuple):
     def plain(self) -> list[Any]:
         """Return the form as lists, numbers and texts that can be sent."""
         leaves = [[name, list(shape)] for name, shape in self.leaves]
-        return [plain_structure(self.structure), leaves]
+        return [structure_to_plain(self.structure), leaves]
 
     @staticmethod
     def from_plain(plain: list[Any]) -> BatchPolicy:
         """Return the form from `plain`."""
         structure, leaves = plain
         shapes = tuple((name, tuple(shape)) for name, shape in leaves)
-        return BatchPolicy(restored_structure(structure), shapes)
+        return BatchPolicy(structure_from_plain(structure), shapes)
 
     def no_rows(self) -> Any:
         """Return a batch of this form without rows; named tuples become tuples."""
@@ -83,7 +83,7 @@ def as_leaf(value: Any) -> NDArray[Any]:
 def map_leaves(fn: Callable[[NDArray[Any]], Any], value: Any) -> Any:
     """Return the pytree with `fn` of each array; dict order and named tuple types stay."""
     if is_structure(value):
-        return rebuilt(value, [map_leaves(fn, item) for item in parts_of(value)])
+        return rebuild(value, [map_leaves(fn, item) for item in children_of(value)])
     return fn(as_leaf(value))
 
 
@@ -94,10 +94,10 @@ def leaves_of(value: Any) -> list[NDArray[Any]]:
 
 def as_batch(value: Any) -> Any:
     """Return a batch with arrays as leaves (the value itself if possible), or raise ConfigError."""
-    return inspected(value)[0]
+    return inspect_batch(value)[0]
 
 
-def inspected(value: Any) -> tuple[Any, int, BatchPolicy]:
+def inspect_batch(value: Any) -> tuple[Any, int, BatchPolicy]:
     """Return a batch whose leaves are arrays, its number of rows, and its form.
 
     Raises:
@@ -159,7 +159,7 @@ def content_digest(batch: Any) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def stacked(elements: Sequence[Any]) -> Any:
+def stack_elements(elements: Sequence[Any]) -> Any:
     """Return a batch of elements of one form: each array gets a new first axis.
 
     Raises:
@@ -177,8 +177,8 @@ def _stacked(parts: Sequence[Any]) -> Any:
     if isinstance(model, dict):
         return {key: _stacked([part[key] for part in parts]) for key in model}
     if is_structure(model):
-        columns = zip(*map(parts_of, parts), strict=True)
-        return rebuilt(model, [_stacked(list(column)) for column in columns])
+        columns = zip(*map(children_of, parts), strict=True)
+        return rebuild(model, [_stacked(list(column)) for column in columns])
     arrays = [as_leaf(part) for part in parts]
     try:
         return np.stack(arrays)

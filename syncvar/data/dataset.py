@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.lazy_import import ClassWithHints, MigrationHintsMixin, unexpected
+from syncvar.core.lazy_import import ClassWithHints, MigrationHintsMixin, unexpected_keyword
 from syncvar.data.indexed_sources import (
     ArrayRows,
     Indexed,
@@ -72,7 +72,7 @@ def from_arrays(
         [[0, 1], [2, 3], [4]]
     """
     if _foreign:
-        raise unexpected(from_arrays, _foreign)
+        raise unexpected_keyword(from_arrays, _foreign)
     _flag("shuffle", shuffle)
     _flag("drop_remainder", drop_remainder)
     integer_of("seed", seed, 0)
@@ -153,7 +153,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
                 yielded a million elements without an end.
         """
         if _foreign:
-            raise unexpected(Dataset.shuffle, _foreign)
+            raise unexpected_keyword(Dataset.shuffle, _foreign)
         if buffer_size is not None:
             raise ConfigError(
                 f"shuffle has no buffer, so buffer_size={buffer_size!r:.100} has no meaning: it "
@@ -212,7 +212,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
             ConfigError: An argument is wrong. While reading: elements differ in structure or shape.
         """
         if _foreign:
-            raise unexpected(Dataset.batch, _foreign)
+            raise unexpected_keyword(Dataset.batch, _foreign)
         size = integer_of("the batch size", size, 1)
         drop = _flag("drop_remainder", drop_remainder)
         inner = self._source
@@ -234,7 +234,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
             ConfigError: `fn` cannot be called.
         """
         if _foreign:
-            raise unexpected(Dataset.map, _foreign)
+            raise unexpected_keyword(Dataset.map, _foreign)
         _function("fn", fn, "write dataset.map(lambda batch: …)")
         inner = self._source
         if isinstance(inner, Indexed):

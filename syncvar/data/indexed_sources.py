@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.data.batches import as_batch, map_leaves, rows_of, stacked
+from syncvar.data.batches import as_batch, map_leaves, rows_of, stack_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -47,7 +47,7 @@ class Indexed(ABC):
 
     def take(self, epoch: int, indices: NDArray[np.intp]) -> Any:
         """Return a batch of some elements of an epoch, at least one."""
-        return stacked([self.element(epoch, int(index)) for index in indices])
+        return stack_elements([self.element(epoch, int(index)) for index in indices])
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of an epoch from position `start`."""

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
-from syncvar.data.batches import stacked
+from syncvar.data.batches import stack_elements
 from syncvar.data.indexed_sources import Indexed, permutation
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ class StreamBatches(Stream):
         """Yield the batches."""
         with closing(self._inner.read(epoch, start * self._size)) as elements:
             while len(found := list(islice(elements, self._size))) == self._size:
-                yield stacked(found)
+                yield stack_elements(found)
             if found and not self._drop_remainder:
-                yield stacked(found)
+                yield stack_elements(found)
 
 
 class StreamMap(Stream):

@@ -38,6 +38,6 @@ RMSprop = RMSProp  # as Keras and torch write it
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from syncvar.core.migration_hints import missing
+        from syncvar.core.migration_hints import missing_attribute
 
-        raise missing("sv.optimizers", name, __all__)
+        raise missing_attribute("sv.optimizers", name, __all__)

@@ -12,7 +12,7 @@ from syncvar.collectives import nan_check
 from syncvar.collectives.sharded_all_reduce import shards_request
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin, explained_attribute
+from syncvar.core.lazy_import import MigrationHintsMixin, attribute_hint
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_buckets import (
     BucketPlan,
@@ -24,10 +24,10 @@ from syncvar.optimizers.gradient_buckets import (
 from syncvar.optimizers.gradient_call import (
     Call,
     checked_shards,
-    combined_shortly,
+    combine_cached,
     combining_request,
-    described,
-    whose,
+    describe_variables,
+    strategy_of_pairs,
 )
 from syncvar.optimizers.hyperparameters import (
     Options,
@@ -37,9 +37,9 @@ from syncvar.optimizers.hyperparameters import (
     checked_number,
     checked_rate,
 )
-from syncvar.optimizers.remote_step import RemoteStep, stepper_of
+from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
 from syncvar.optimizers.rules.update_rule import UpdateRule, compute_dtype
-from syncvar.optimizers.slots import OptimizerSlots, is_apart
+from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
@@ -91,9 +91,9 @@ class Optimizer(MigrationHintsMixin):
     def __init__(self, learning_rate: Rate, rule: UpdateRule, **options: Unpack[Options]) -> None:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
-            from syncvar.core.migration_hints import unexpected
+            from syncvar.core.migration_hints import unexpected_keyword
 
-            raise unexpected(type(self), unknown, Options.__annotations__)
+            raise unexpected_keyword(type(self), unknown, Options.__annotations__)
         self._rate = checked_rate(learning_rate)
         self._rule = rule
         rule.decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
@@ -130,7 +130,7 @@ class Optimizer(MigrationHintsMixin):
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if not name.startswith("_") and explained_attribute(type(self), name):
+            if not name.startswith("_") and attribute_hint(type(self), name):
                 getattr(self, name)  # raises: to set it would change nothing
             super().__setattr__(name, value)
 
@@ -199,7 +199,7 @@ class Optimizer(MigrationHintsMixin):
             ['iterations', 'weight/momentum']
         """
         chosen = list(variables)
-        stepper = stepper_of([(None, one) for one in chosen])
+        stepper = remote_optimizer_of([(None, one) for one in chosen])
         if stepper is not None:
             stepper.prepare(self._remote.rule)
             return
@@ -214,9 +214,9 @@ class Optimizer(MigrationHintsMixin):
         except Exception as error:  # raised on the other replicas below
             failure = error
         if failure is not None:
-            self._refuse(failure, owner, travels=any(not is_apart(one) for one in chosen))
+            self._refuse(failure, owner, travels=any(not is_replica_local(one) for one in chosen))
         assert owner is not None
-        self._build(owner, chosen, all(is_apart(variable) for variable in chosen))
+        self._build(owner, chosen, all(is_replica_local(variable) for variable in chosen))
 
     def __repr__(self) -> str:
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
@@ -318,7 +318,7 @@ class Optimizer(MigrationHintsMixin):
         stepper: RemoteOptimizer | None = None
         try:
             pairs = listed(grads_and_vars)
-            stepper = stepper_of(pairs)
+            stepper = remote_optimizer_of(pairs)
             if stepper is None:
                 made, plan = self._checked(pairs, reduce, weight, shards)
         except Exception as error:  # raised on the other replicas below
@@ -328,7 +328,7 @@ class Optimizer(MigrationHintsMixin):
             self._remote.step(stepper, pairs, rate, reduce, is_plain=weight is None and not shards)
             return
         if made is None:
-            owner, travels = whose(pairs)
+            owner, travels = strategy_of_pairs(pairs)
             if self._slots.owner is not None:
                 owner, travels = self._slots.owner, not self._slots.apart
             self._refuse(failure or ConfigError("no pairs"), owner, travels=travels)
@@ -373,14 +373,14 @@ class Optimizer(MigrationHintsMixin):
                 for gradient, one in zip(gradients, everything, strict=True)
                 if gradient is not None
             ]
-            travels = any(not is_apart(one) for one in everything)
+            travels = any(not is_replica_local(one) for one in everything)
             settings = (type(self).__name__, *self._settings.items())
             known = (
                 owner,
                 variables,
                 everything,
                 travels,
-                *described(settings, variables, everything),
+                *describe_variables(settings, variables, everything),
             )
             # Cache only after all checks of these variables have passed.
             if not self._slots.missing(variables):
@@ -439,7 +439,7 @@ class Optimizer(MigrationHintsMixin):
                 "each replica may bring many"
             )
         for variable in variables:
-            if is_apart(variable):
+            if is_replica_local(variable):
                 raise ConfigError(
                     f"variable {variable.name!r} is NONE: each replica steps its own copy by its "
                     "own gradient, which has no shards; step it by another optimizer"
@@ -454,7 +454,7 @@ class Optimizer(MigrationHintsMixin):
             raise UsageError(
                 "this optimizer has variables of another strategy; make one for each strategy"
             )
-        if slots.apart != all(is_apart(variable) for variable in variables):
+        if slots.apart != all(is_replica_local(variable) for variable in variables):
             raise UsageError(
                 "an optimizer steps either NONE variables alone, or variables that replicas share "
                 "(and NONE variables in the same calls): else its count of steps would differ "
@@ -517,7 +517,9 @@ class Optimizer(MigrationHintsMixin):
     ) -> None:
         if not apart:
             names = tuple(
-                (one.name, one.shape, one.dtype.name) for one in variables if not is_apart(one)
+                (one.name, one.shape, one.dtype.name)
+                for one in variables
+                if not is_replica_local(one)
             )
             shown = ", ".join(repr(name) for name, *_ in names[:3]) + (
                 ", …" if len(names) > 3 else ""
@@ -563,7 +565,7 @@ class Optimizer(MigrationHintsMixin):
             nan_check.look(
                 gradient, f"the step, as the gradient of variable {part.variable.name!r}"
             )
-            factor = None if calls == 1 and part.is_apart else weight
+            factor = None if calls == 1 and part.is_replica_local else weight
             part.load(gradient, factor, number, calls, mean=mean)
         if self._nonfinite == "error":
             for bucket in (*plan.shared, *plan.apart):
@@ -591,7 +593,7 @@ class Optimizer(MigrationHintsMixin):
             summed = [
                 part.accumulator
                 for part in plan.parts
-                if part.accumulator is not None and not part.is_apart
+                if part.accumulator is not None and not part.is_replica_local
             ]
             for one in (*summed, self._slots.weight):
                 change_copies([one], _scale, before / size)
@@ -612,17 +614,17 @@ class Optimizer(MigrationHintsMixin):
                     f"an earlier call of this step failed, so the step is left out: {refused}"
                 )
             return
-        roster = owner.roster
-        if refused is not None or roster is None or roster.is_free:
+        registry = owner.registry
+        if refused is not None or registry is None or registry.is_free:
             self._bring(call, plan, rate, refused)
             return
         tally = state_of((plan.shared or plan.apart)[0].parts[0].variable).tally
-        if roster.is_due(tally):
-            roster.before_write(
+        if registry.is_due(tally):
+            registry.before_write(
                 [state_of(variable) for part in plan.parts for variable in part.changed]
             )
         self._bring(call, plan, rate, None)
-        roster.count(tally)
+        registry.count(tally)
 
     def _bring(self, call: Call, plan: BucketPlan, rate: float, refused: str | None) -> None:
         owner = call.owner
@@ -662,7 +664,7 @@ class Optimizer(MigrationHintsMixin):
                 )
             return combining_request(owner, plan, op, what, digest, weighted=weighted)
 
-        if refused is not None or not combined_shortly(
+        if refused is not None or not combine_cached(
             owner, plan, op, what, digest, weighted=weighted
         ):
             communicator.perform("apply_gradients", check, owner.timeout)

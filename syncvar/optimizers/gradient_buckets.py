@@ -15,7 +15,7 @@ import numpy as np
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.optimizers.rules.exact_math import BLOCK, norm
 from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
-from syncvar.optimizers.slots import is_apart
+from syncvar.optimizers.slots import is_replica_local
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies
 from syncvar.variables.policy import VariableSynchronization
@@ -63,10 +63,10 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
 
 def _no_pair(pair: tuple[Any, ...]) -> str:
     if len(pair) == 2 and not isinstance(pair[0], Variable) and hasattr(pair[1], "dtype"):
-        from syncvar.core.migration_hints import explained
+        from syncvar.core.migration_hints import hint_for
 
         kind = type(pair[1])
-        remedy = explained("sv", "DistributedOptimizer")
+        remedy = hint_for("sv", "DistributedOptimizer")
         if kind.__module__.partition(".")[0] == "numpy":
             remedy = "make it with sv.Variable(array)"
         return (
@@ -120,8 +120,8 @@ class BucketPart:
         "changed",
         "compute",
         "gradient",
-        "is_apart",
         "is_half",
+        "is_replica_local",
         "scratch",
         "shape",
         "variable",
@@ -132,7 +132,7 @@ class BucketPart:
     ) -> None:
         self.variable = variable
         self.shape = variable.shape
-        self.is_apart = is_apart(variable)
+        self.is_replica_local = is_replica_local(variable)
         self.compute = gradient.dtype
         self.is_half = is_half(variable.dtype)
         self.gradient = gradient
@@ -189,10 +189,10 @@ class BucketPlan:
         self.parts: list[BucketPart] = []
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         self.shared = self._pack(
-            owner, [one for one in variables if not is_apart(one)], slots, travels=True
+            owner, [one for one in variables if not is_replica_local(one)], slots, travels=True
         )
         self.apart = self._pack(
-            owner, [one for one in variables if is_apart(one)], slots, travels=False
+            owner, [one for one in variables if is_replica_local(one)], slots, travels=False
         )
         largest = max(bucket.flat.size for bucket in (*self.shared, *self.apart))
         self.room = np.empty(min(BLOCK, largest), np.float64)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.dispatch import call_prepared
+from syncvar.collectives.dispatch import call_persistent
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.rules.update_rule import compute_dtype
-from syncvar.optimizers.slots import is_apart
+from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
@@ -103,13 +103,15 @@ def checked_shards(
     return made
 
 
-def described(
+def describe_variables(
     settings: tuple[Any, ...], variables: Sequence[Variable], everything: Sequence[Variable]
 ) -> tuple[int, str]:
     """Return the signature of the variables that replicas share, and their names in words."""
     present = {id(one) for one in variables}
-    shared = [one for one in everything if not is_apart(one) and id(one) in present]
-    absent = [one.name for one in everything if not is_apart(one) and id(one) not in present]
+    shared = [one for one in everything if not is_replica_local(one) and id(one) in present]
+    absent = [
+        one.name for one in everything if not is_replica_local(one) and id(one) not in present
+    ]
     kinds = tuple((one.name, one.shape, one.dtype.name) for one in shared)
     shown = ", ".join(repr(one.name) for one in shared[:3])
     if len(shared) > 3:
@@ -121,7 +123,7 @@ def described(
     return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
 
 
-def whose(pairs: Any) -> tuple[VariableOwner, bool]:
+def strategy_of_pairs(pairs: Any) -> tuple[VariableOwner, bool]:
     """Return the strategy of invalid pairs, and whether other replicas take part in the call."""
     found = [
         one
@@ -132,7 +134,7 @@ def whose(pairs: Any) -> tuple[VariableOwner, bool]:
     if not found:
         return current_owner(), True
     owner: VariableOwner = found[0].strategy
-    return owner, any(not is_apart(one) for one in found)
+    return owner, any(not is_replica_local(one) for one in found)
 
 
 def combining_request(
@@ -155,7 +157,7 @@ def combining_request(
     return CollectiveSpec(what, digest, request.body)
 
 
-def combined_shortly(
+def combine_cached(
     owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> bool:
     """Combine the gradients by a cached call; False if there is none, and nothing was done.
@@ -174,7 +176,7 @@ def combined_shortly(
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
     return (
-        call_prepared(communicator, key, array, array, owner.timeout, make, (what, digest))
+        call_persistent(communicator, key, array, array, owner.timeout, make, (what, digest))
         is not None
     )
 

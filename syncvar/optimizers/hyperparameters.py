@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from syncvar.core.array_arguments import word_of
+from syncvar.core.array_arguments import matching_word
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import nearest
 
@@ -65,7 +65,7 @@ def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
     """Return one of some words, given as text or as a member of an enumeration."""
     if type(given) is str and given in choices:  # of each step: faster than to look at each word
         return given
-    if (word := word_of(given, choices)) is not None:
+    if (word := matching_word(given, choices)) is not None:
         return word
     hint = nearest(given, choices) if isinstance(given, str) else ""
     raise ConfigError(

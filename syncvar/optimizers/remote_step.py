@@ -57,7 +57,7 @@ class RemoteStep:
         self.steps += 1
 
 
-def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
+def remote_optimizer_of(pairs: list[Any]) -> RemoteOptimizer | None:
     """Return the remote optimizer of these variables, None for local ones."""
     steppers = [
         getattr(pair[1], "stepper", None)

@@ -20,7 +20,7 @@ import numpy as np
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.variables.create import VariableSpec
-from syncvar.variables.in_place_update import copy_of, make_beside, replace_copy
+from syncvar.variables.in_place_update import copy_of, create_for_strategy, replace_copy
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.variable import COPIED
 
@@ -39,7 +39,7 @@ _INDEPENDENT = VariableSynchronization.NONE
 _NAME_MAX = 128
 
 
-def is_apart(variable: Variable) -> bool:
+def is_replica_local(variable: Variable) -> bool:
     """Return whether each replica has its own independent copy (NONE)."""
     return variable.synchronization is _INDEPENDENT
 
@@ -65,7 +65,7 @@ class SlotSpec(NamedTuple):
         shape: Shape.
         dtype: Dtype.
         synchronization: Mode; the aggregation is always NONE.
-        is_part: The copies are parts of a sum; see `make_beside`.
+        is_part: The copies are parts of a sum; see `create_for_strategy`.
     """
 
     initial: float
@@ -112,7 +112,7 @@ class SavedSlot:
         self.strategy = strategy if self._variable is None else self._variable.strategy
         self.shape, self.dtype, self.synchronization = spec.shape, spec.dtype, spec.synchronization
         self.are_parts = spec.is_part
-        self.is_apart = spec.synchronization is _INDEPENDENT
+        self.is_replica_local = spec.synchronization is _INDEPENDENT
 
     @property
     def is_built(self) -> bool:
@@ -138,12 +138,12 @@ class SavedSlot:
 
     read_value = local_value
 
-    def replace(self, value: NDArray[Any] | None, *, is_apart: bool) -> None:
+    def replace(self, value: NDArray[Any] | None, *, is_replica_local: bool) -> None:
         """Replace this replica's copy; sends nothing."""
         if self._variable is None:
             self._slots.waiting.pop(self._key, None)
             if self.is_own:
-                self._slots.is_waiting_independent = is_apart
+                self._slots.is_waiting_independent = is_replica_local
             if value is not None:
                 copied = np.array(value, self.dtype).reshape(self.shape)
                 self._slots.waiting[self._key] = WaitingValue(self._beside, copied)
@@ -205,7 +205,7 @@ class OptimizerSlots:
     @staticmethod
     def _key(variable: Variable) -> str:
         """Return the name by which a checkpoint knows a variable's slots."""
-        return f"NONE:{variable.name}" if is_apart(variable) else variable.name
+        return f"NONE:{variable.name}" if is_replica_local(variable) else variable.name
 
     def build(self, owner: VariableOwner, variables: Sequence[Variable], *, apart: bool) -> None:
         """Create missing slots, with restored values if any. Collective, except if all are NONE."""
@@ -250,7 +250,7 @@ class OptimizerSlots:
             spec.synchronization,
             VariableAggregation.NONE,
         )
-        made = make_beside(owner, arguments, parts=spec.is_part)
+        made = create_for_strategy(owner, arguments, parts=spec.is_part)
         self.tracked[self._tracked_key(slot, beside)] = made
         self.built[_owner_id(beside), slot] = made
         waiting = self.waiting.pop((_owner_id(beside), slot), None)
@@ -296,8 +296,8 @@ class OptimizerSlots:
         if self._counts:
             made["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
         if self._accumulates:
-            own = _INDEPENDENT if is_apart(variable) else VariableSynchronization.ON_READ
-            made[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_apart(variable))
+            own = _INDEPENDENT if is_replica_local(variable) else VariableSynchronization.ON_READ
+            made[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_replica_local(variable))
         return made
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.row_updates import checked_rows
+from syncvar.variables.row_updates import check_rows
 
 if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
@@ -53,7 +53,7 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
         return gradient
     dtype = compute_dtype(variable.dtype)
     what = f"gradient of variable {variable.name!r}"
-    rows = checked_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, what)
+    rows = check_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, what)
     made = np.zeros(shape, dtype)
     np.add.at(made, rows.indices, rows.values)
     return made

@@ -74,7 +74,7 @@ class Directory:
         )
         self._control.send(message)
 
-    def say_copied(self, server: int) -> None:
+    def report_backup(self, server: int) -> None:
         """Report that this server holds the backup of another server."""
         self._send("holds", server=self._environment.rank, of=server)
 

@@ -16,8 +16,8 @@ from syncvar.optimizers.sparse_gradients import rows_of
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.row_updates import checked_rows
-from syncvar.variables.scope import current_place
+from syncvar.variables.row_updates import check_rows
+from syncvar.variables.scope import current_scope
 from syncvar.variables.unique_names import Names
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ServersHere:
         self.names = Names()
         self.next_server = 0
         self.clock = 0
-        self.restorings = 0  # restores from checkpoints, the same number on all workers
+        self.restore_count = 0  # restores from checkpoints, the same number on all workers
         self.counts_barriers = False  # True if a variable has staleness 0: barriers end a step
         self.pushes: deque[tuple[Ticket, str]] = deque()
         self.lock = threading.RLock()
@@ -60,7 +60,7 @@ class ServersHere:
         self.clock = max(self.clock, *(one["clock"] for one in found))
         self.session.client.pushes = sum(one["pushes"] for one in found)
 
-    def went_back(self, path: str | None) -> None:
+    def resume_after_restore(self, path: str | None) -> None:
         """Continue after a restore from `path` (None: no checkpoint); warn about lost pushes."""
         self.settle("restoring", None)
         self._read_progress()
@@ -201,7 +201,7 @@ class ServerAccess:
 
     def require_scope(self, call: str) -> None:
         """Raise UsageError in the scope of another strategy."""
-        place = current_place()
+        place = current_scope()
         if place is not None and place.owner is not self._strategy and not place.owner.is_default:
             raise UsageError(
                 f"{call}: the variable belongs to another strategy than the scope it is used in; "
@@ -229,7 +229,7 @@ class ServerAccess:
             call, dtype = f"gradient of variable {variable.name!r}", compute_dtype(variable.dtype)
             pair = rows_of(gradient, variable.shape)
             if pair is not None:
-                rows = checked_rows(AccessKind.SCATTER_ADD, *pair, variable.shape, dtype, call)
+                rows = check_rows(AccessKind.SCATTER_ADD, *pair, variable.shape, dtype, call)
                 steps.append((variable, rows.values, rows.indices))
             else:
                 steps.append((variable, operand_array(gradient, variable.shape, dtype, call), None))

@@ -22,7 +22,7 @@ from syncvar.variables.policy import (
     as_member,
     resolve,
 )
-from syncvar.variables.row_updates import checked_rows
+from syncvar.variables.row_updates import check_rows
 from syncvar.variables.scope import current_owner
 from syncvar.variables.sharded_init import ShardInfo, checked_shape, require_shape, takes_shard_info
 from syncvar.variables.variable import Variable
@@ -300,7 +300,7 @@ class ServerVariable(Variable):
 
     def _scatter(self, operation: AccessKind, indices: Any, values: Any) -> Variable:
         call = f"{operation.value} of variable {self._name!r}"
-        rows = checked_rows(operation, indices, values, self._shape, self._dtype, call)
+        rows = check_rows(operation, indices, values, self._shape, self._dtype, call)
         with self._owner.servers.pushing(call) as request:
             self.add_push(request, operation.value, rows.values, rows.indices)
         return self
@@ -393,7 +393,7 @@ class ServerVariable(Variable):
         shape = np.shape(plain_array(indices, f"{call}: indices"))
         values = np.broadcast_to(np.zeros((), self._dtype), (*shape, *self._shape[1:]))
         method = AccessKind.SCATTER_UPDATE
-        rows = checked_rows(method, indices, values, self._shape, self._dtype, call)
+        rows = check_rows(method, indices, values, self._shape, self._dtype, call)
         return rows.indices, (*shape, *self._shape[1:])
 
 

@@ -146,7 +146,7 @@ def _part(array: NDArray[Any], rows: slice) -> NDArray[Any]:
     return array[rows] if array.ndim else array
 
 
-def recall(
+def read_report(
     strategy: ParameterServerStrategy, number: int, *, waits: bool, timeout: float | None
 ) -> Any:
     """Return the report of a restore; None if there is none and `waits` is False."""

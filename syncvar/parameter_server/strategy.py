@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Never
 from syncvar.bootstrap.process import current, environment_here, joined, on_join
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.lazy_import import unexpected
+from syncvar.core.lazy_import import unexpected_keyword
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.parameter_server.client.request_builder import RequestBuilder
@@ -20,7 +20,7 @@ from syncvar.parameter_server.server_variables import PullBatch, ServerVariable
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.base import Strategy
 from syncvar.variables.policy import CallContext, VariableSynchronization
-from syncvar.variables.scope import ScopeEntry, stacks_here, take_places_along
+from syncvar.variables.scope import ScopeEntry, current_stacks, keep_scopes_when_joining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -83,7 +83,7 @@ class ParameterServerStrategy(Strategy):
         **_foreign: Never,
     ) -> None:
         if _foreign:
-            raise unexpected(type(self), _foreign)
+            raise unexpected_keyword(type(self), _foreign)
         if variable_partitioner is not None:
             from syncvar.core.migration_hints import object_hint
 
@@ -101,9 +101,9 @@ class ParameterServerStrategy(Strategy):
         self._check_every = 0
         self._aligned = ()  # `run` is no collective
         self._replica = ScopeEntry(self, CallContext.REPLICA)
-        self.queue = self.roster = None
+        self.queue = self.registry = None
         self.here = _servers_here()
-        self.places = stacks_here()
+        self.places = current_stacks()
         self.servers = ServerAccess(self, self.here, variable_partitioner)
 
     def __getattr__(self, name: str) -> Any:
@@ -135,7 +135,7 @@ class ParameterServerStrategy(Strategy):
         """Number of this worker."""
         return 0 if self.servers.in_scheduled_function else self.here.rank
 
-    def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
+    def _variable_class(self, synchronization: Any) -> type[Any] | None:
         """Return the class of server-side variables; None for variables of each worker."""
         name = getattr(synchronization, "name", synchronization)
         is_per_worker = isinstance(name, str) and name.upper() in _PER_WORKER
@@ -340,7 +340,7 @@ def _connect(environment: RankEnvironment | None) -> ServersHere:
     register_exit(here.leave)
 
     def join(context: ProcessContext) -> None:
-        take_places_along(context)
+        keep_scopes_when_joining(context)
         _listen_to_calls(context, here)
 
     on_join(join)

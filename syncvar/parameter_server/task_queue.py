@@ -28,7 +28,7 @@ class TaskQueue:
 
     def __init__(self) -> None:
         self.is_closed = False
-        self.given: dict[int, tuple[int, NDArray[Any]]] = {}  # rank -> task, packed call
+        self.assigned: dict[int, tuple[int, NDArray[Any]]] = {}  # rank -> task, packed call
         self.outcomes: dict[int, TaskResult] = {}
         self._waiting: dict[int, NDArray[Any]] = {}
         self._idle: list[int] = []
@@ -37,7 +37,7 @@ class TaskQueue:
         """Return the whole queue as plain data and arrays."""
         return {
             "is_closed": self.is_closed,
-            "given": dict(self.given),
+            "given": dict(self.assigned),
             "idle": list(self._idle),
             "waiting": dict(self._waiting),
             "outcomes": {task: tuple(one) for task, one in self.outcomes.items()},
@@ -47,7 +47,7 @@ class TaskQueue:
     def of_state(cls, state: dict[str, Any]) -> TaskQueue:
         """Return the queue with this state."""
         queue = cls()
-        queue.is_closed, queue.given = state["is_closed"], state["given"]
+        queue.is_closed, queue.assigned = state["is_closed"], state["given"]
         queue._idle, queue._waiting = state["idle"], state["waiting"]
         queue.outcomes = {task: TaskResult(*one) for task, one in state["outcomes"].items()}
         return queue
@@ -73,7 +73,7 @@ class TaskQueue:
         """Return whether `read` can answer now; True for operations on other state."""
         name = operation["do"]
         if name == "task":
-            return rank in self.given or self.is_closed
+            return rank in self.assigned or self.is_closed
         if name == "outcome":
             return self.is_over(operation["task"])
         return name != "drained" or self.is_drained
@@ -84,9 +84,9 @@ class TaskQueue:
         """Return the result of a read; `add` stores an array and returns its number."""
         match operation["do"]:
             case "task":
-                if rank not in self.given:
+                if rank not in self.assigned:
                     return {"closed": True}
-                task, call = self.given[rank]
+                task, call = self.assigned[rank]
                 return {"closed": False, "task": task, "array": add(call)}
             case "outcome":
                 result = self.outcomes.get(operation["task"])
@@ -101,11 +101,11 @@ class TaskQueue:
     @property
     def is_drained(self) -> bool:
         """Whether no task waits or runs."""
-        return not self._waiting and not self.given
+        return not self._waiting and not self.assigned
 
     def is_over(self, task: int) -> bool:
         """Return whether a task has ended or was cancelled."""
-        return task not in self._waiting and all(task != one for one, _ in self.given.values())
+        return task not in self._waiting and all(task != one for one, _ in self.assigned.values())
 
     def put(self, task: int, call: NDArray[Any]) -> None:
         """Add a task."""
@@ -114,22 +114,22 @@ class TaskQueue:
 
     def ask(self, rank: int) -> None:
         """Note that a worker is idle."""
-        if rank not in self._idle and rank not in self.given:
+        if rank not in self._idle and rank not in self.assigned:
             self._idle.append(rank)
         self._assign()
 
     def finish(self, rank: int, task: int, outcome: TaskResult) -> None:
         """Keep the result of a worker's task, unless another worker has the task now."""
-        if self.given.get(rank, (None,))[0] == task:
-            del self.given[rank]
+        if self.assigned.get(rank, (None,))[0] == task:
+            del self.assigned[rank]
             self.outcomes[task] = outcome
 
     def lose(self, rank: int) -> None:
         """Give the task of a failed worker to another one."""
         if rank in self._idle:
             self._idle.remove(rank)
-        if rank in self.given:
-            task, call = self.given.pop(rank)
+        if rank in self.assigned:
+            task, call = self.assigned.pop(rank)
             self._waiting = {task: call, **self._waiting}
             self._assign()
 
@@ -151,4 +151,4 @@ class TaskQueue:
     def _assign(self) -> None:
         while self._waiting and self._idle:
             task = next(iter(self._waiting))
-            self.given[self._idle.pop(0)] = task, self._waiting.pop(task)
+            self.assigned[self._idle.pop(0)] = task, self._waiting.pop(task)

@@ -40,12 +40,12 @@ def check_about(about: Mapping[str, int | str]) -> None:
             raise WireError(f"the entry {name[:_NAME_MAX]!r} of a rank about itself is too long")
 
 
-def differences(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, str]:
+def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, str]:
     """Return (error or "", warning or "") for the `about` of each rank; absent entries are skipped.
 
     Example:
         >>> about = {0: {"syncvar": "1"}, 1: {"syncvar": "2"}}
-        >>> print(differences(about)[0])
+        >>> print(compare_abouts(about)[0])
         the ranks differ in what all must have alike:
           syncvar: '1' (rank 0), '2' (rank 1)
         install the same syncvar everywhere, and give all ranks the same settings

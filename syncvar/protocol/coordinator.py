@@ -152,7 +152,7 @@ class Coordinator:
         if kind == "report":
             return self._report(rank, message, now)
         if kind == "here":
-            self.stalls.here(rank, message, now)
+            self.stalls.record_answer(rank, message, now)
             return []
         if kind == "resumed":
             self._reports.pop((rank, message["group"], message["call"]), None)
@@ -216,7 +216,7 @@ class Coordinator:
         ]
         return self._tell_others(rank, data) + joining
 
-    def given_up(self, rank: int, reason: str, now: float) -> list[Action]:
+    def fence_rank(self, rank: int, reason: str, now: float) -> list[Action]:
         """Record that a rank is unresponsive, and fence it.
 
         If its process wakes up, the message stops it from taking part in later calls.

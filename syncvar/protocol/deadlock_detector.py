@@ -188,7 +188,7 @@ class Stall(NamedTuple):
     late: list[int]
 
 
-def stalls(reports: list[WaitReport], now: float, after_s: float) -> list[Stall]:
+def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[Stall]:
     """Return each call in which a rank has waited for longer than `after_s` seconds."""
     calls = _by_call(reports)
     groups = {group for group, _ in calls}

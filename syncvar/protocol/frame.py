@@ -29,7 +29,7 @@ class FrameType(IntEnum):
     BYE = 3
     ASK = 4  # a one-sided read: a question to the receiver's engine, outside the calls
     ANSWER = 5
-    KNOCK = 6  # wake-up: the sender waits in this call, whose data are in shared memory
+    WAKE = 6  # wake-up: the sender waits in this call, whose data are in shared memory
 
 
 CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
@@ -107,7 +107,7 @@ def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:
         raise WireError(f"frame of protocol {version}, this process speaks {PROTOCOL_VERSION}")
     if _CHECKSUM.unpack_from(data, _BODY.size)[0] != zlib.crc32(data[: _BODY.size]):
         raise WireError("the checksum of a header is wrong")
-    if not FrameType.DATA <= kind <= FrameType.KNOCK:
+    if not FrameType.DATA <= kind <= FrameType.WAKE:
         raise WireError(f"unknown kind of frame {kind}")
     if kind in CARRIERS and rest[7] > nbytes_max:
         raise WireError(f"a payload of {rest[7]} bytes exceeds the limit of {nbytes_max}")

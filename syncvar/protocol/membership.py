@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from syncvar.core.rank_text import rank_list
-from syncvar.protocol.compatibility import differences
+from syncvar.protocol.compatibility import compare_abouts
 
 
 class Member(NamedTuple):
@@ -73,7 +73,7 @@ class RollCall:
         Returns:
             A warning about smaller differences, or an empty text.
         """
-        self.failed, warning = differences(
+        self.failed, warning = compare_abouts(
             {rank: member.about for rank, member in self.members.items()}
         )
         return "" if self.failed else warning

@@ -18,12 +18,12 @@ from syncvar.core.array_interop import NAMED, library_of
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.protocol.standard_type_codec import (
-    MOMENTS,
+    DATETIME_TYPES,
     STANDARD_CODES,
     is_standard,
-    pack_moment,
+    pack_datetime,
     pack_standard,
-    unpack_moment,
+    unpack_datetime,
     unpack_standard,
 )
 
@@ -59,7 +59,7 @@ _OF_FRAMES = {
 _UNPACK_ERRORS = (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException)
 _FLAT = frozenset((type(None), bool, int, float, str, bytes))
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-PLAIN = (*_SCALARS, list, tuple, dict, set, frozenset, *MOMENTS)
+PLAIN = (*_SCALARS, list, tuple, dict, set, frozenset, *DATETIME_TYPES)
 
 
 def is_plain(value: Any) -> bool:
@@ -212,9 +212,9 @@ def _plain(value: Any, place: str, depth: int) -> Any:  # noqa: C901, PLR0911, P
         # Sorted by their bytes, so that equal sets have equal bytes in every process.
         parts = sorted(_packed(_plain(item, f"an item of {place}", depth + 1)) for item in value)
         return _extension(_SET if kind is set else _FROZEN_SET, parts)
-    if kind in MOMENTS:
+    if kind in DATETIME_TYPES:
         try:
-            return msgpack.ExtType(_MOMENT + MOMENTS.index(kind), pack_moment(value))
+            return msgpack.ExtType(_MOMENT + DATETIME_TYPES.index(kind), pack_datetime(value))
         except ValueError as error:  # for instance a time zone whose name is no valid text
             raise ConfigError(f"{place}: {error}") from None
     if isinstance(value, enum.Enum) and isinstance(value, int | str):
@@ -300,8 +300,8 @@ def _restore(code: int, data: bytes, depth: int) -> Any:  # noqa: C901, PLR0911 
         return (set if code == _SET else frozenset)(
             _unpack(part, depth + 1) for part in _list(data, depth)
         )
-    if _MOMENT <= code < _MOMENT + len(MOMENTS):
-        return unpack_moment(code - _MOMENT, data)
+    if _MOMENT <= code < _MOMENT + len(DATETIME_TYPES):
+        return unpack_datetime(code - _MOMENT, data)
     if code in STANDARD_CODES:
         return unpack_standard(code, data)
     if code == _TENSOR:

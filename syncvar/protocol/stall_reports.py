@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.protocol.deadlock_detector import stalls
+from syncvar.protocol.deadlock_detector import find_stalls
 from syncvar.protocol.stall_text import NO_THREAD_ANSWERS, last_activity, late_ranks_text
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ class Stalls:
         self._answers: dict[int, tuple[float, str]] = {}
         self._silent: dict[int, str] = {}
 
-    def here(self, rank: int, message: Message, now: float) -> None:
+    def record_answer(self, rank: int, message: Message, now: float) -> None:
         """Record a rank's answer to "are_you_there"."""
         self.asked.pop(rank, None)
         self._silent.pop(rank, None)
         self._answers[rank] = (now, last_activity(message))
 
-    def mute(self, rank: int, words: str) -> None:
+    def record_silent(self, rank: int, words: str) -> None:
         """Record a text for a silent rank: what its process does, as seen from outside."""
         self._silent[rank] = words
 
@@ -80,7 +80,7 @@ class Stalls:
         `may_answer(rank)` says whether the rank is connected and can be asked.
         """
         actions = StallActions([], [], [])
-        found = {stall.key: stall for stall in stalls(reports, now, self._after_s)}
+        found = {stall.key: stall for stall in find_stalls(reports, now, self._after_s)}
         for notes in (self._warnings, self._asking):
             for key in notes.keys() - found.keys():
                 del notes[key]

@@ -97,7 +97,7 @@ def _unpacked(code: int, data: bytes) -> Any:
 
 # -- dates and times -------------------------------------------------------------------------------
 
-MOMENTS = (dt.date, dt.time, dt.datetime, dt.timedelta)
+DATETIME_TYPES = (dt.date, dt.time, dt.datetime, dt.timedelta)
 _DATE = struct.Struct("<HBB")
 _TIME = struct.Struct("<BBBIB")  # hour, minute, second, microsecond, fold
 _DURATION = struct.Struct("<iiI")  # days, seconds, microseconds
@@ -106,7 +106,7 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 _NO_ZONE, _FIXED, _NAMED = b"\x00", b"\x01", b"\x02"
 
 
-def pack_moment(value: Any) -> bytes:
+def pack_datetime(value: Any) -> bytes:
     """Return a date, time, datetime or timedelta (no subclass) as bytes.
 
     Raises:
@@ -122,9 +122,9 @@ def pack_moment(value: Any) -> bytes:
     return day + clock + _packed_zone(value.tzinfo)
 
 
-def unpack_moment(index: int, data: bytes) -> Any:
+def unpack_datetime(index: int, data: bytes) -> Any:
     """Return the value of type `MOMENTS[index]`, or raise ValueError or struct.error."""
-    kind = MOMENTS[index]
+    kind = DATETIME_TYPES[index]
     if kind is dt.date:
         return dt.date(*_DATE.unpack(data))
     if kind is dt.timedelta:

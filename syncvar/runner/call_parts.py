@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class EnginePlace(NamedTuple):
+class EngineSlot(NamedTuple):
     """A place, as it describes itself.
 
     Args:
@@ -71,10 +71,10 @@ class End(NamedTuple):
     raised: bytes = b""
 
 
-_Carried = TypeVar("_Carried", EnginePlace, CallPart, End)
+_Carried = TypeVar("_Carried", EngineSlot, CallPart, End)
 
 
-def packed(value: EnginePlace | CallPart | End) -> bytes:
+def packed(value: EngineSlot | CallPart | End) -> bytes:
     """Return a message as bytes."""
     return pack_object(list(value))
 
@@ -85,7 +85,7 @@ def unpacked(message_type: type[_Carried], data: bytes) -> _Carried:
 
 
 def parts(
-    places: Sequence[EnginePlace],
+    places: Sequence[EngineSlot],
     call: bytes,
     job: str,
     secret: str,
@@ -99,7 +99,7 @@ def parts(
 
     Example:
         >>> hosts = [("a", 5000), ("b", 6000), ("a", 5002)]
-        >>> places = [EnginePlace(host, host, host, port, 1) for host, port in hosts]
+        >>> places = [EngineSlot(host, host, host, port, 1) for host, port in hosts]
         >>> made = parts(places, b"", "j", "", {}, [])
         >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in made]
         [(0, '0', 'a'), (2, '0', 'a'), (1, '1', 'a')]

@@ -14,11 +14,11 @@ import time
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import LaunchError, RankFailed
-from syncvar.core.exit_codes import INTERNAL, TIMEOUT, weight_of
+from syncvar.core.exit_codes import INTERNAL, TIMEOUT, severity_of
 from syncvar.core.restart_policy import Ending, Restarting
 from syncvar.core.settings import RuntimeConfig, doubtful_variables
 from syncvar.protocol.exception_codec import unpack_exception
-from syncvar.runner.call_parts import End, EnginePlace, packed, parts, unpacked
+from syncvar.runner.call_parts import End, EngineSlot, packed, parts, unpacked
 
 if TYPE_CHECKING:
     from syncvar.runner.engines import Engine
@@ -89,7 +89,7 @@ class _Start:
     def run(self, call: bytes, workers: int, restarts: int) -> list[bytes]:
         """Return the results by rank; raise the failure that caused the others."""
         limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
-        places = [unpacked(EnginePlace, data) for data in self._engine.gather(workers, limit_s)]
+        places = [unpacked(EngineSlot, data) for data in self._engine.gather(workers, limit_s)]
         pids = {(entry.ground, entry.pid) for entry in places}
         if len(pids) < workers:
             raise LaunchError(
@@ -124,7 +124,7 @@ class _Start:
         hosts = {part.rank: entry.host for part, entry in zip(handed, places, strict=True)}
         failed = [rank for rank, end in ends.items() if not end.result]
         if failed:
-            rank = min(failed, key=lambda one: weight_of(ends[one].error))
+            rank = min(failed, key=lambda one: severity_of(ends[one].error))
             failure = self._failure(rank, hosts[rank], ends[rank])
             raise failure from failure.__cause__
         if len(ends) < workers:

@@ -17,7 +17,7 @@ from syncvar.bootstrap.process import is_initialized, member
 from syncvar.bootstrap.rendezvous import leave
 from syncvar.bootstrap.worker_main import failure_of
 from syncvar.protocol.exception_codec import pack_exception
-from syncvar.runner.call_parts import CallPart, End, EnginePlace, packed, unpacked
+from syncvar.runner.call_parts import CallPart, End, EngineSlot, packed, unpacked
 from syncvar.runner.remote_call import called
 from syncvar.runtime.flight_recorder.recorder import boot_identity
 
@@ -29,11 +29,11 @@ _held: list[socket.socket] = []  # at most one
 
 
 def arrive(address: str) -> bytes:
-    """Return a packed `EnginePlace`."""
+    """Return a packed `EngineSlot`."""
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
     return packed(
-        EnginePlace(ground, socket.gethostname(), address, _held_port(address), os.getpid())
+        EngineSlot(ground, socket.gethostname(), address, _held_port(address), os.getpid())
     )
 
 

@@ -142,9 +142,9 @@ def run(
         [(3, 1)]
     """
     if _foreign:
-        from syncvar.core.migration_hints import unexpected
+        from syncvar.core.migration_hints import unexpected_keyword
 
-        raise unexpected(run, _foreign)
+        raise unexpected_keyword(run, _foreign)
     others = {"servers": servers, "hosts": hosts, "env": env, "output": output, "log_dir": log_dir}
     options = checked_options(workers, timeout, max_restarts, others)
     _check_call(fn, args, kwargs)

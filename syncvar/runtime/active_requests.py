@@ -75,7 +75,7 @@ class StartedCalls:
                 self._core.under_way.append(operation)
                 self.moved = time.monotonic()
             operation.advance()
-            self._core.tell_accident(operation)
+            self._core.report_accident(operation)
             for frame in self._book.take_early(operation):
                 if key in self._core.active and not operation.is_over:
                     self.deliver(operation, frame)
@@ -86,7 +86,7 @@ class StartedCalls:
 
     def deliver(self, operation: Request, frame: Frame) -> None:
         """Pass a frame to its operation."""
-        if frame.header.kind == FrameType.KNOCK:
+        if frame.header.kind == FrameType.WAKE:
             return
         if frame.header.fingerprint != operation.fingerprint:
             self._flow.consumed(frame.header.source, operation.group, frame.header.nbytes)
@@ -95,7 +95,7 @@ class StartedCalls:
                 self._report(operation, time.monotonic())
             return
         operation.accept(frame)
-        self._core.tell_accident(operation)
+        self._core.report_accident(operation)
         if operation.is_shared:
             self.moved = time.monotonic()  # it polls the others again
         if operation.state == RequestState.DRAINING:
@@ -119,7 +119,7 @@ class StartedCalls:
             operation.advance()
             if operation.is_over:
                 self.moved = time.monotonic()
-                self._core.tell_accident(operation)
+                self._core.report_accident(operation)
                 self.retire(operation)
             elif operation.need != before:
                 self.moved = time.monotonic()
@@ -212,7 +212,7 @@ class StartedCalls:
         if operation.is_unheard:
             for peer in operation.awaiting:
                 if peer not in self._book.left:
-                    self._flow.knock(operation, peer)
+                    self._flow.notify_waiting(operation, peer)
         self._core.tell(
             "report",
             group=operation.group,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.p2p.message_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Stage
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
     PreparedCall = Callable[..., NDArray[Any] | None]
 
@@ -102,7 +102,7 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
         if engine is None:
             continue
         block = one.ended
-        if block is not None and block.epoch_end == following - 1 and not block.is_gone:
+        if block is not None and block.epoch_end == following - 1 and not block.is_reported:
             # No call has been made since. Another thread may remove the block, or shorten it.
             block.epoch_end = end
         else:
@@ -110,7 +110,7 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
             engine.book.blocks(one.identity).append(block)
         is_shared = is_shared and one.channel is not None
     if engine is not None and not (is_shared and engine.is_quiet):
-        engine.passed_over(communicators)
+        engine.check_ended_blocks(communicators)
 
 
 class GroupHosts(NamedTuple):
@@ -122,7 +122,7 @@ class GroupHosts(NamedTuple):
     """
 
     sizes: tuple[int, ...]
-    channel: Channel | None
+    channel: GroupChannel | None
 
 
 class MembershipRoll(Protocol):
@@ -158,7 +158,7 @@ class Communicator(CommunicatorState):
         members: Sequence[int],
         world_rank: int,
         engine: ProgressEngine | None,
-        channel: Channel | None = None,
+        channel: GroupChannel | None = None,
         forced: Mapping[str, str] | None = None,
         recorder: Recorder | None = None,
         hosts: GroupHosts | None = None,
@@ -173,7 +173,7 @@ class Communicator(CommunicatorState):
         self.count: MessageCounter | None = None  # sequence counter of messages in shared memory
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
-        self.outlet: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
+        self.frame_sink: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
         self._block_end = _EPOCH_CALLS - 1  # last number of the current block of calls
         self.ended: EpochRange | None = None  # the block that ended last
@@ -425,7 +425,7 @@ class Communicator(CommunicatorState):
         entry = self.recorder.begin(
             CallInfo(request.what, self.identity, self.members, request.digest, 0, way), call, begin
         )
-        links = None if is_shared else LinkExchange(entry, self.outlet)
+        links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.begun:
             self.engine.adopt()  # cached calls that are before it in the channel's queue
         steps = stage_steps(entry, request.body, channel, links)

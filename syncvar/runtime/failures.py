@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import DeadlineExceeded, HandshakeError, PeerLost
 from syncvar.core.rank_text import rank_list
 from syncvar.runtime.flight_recorder.call_sites import call_site
-from syncvar.runtime.state import GONE_ON
+from syncvar.runtime.state import SKIPPED_CALL
 
 if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message
@@ -41,7 +41,7 @@ class Verdicts:
     # -- messages of the launcher
     # --------------------------------------------------------------------
 
-    def hear(self, message: Message) -> None:
+    def handle_message(self, message: Message) -> None:
         """Act on a message of the launcher."""
         kind = message["kind"]
         if kind == "abort":
@@ -91,12 +91,12 @@ class Verdicts:
         self._core.recorder.note("verdict", decision["text"])
         group = decision["group"]
         if decision["waits"]:  # a rank waits in that call, and the deadlock detector saw it first
-            block = self._book.overtaken(group, decision["call"], self._core.active)
+            block = self._book.skipped_block(group, decision["call"], self._core.active)
             if block is not None:
                 self._refuse_following(
                     group, block, block.epoch_end, self._activity_text(group, block)
                 )
-        self._book.doom(decision)
+        self._book.add_decision(decision)
         self._core.is_quiet = False
         for operation in list(self._core.active.values()):
             if self._book.concerns(decision, operation):
@@ -196,7 +196,7 @@ class Verdicts:
         block = (
             None
             if self._core.failure is not None
-            else self._book.overtaken(group, call, self._core.active)
+            else self._book.skipped_block(group, call, self._core.active)
         )
         if block is None:
             return
@@ -207,7 +207,7 @@ class Verdicts:
         operation = self._core.active.get((group, block.following))
         if operation is not None:
             activity = f"is in {self._call(operation)} at {call_site(operation.thread)}"
-        return f"{GONE_ON}, and {activity}"
+        return f"{SKIPPED_CALL}, and {activity}"
 
     def _refuse_following(self, group: int, block: SkippedCall, last: int, reason: str) -> None:
         """Fail all calls after `last` on the other ranks, and here the call after the block.

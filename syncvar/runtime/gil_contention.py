@@ -59,7 +59,7 @@ class GilMonitor:
             self.is_alert = True
 
 
-crowd = GilMonitor()
+gil_monitor = GilMonitor()
 
 
 def ufunc_holding(
@@ -87,4 +87,4 @@ def _copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
 
 def copier() -> Copier:
     """Return the function that copies flat arrays now: one that keeps the GIL under contention."""
-    return _copy_holding if crowd.holds() else np.copyto
+    return _copy_holding if gil_monitor.holds() else np.copyto

@@ -25,7 +25,7 @@ from syncvar.runtime.active_requests import StartedCalls
 from syncvar.runtime.failures import VERDICT_GRACE_S, Verdicts
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.runtime.links.flow_control import Flow
 from syncvar.runtime.p2p.sent_messages import SentMessages
 from syncvar.runtime.rma_get import Answer, GetRequest, GetRequests
@@ -191,12 +191,12 @@ class ProgressEngine(Core):
         channel = operation.channel
         if channel is None:
             return False
-        wait = channel.hold if crowd.holds() else channel.wait
+        wait = channel.hold if gil_monitor.holds() else channel.wait
         try:
             while True:
                 operation.advance()
                 if operation.is_over:
-                    self.tell_accident(operation)
+                    self.report_accident(operation)
                     return True
                 if not operation.may_look or not wait(
                     channel.others, operation.need, channel.last + 2
@@ -283,7 +283,7 @@ class ProgressEngine(Core):
         finally:
             if self.failure is None:
                 counts = pack_counts(self.sent.counts(self.book.following))
-                self.tell_beside(
+                self.send_control_async(
                     "leaving", entered=self.book.entered(), skipped=self.book.skipped(), **counts
                 )
 
@@ -395,7 +395,7 @@ class ProgressEngine(Core):
         started = self._started
         if self.inbox:
             started.begin_waiting()
-        self._questions.send_asked()
+        self._questions.send_requests()
         self.flow.settle()
         for group, call, frames in self.book.take_skipped():
             self.flow.use_up(frames)
@@ -417,7 +417,7 @@ class ProgressEngine(Core):
     def _handle(self, frame: Frame) -> None:
         header = frame.header
         # A peer that knocks waits in a call that this rank may have skipped.
-        if header.kind in (FrameType.DATA, FrameType.KNOCK):
+        if header.kind in (FrameType.DATA, FrameType.WAKE):
             operation = self.active.get((header.group, header.call))
             if operation is not None:
                 self._started.deliver(operation, frame)
@@ -444,4 +444,4 @@ class ProgressEngine(Core):
             message = self.control.receive()
             if message is None:
                 return
-            self._verdicts.hear(message)
+            self._verdicts.handle_message(message)

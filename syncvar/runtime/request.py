@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_messages import Prepared
+    from syncvar.algorithms.compile_messages import LinkSchedule
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.runtime.links.exchange import LinkExchange
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.programs.block_transfer import Movement
     from syncvar.runtime.programs.round_runner import Published
     from syncvar.runtime.programs.shm_reduce import ReduceBuffers
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
     from syncvar.transports.base import Frame
 
     Steps = Generator[int | "Wait", None, Any]
@@ -69,7 +69,7 @@ class Stage(NamedTuple):
         several: Small vectors of other dtypes in shared memory, besides `vector` or instead of it.
     """
 
-    plan: Prepared | Published | PreparedStages
+    plan: LinkSchedule | Published | PreparedStages
     work: NDArray[Any]
     ufunc: Combiner | None = None
     vector: ReduceBuffers | None = None
@@ -90,7 +90,7 @@ class Wait(Protocol):
         """Whether the wait needs polling, because nothing signals its end."""
 
     @property
-    def is_told(self) -> bool:
+    def is_published(self) -> bool:
         """Whether other ranks may have seen this rank in this call."""
 
     @property
@@ -120,7 +120,7 @@ class Request:
         self,
         entry: PendingRecord,
         steps: Steps | None,
-        channel: Channel | None = None,
+        channel: GroupChannel | None = None,
         links: LinkExchange | None = None,
         wait: int | Wait = _START,
     ) -> None:
@@ -168,9 +168,9 @@ class Request:
         """Whether other ranks may have seen this rank in this call."""
         if self.channel is not None and self.channel.last >= (self.call + 1) << 1:
             return True
-        if self.links is not None and self.links.is_told:
+        if self.links is not None and self.links.is_published:
             return True
-        return not isinstance(self._wait, int) and self._wait.is_told
+        return not isinstance(self._wait, int) and self._wait.is_published
 
     @property
     def is_under_way(self) -> bool:

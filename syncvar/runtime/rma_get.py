@@ -108,7 +108,7 @@ class GetRequests:
         self._open: dict[int, GetRequest] = {}
         core.when_broken.append(self.fail)
 
-    def send_asked(self) -> None:
+    def send_requests(self) -> None:
         """Send the waiting requests, and fail those that cannot be answered any more."""
         core = self._core
         while self.asked:

@@ -46,13 +46,13 @@ class EpochRange:
     Following blocks without calls extend it.
     """
 
-    __slots__ = ("epoch_end", "is_gone", "last", "members")
+    __slots__ = ("epoch_end", "is_reported", "last", "members")
 
     def __init__(self, members: tuple[int, ...], last: int, epoch_end: int) -> None:
         self.members = members
         self.last = last
         self.epoch_end = epoch_end
-        self.is_gone = False  # reported or refused; it is extended no more
+        self.is_reported = False  # reported or refused; it is extended no more
 
 
 class SkippedCall(NamedTuple):
@@ -190,7 +190,7 @@ class SequenceTracker:
         header = frame.header
         if header.call < self.following(header.group):
             return False
-        if header.kind == FrameType.KNOCK:
+        if header.kind == FrameType.WAKE:
             self._has_skipped = (
                 True  # a call in shared memory may begin and end without telling the tracker
             )
@@ -209,7 +209,7 @@ class SequenceTracker:
         """Yield (group, call, frames) of the calls that were skipped since the last time."""
         if self._has_skipped:
             self._has_skipped = any(
-                frames[0].header.kind == FrameType.KNOCK for frames in list(self.early.values())
+                frames[0].header.kind == FrameType.WAKE for frames in list(self.early.values())
             )
             for group, call in list(self.early):
                 if call < self.following(group):
@@ -225,7 +225,7 @@ class SequenceTracker:
         found = self._passed.get(group)
         return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX)) if found is None else found
 
-    def passed_over(
+    def check_ended_blocks(
         self, groups: Iterable[SkippedRange], reason: str, rank: int
     ) -> list[SkippedRange]:
         """Check blocks that have just been ended against decisions.
@@ -265,7 +265,7 @@ class SequenceTracker:
             block.epoch_end = min([epoch_end, *(old["call"] - 1 for old in overlapping)])
             blocks.append(block)
         else:
-            block.is_gone = True
+            block.is_reported = True
         # Otherwise the ranks have left the block, and no rank waits.
         if not any(old["waits"] for old in overlapping):
             return False
@@ -283,7 +283,7 @@ class SequenceTracker:
         )
         return True
 
-    def overtaken(
+    def skipped_block(
         self, group: int, call: int, active: Iterable[tuple[int, int]]
     ) -> SkippedCall | None:
         """Return the block of `call` if this rank left it without making that call.
@@ -304,7 +304,7 @@ class SequenceTracker:
 
     # -- calls that cannot succeed -----------------------------------------------------------------
 
-    def doom(self, decision: Message) -> None:
+    def add_decision(self, decision: Message) -> None:
         """Record a decision of the coordinator.
 
         The calls that it names fail, also those that have not begun.
@@ -368,6 +368,6 @@ class SequenceTracker:
 
 
 def _remove(blocks: deque[EpochRange], block: EpochRange) -> None:
-    block.is_gone = True
+    block.is_reported = True
     with contextlib.suppress(ValueError):  # newer blocks have pushed it out
         blocks.remove(block)

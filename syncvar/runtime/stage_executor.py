@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.algorithms.compile_messages import Prepared
+from syncvar.algorithms.compile_messages import LinkSchedule
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.runtime.links.planner import PreparedStages
 from syncvar.runtime.programs.block_transfer import move_shared
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.runtime.links.exchange import LinkExchange
     from syncvar.runtime.request import Stage, Steps
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
 
 def stage_steps(
     entry: PendingRecord,
     body: Generator[Stage, None, Any],
-    channel: Channel | None,
+    channel: GroupChannel | None,
     links: LinkExchange | None,
     *,
     is_begun: bool = False,
@@ -63,7 +63,7 @@ def stage_steps(
                 if (
                     channel is not None
                     and opening is not None
-                    and (links is None or not links.is_told)
+                    and (links is None or not links.is_published)
                 ):
                     if links is not None:
                         yield from settled(channel, to_its_end=False)
@@ -71,14 +71,14 @@ def stage_steps(
                 return end.value
             except SyncvarError as error:
                 has_spoken = (channel is not None and opening is None) or (
-                    links is not None and links.is_told
+                    links is not None and links.is_published
                 )
                 if not has_spoken:
                     raise
                 raise BodyError(error) from error
             if isinstance(stage.plan, PreparedStages) and links is not None:
                 opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
-            elif isinstance(stage.plan, Prepared):
+            elif isinstance(stage.plan, LinkSchedule):
                 if links is None:
                     raise InternalError("a call in shared memory has a schedule for links")
                 yield from links.run(stage.plan, stage.work, stage.ufunc, stage.brought)
@@ -94,7 +94,7 @@ def stage_steps(
 
 
 def _on_host(
-    entry: PendingRecord, stage: Stage, channel: Channel, opening: tuple[int, int] | None
+    entry: PendingRecord, stage: Stage, channel: GroupChannel, opening: tuple[int, int] | None
 ) -> Generator[int, None, bool]:
     """Run a stage in shared memory; return whether all ranks have read what this rank published."""
     if stage.movement is not None:
@@ -135,7 +135,7 @@ def _over_hosts(
     entry: PendingRecord,
     stage: Stage,
     plan: PreparedStages,
-    channel: Channel | None,
+    channel: GroupChannel | None,
     links: LinkExchange,
     opening: tuple[int, int] | None,
 ) -> Generator[Any, None, tuple[int, int] | None]:
@@ -144,7 +144,7 @@ def _over_hosts(
         channel.reserve_segments()  # may raise, so before anything is published
     for ready in plan.stages:
         work = stage.work[ready.start : ready.stop]
-        if isinstance(ready.plan, Prepared):
+        if isinstance(ready.plan, LinkSchedule):
             yield from links.run(ready.plan, work, stage.ufunc)
         elif ready.plan is not None:
             if channel is None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
-GONE_ON = "has gone on without making a call that another rank made"
+SKIPPED_CALL = "has gone on without making a call that another rank made"
 _REASON_MAX = 2000  # characters
 _FOLLOW_S = 1.0
 
@@ -267,7 +267,7 @@ class Core(AdmissionState):
         """Send a message to the launcher, as the driver."""
         self.control.send(pack_message(kind, **fields))
 
-    def tell_beside(self, kind: str, **fields: Any) -> None:
+    def send_control_async(self, kind: str, **fields: Any) -> None:
         """Send a message to the launcher from any thread; only the driver may use the channel."""
         data = pack_message(kind, **fields)
         self.post_to_driver(lambda: self.control.send(data))
@@ -279,7 +279,7 @@ class Core(AdmissionState):
 
         The other ranks raise MismatchError at once.
         """
-        self.tell_beside(
+        self.send_control_async(
             "poison",
             group=group,
             members=list(members),
@@ -294,7 +294,7 @@ class Core(AdmissionState):
         """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
         if self.begun:
             self.adopt()
-        self.tell_beside(
+        self.send_control_async(
             "left_run",
             group=group,
             members=list(members),
@@ -303,7 +303,7 @@ class Core(AdmissionState):
             reason=reason[:_REASON_MAX],
         )
 
-    def passed_over(self, groups: Sequence[SkippedRange]) -> None:
+    def check_ended_blocks(self, groups: Sequence[SkippedRange]) -> None:
         """Check blocks of calls that this rank has just ended, from any thread.
 
         If a peer has already sent a frame of a later call of the block, the ranks did not make the
@@ -312,9 +312,9 @@ class Core(AdmissionState):
         """
         if self.begun:
             self.adopt()
-        for one in self.book.passed_over(groups, GONE_ON, self.rank):
+        for one in self.book.check_ended_blocks(groups, SKIPPED_CALL, self.rank):
             self.is_quiet = False
-            self.left_run(one.identity, one.members, one.next_call - 1, one.next_call, GONE_ON)
+            self.left_run(one.identity, one.members, one.next_call - 1, one.next_call, SKIPPED_CALL)
 
     # -- failure of the group ----------------------------------------------------------------------
 
@@ -347,11 +347,11 @@ class Core(AdmissionState):
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {location}"
             self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
-            self.tell_beside(
+            self.send_control_async(
                 "broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[]
             )
 
-    def tell_accident(self, operation: Request) -> None:
+    def report_accident(self, operation: Request) -> None:
         """Report an error of this rank alone to the group, if the operation has one."""
         error = operation.accident
         if error is None:

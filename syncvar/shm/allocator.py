@@ -26,7 +26,7 @@ RESERVE_BYTES = 16 << 20
 Range = tuple[int, int]
 
 
-class Taken(NamedTuple):
+class Allocation(NamedTuple):
     """An allocation.
 
     Args:
@@ -119,7 +119,7 @@ class Ranges:
         self._stops[first:last] = [stop for _, stop in pieces]
 
 
-class Extents:
+class RegionAllocator:
     """The allocator of one region.
 
     Args:
@@ -128,9 +128,9 @@ class Extents:
         reserve_bytes: Limit of free pages that stay populated.
 
     Example:
-        >>> extents = Extents(0, 8 << 20)
+        >>> extents = RegionAllocator(0, 8 << 20)
         >>> first = extents.allocate((3 << 20) - 64)
-        >>> first.offset, first.missing == ((0, 3 << 20),), extents.taken_bytes == 3 << 20
+        >>> first.offset, first.missing == ((0, 3 << 20),), extents.used_bytes == 3 << 20
         (64, True, True)
         >>> extents.free(first.offset)
         []
@@ -150,16 +150,16 @@ class Extents:
         self._shared: dict[int, Ranges] = {}  # start of a shared extent -> what is free in it
 
     @property
-    def taken_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of pages in use; shared extents count whole."""
         return self.stop - self.start - self._free.total
 
     @property
-    def kept_bytes(self) -> int:
+    def reserve_used_bytes(self) -> int:
         """Bytes of free pages that are populated."""
         return self._kept.total
 
-    def allocate(self, nbytes: int) -> Taken | None:
+    def allocate(self, nbytes: int) -> Allocation | None:
         """Allocate at least one byte; return None if no free range is large enough."""
         if nbytes < PAGE_BYTES:
             return self._take_small(-(-max(1, nbytes) // LINE_BYTES) * LINE_BYTES, LINE_BYTES)
@@ -173,7 +173,7 @@ class Extents:
         self._release(offset)
         return self.trim(self.reserve_bytes)
 
-    def cancel(self, allocation: Taken) -> list[Range]:
+    def cancel(self, allocation: Allocation) -> list[Range]:
         """Undo an allocation whose missing pages the caller could not populate."""
         self._release(allocation.offset)
         for start, stop in allocation.missing:
@@ -198,25 +198,25 @@ class Extents:
         self._kept = Ranges()
         self._shared.clear()
 
-    def _take_small(self, size: int, align: int, begin: int = 0) -> Taken | None:
+    def _take_small(self, size: int, align: int, begin: int = 0) -> Allocation | None:
         """Allocate in a shared extent, `begin` bytes into the range."""
         for extent, room in self._shared.items():
             start = room.fit(size, align) if room.total >= size else -1
             if start >= 0:
                 room.remove(start, start + size)
                 self._small[start + begin] = (start, start + size), extent
-                return Taken(start + begin, size - begin, (), ((start, start + size),))
+                return Allocation(start + begin, size - begin, (), ((start, start + size),))
         pages = self._find(EXTENT_BYTES, PAGE_BYTES)
         if pages is None:
             return None
         start, stop = pages.offset, pages.offset + size
         self._shared[start] = Ranges((stop, start + EXTENT_BYTES))
         self._small[start + begin] = (start, stop), start
-        return Taken(
+        return Allocation(
             start + begin, size - begin, pages.missing, Ranges(*pages.dirty).inside(start, stop)
         )
 
-    def _take_pages(self, size: int) -> Taken | None:
+    def _take_pages(self, size: int) -> Allocation | None:
         allocation = self._find(size, HUGE_BYTES) if size >= HUGE_BYTES else None
         allocation = allocation or self._find(size, PAGE_BYTES)
         if allocation is None:
@@ -225,7 +225,7 @@ class Extents:
         self._large[offset] = allocation.offset, allocation.offset + size
         return allocation._replace(offset=offset, nbytes=size - LINE_BYTES)
 
-    def _find(self, size: int, align: int) -> Taken | None:
+    def _find(self, size: int, align: int) -> Allocation | None:
         """Take free pages, populated ones first."""
         offset = self._kept.fit(size, align)
         if offset < 0:
@@ -236,7 +236,7 @@ class Extents:
         missing, dirty = self._kept.outside(offset, stop), self._kept.inside(offset, stop)
         self._free.remove(offset, stop)
         self._kept.remove(offset, stop)
-        return Taken(offset, size, missing, dirty)
+        return Allocation(offset, size, missing, dirty)
 
     def _release(self, offset: int) -> None:
         if offset in self._large:

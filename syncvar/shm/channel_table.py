@@ -91,7 +91,7 @@ def check_of(fingerprint: int, call: int) -> int:
     return (fingerprint + call * SPREAD) & MASK
 
 
-class Channels:
+class ChannelTable:
     """Makes this rank's channels and finds those of the other ranks of the host.
 
     Args:
@@ -127,7 +127,7 @@ class Channels:
         self.words[self._table + _RUNNER] = self.is_native  # before others find an entry
         if reaches:
             self._spot = ProbeCell()
-            self._spot.give_leave()
+            self._spot.permit_reading()
             self.words[self._table + _ADDRESS] = self._spot.address
             self.words[self._table + _NUMBER] = self._spot.number
             self.words[self._table + _PROCESS] = self._spot.process  # last, as above
@@ -192,7 +192,7 @@ class Channels:
         self._open[entry] = (group, regions)
         return entry
 
-    def let_go_with(self, owner: object, entry: int) -> None:
+    def close_with(self, owner: object, entry: int) -> None:
         """Mark the entry as closed when its owner is garbage."""
         weakref.finalize(owner, _let_go, self.words, entry, self._free, os.getpid()).atexit = False
 

@@ -61,7 +61,7 @@ class ProbeCell:
         self.address = ctypes.addressof(self._memory)
 
     @staticmethod
-    def give_leave() -> None:
+    def permit_reading() -> None:
         """Permit this process's parent and the parent's descendants to read it under Yama.
 
         Yama knows no permission to read only: who may read may also attach as a debugger, as the

@@ -45,7 +45,7 @@ def servers_fd_socket_path(directory: str) -> str:
     return f"{directory}/servers-shm"
 
 
-class Handing:
+class FdServer:
     """The launcher's side of the socket.
 
     Args:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from syncvar.shm.channel_table import Channels
+    from syncvar.shm.channel_table import ChannelTable
     from syncvar.shm.cross_process_read import ProcessReader
 
 
-class Channel(ChannelState):
+class GroupChannel(ChannelState):
     """This rank's end of a group's channel; the other ranks find it by the group's identity.
 
     Args:
@@ -77,7 +77,7 @@ class Channel(ChannelState):
         "words",
     )
 
-    def __init__(self, channels: Channels, group: int, members: Sequence[int]) -> None:
+    def __init__(self, channels: ChannelTable, group: int, members: Sequence[int]) -> None:
         self._channels = channels
         self.shm = channels.shm
         self.words = channels.words
@@ -89,7 +89,7 @@ class Channel(ChannelState):
         self.rank = self.regions.index(channels.shm.local_rank)
         self.size = len(members)
         self.entry = channels.take_entry(self.group, self.regions)
-        channels.let_go_with(self, self.entry)
+        channels.close_with(self, self.entry)
         self.side = 0
         self.last = 0  # the last word published, without its side
         self.phase = 0  # the last phase published
@@ -231,17 +231,17 @@ class Channel(ChannelState):
             targets.append(words[entry + TARGET + side])
         return sources, targets
 
-    def tell_places(self, places: Sequence[int]) -> None:
+    def publish_locations(self, places: Sequence[int]) -> None:
         """Write the locations of this rank's blocks to its small slot of the next call."""
-        first = self.told_word(self.rank, self.side ^ 1)
+        first = self.location_word(self.rank, self.side ^ 1)
         for index, place in enumerate(places):
             self.words[first + index] = place
 
-    def told_place(self, rank: int, index: int) -> int:
+    def block_location(self, rank: int, index: int) -> int:
         """Return the location of a block of a rank in this call."""
-        return self.words[self.told_word(rank, self.side_of(rank)) + index]
+        return self.words[self.location_word(rank, self.side_of(rank)) + index]
 
-    def told_word(self, rank: int, side: int) -> int:
+    def location_word(self, rank: int, side: int) -> int:
         """Return the index of the word with the location of a rank's first block on a side."""
         return self.small_offset(rank, side) // 8
 

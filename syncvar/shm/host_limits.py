@@ -72,14 +72,16 @@ class MemoryLimits:
                 continue
             statistics = read_file(f"{folder}/memory.stat")
             used = _number(read_file(f"{folder}/{usage_file}")) or 0
-            used -= sum(field_of(statistics, name) for name in droppable)
+            used -= sum(named_number(statistics, name) for name in droppable)
             if used + nbytes > limit:
                 return Shortage(
                     max(0, used), limit, f"the container's limit ({folder}/{limit_file})"
                 )
         machine = read_file(self._machine)
-        total = 1024 * (field_of(machine, b"MemTotal:") + field_of(machine, b"SwapTotal:"))
-        free = 1024 * (field_of(machine, b"MemAvailable:") + field_of(machine, b"SwapFree:"))
+        total = 1024 * (named_number(machine, b"MemTotal:") + named_number(machine, b"SwapTotal:"))
+        free = 1024 * (
+            named_number(machine, b"MemAvailable:") + named_number(machine, b"SwapFree:")
+        )
         if total and nbytes > free:
             return Shortage(total - free, total, "the machine's memory")
         return None
@@ -148,11 +150,11 @@ def _number(text: bytes) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def field_of(text: bytes, name: bytes) -> int:
+def named_number(text: bytes, name: bytes) -> int:
     r"""Return the number beside a name, 0 if there is none.
 
     Example:
-        >>> field_of(b"low 0\noom_kill 3\n", b"oom_kill")
+        >>> named_number(b"low 0\noom_kill 3\n", b"oom_kill")
         3
     """
     for line in text.splitlines():

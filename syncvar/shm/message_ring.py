@@ -52,7 +52,7 @@ _PART_BYTES = 64 << 10
 class Form:
     """The form of an entry."""
 
-    GAP, WHOLE, TOLD, PART = range(4)
+    GAP, WHOLE, ADDRESS, PART = range(4)
 
 
 class RingEntry(NamedTuple):
@@ -162,7 +162,7 @@ class RingWriter(_Ring):
             return 0
         words[self.base + NUMBER] = number
         word = start // 8
-        words[word + 1] = what | Form.TOLD
+        words[word + 1] = what | Form.ADDRESS
         words[word + 2] = stream
         words[word + 3] = call
         words[word + 4] = nbytes
@@ -226,7 +226,7 @@ class RingWriter(_Ring):
         """Return the word of the answer; it becomes 2 * `number` - 1 or 2 * `number`."""
         return self._answer_word(number)
 
-    def give_up(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Cancel a long message; the receiver discards what it is reading of it."""
         self.words[self._cancelled_word(number)] = number
 
@@ -308,7 +308,7 @@ class RingReader(_Ring):
         shape = tuple(words[word + _FIXED_WORDS : end])
         stream, call, nbytes = words[word + 2], words[word + 3], words[word + 4]
         head = (form, what >> 8 & 0xFF, what >> 16 & 0xFF, stream, call, nbytes)
-        if form == Form.TOLD:
+        if form == Form.ADDRESS:
             return RingEntry(*head, shape, 0, words[end], words[end + 1], words[end + 2])
         if form == Form.PART:
             data = start + _data_at(_FIXED_WORDS + 1, nbytes)
@@ -341,7 +341,7 @@ class RingReader(_Ring):
         """Answer that this rank has received a long message."""
         self._say(number, 2)
 
-    def was_given_up(self, number: int) -> bool:
+    def is_cancelled(self, number: int) -> bool:
         """Return whether the sender cancelled a long message."""
         return self.words[self.base + _CANCELLED + number % PLACES] >= number
 
@@ -350,6 +350,6 @@ class RingReader(_Ring):
             self.words[self.base + _ANSWERS + number % PLACES] = (number << 1) - 2 + what
 
 
-def what_of(kind: int, dtype: int, dimensions: int) -> int:
+def array_code(kind: int, dtype: int, dimensions: int) -> int:
     """Return the type, dtype and rank of an array as one number of an entry."""
     return kind << 8 | dtype << 16 | dimensions << 24

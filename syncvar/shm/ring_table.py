@@ -28,7 +28,7 @@ from syncvar.shm.segment_layout import ABORT, LINE_BYTES
 from syncvar.shm.spin_wait import BUDGET_S
 
 if TYPE_CHECKING:
-    from syncvar.shm.channel_table import Channels
+    from syncvar.shm.channel_table import ChannelTable
     from syncvar.shm.cross_process_read import ProcessReader
 
 RING_BYTES = 2 << 20  # shorter rings fit into private caches, and are slower
@@ -37,7 +37,7 @@ _RINGS = 5  # word of a rank's table: offset of its list of rings
 _NEVER = 1  # value in the list: all messages go over links
 
 
-class Boxes:
+class RingTable:
     """Makes this rank's rings and finds those of the other ranks.
 
     Args:
@@ -45,7 +45,7 @@ class Boxes:
         ring_bytes: Size of a new ring at most; a multiple of 64.
     """
 
-    def __init__(self, channels: Channels, ring_bytes: int = RING_BYTES) -> None:
+    def __init__(self, channels: ChannelTable, ring_bytes: int = RING_BYTES) -> None:
         self.channels = channels
         self._shm = channels.shm
         self._list = 0
@@ -97,7 +97,7 @@ class Boxes:
         found = self._word_of(source)
         return words[found or self._shm.table(places[source]) // 8 + _RINGS] == _NEVER
 
-    def comes_at(self, source: int) -> int:
+    def appears_word(self, source: int) -> int:
         """Return the word that changes when the ring from a rank appears."""
         return self._word_of(source) or self._shm.table(self.channels.places[source]) // 8 + _RINGS
 
@@ -106,7 +106,7 @@ class Boxes:
         places = self.channels.places
         return self.channels.reach((places[source], self._shm.local_rank))
 
-    def native_end(
+    def native_endpoint(
         self,
         end: RingWriter | RingReader,
         other: int,

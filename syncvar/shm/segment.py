@@ -27,7 +27,7 @@ from syncvar.core.errors import (
     UsageError,
 )
 from syncvar.shm import segment_layout
-from syncvar.shm.allocator import Extents, Range, Taken
+from syncvar.shm.allocator import Allocation, Range, RegionAllocator
 from syncvar.shm.debug_check import AllocationMap
 from syncvar.shm.host_limits import MemoryLimits
 from syncvar.shm.segment_file import (
@@ -131,7 +131,7 @@ class SharedSegment:
             self.allocation_map = AllocationMap(
                 self.layout, local_rank, self.words, self.ground, self.populate
             )
-        self._extents = Extents(
+        self._extents = RegionAllocator(
             start, stop if self.allocation_map is None else self.allocation_map.start
         )
         self._lock = threading.RLock()  # reentrant: a signal handler must get an error, not hang
@@ -377,7 +377,7 @@ class SharedSegment:
             finally:
                 self._changer = 0
 
-    def _take(self, nbytes: int) -> Taken:
+    def _take(self, nbytes: int) -> Allocation:
         if self._fd < 0:
             raise UsageError("shared memory is closed")
         if self._is_quarantined:
@@ -392,7 +392,7 @@ class SharedSegment:
             self._give_back(kept)  # the reserve of free pages may be what is missing
             return self._take_populated(nbytes)
 
-    def _take_populated(self, nbytes: int) -> Taken:
+    def _take_populated(self, nbytes: int) -> Allocation:
         taken = self._extents.allocate(nbytes)
         if taken is None:
             raise SharedMemoryFull(self._no_room(nbytes))
@@ -427,7 +427,7 @@ class SharedSegment:
 
     def _no_room(self, nbytes: int) -> str:
         start, stop = self.layout.arrays(self.local_rank)
-        used, region = bytes_in_words(self._extents.taken_bytes), bytes_in_words(stop - start)
+        used, region = bytes_in_words(self._extents.used_bytes), bytes_in_words(stop - start)
         total = bytes_in_words(self.shm_bytes)
         return (
             f"{bytes_in_words(nbytes)} of shared memory asked for, but {used} of the {region} of "

@@ -61,11 +61,11 @@ class CreatedSegment:
             self.fd = -1
 
 
-def why_not_here(machine: str) -> str:
+def unsupported_machine(machine: str) -> str:
     """Return why this machine type cannot use shared memory, or an empty text.
 
     Example:
-        >>> why_not_here("x86_64"), "aarch64" in why_not_here("aarch64")
+        >>> unsupported_machine("x86_64"), "aarch64" in unsupported_machine("aarch64")
         ('', True)
     """
     if machine in ("x86_64", "AMD64"):
@@ -156,7 +156,7 @@ def _open_unlinked(folder: str) -> int:
 
 def check_machine() -> None:
     """Raise SharedMemoryUnavailable if this machine cannot use shared memory."""
-    reason = why_not_here(os.uname().machine)
+    reason = unsupported_machine(os.uname().machine)
     if reason:
         raise SharedMemoryUnavailable(reason)
 

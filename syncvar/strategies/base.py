@@ -22,7 +22,7 @@ from syncvar.strategies.scope_check import model_ids, refuse_new_models
 from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
 from syncvar.variables.policy import CallContext
 from syncvar.variables.registry import VariableRegistry
-from syncvar.variables.scope import ScopeEntry, ScopeStack, current_place, places, stacks
+from syncvar.variables.scope import ScopeEntry, ScopeStack, current_scope, scope_stack, stacks_of
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
 
@@ -70,7 +70,7 @@ class Strategy(MigrationHintsMixin):
                 raise ConfigError(f"{name} must be True or False, not {flag!r}")
         self._communicator = communicator
         self.context = current()
-        self.places: ScopeStack = stacks(self.context)
+        self.places: ScopeStack = stacks_of(self.context)
         self.strict: bool = strict
         self.check_cross_writes: bool = check_cross_writes
         self.reproducible: bool = reproducible
@@ -78,7 +78,7 @@ class Strategy(MigrationHintsMixin):
         self.is_default: bool = is_default
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
-        self.roster: VariableRegistry | None = None
+        self.registry: VariableRegistry | None = None
         world = self.context.world
         # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members
@@ -87,7 +87,7 @@ class Strategy(MigrationHintsMixin):
             self._aligned = (communicator, world)
         self._replica = ScopeEntry(self, _REPLICA)
         if self._has_copies and communicator.rank is not None and communicator.size > 1:
-            self.roster = VariableRegistry(self)
+            self.registry = VariableRegistry(self)
             _known(self.context).add(self)
 
     @property
@@ -125,8 +125,8 @@ class Strategy(MigrationHintsMixin):
                 f"not {runs!r}"
             )
         self._check_every = runs
-        if self.roster is not None:
-            self.roster.look_again()
+        if self.registry is not None:
+            self.registry.rebuild_schedule()
 
     @property
     def communicator(self) -> Communicator:
@@ -143,14 +143,15 @@ class Strategy(MigrationHintsMixin):
             )
         return self._communicator
 
-    def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
+    def _variable_class(self, synchronization: Any) -> type[Any] | None:
         """Return the class of variables with a synchronization mode, None for the usual one."""
         del synchronization
         return None
 
-    def _make_storage(
+    def _create_storage(
         self, value: NDArray[Any], synchronization: VariableSynchronization
     ) -> Storage:
+        """Return the memory of a new variable's copy."""
         del synchronization
         return Storage(self.context, value)
 
@@ -226,8 +227,8 @@ class Strategy(MigrationHintsMixin):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
         if self.places.stack or self.context.is_closed or self._communicator.rank is None:
             self._require("run")
-        if self.roster is not None:
-            self.roster.runs += 1  # failed runs count too: the number is the same on all replicas
+        if self.registry is not None:
+            self.registry.runs += 1  # failed runs count too: the number is the same on all replicas
         own_args = [own_part(one) for one in args] if args else ()
         own_kwargs = {name: own_part(one) for name, one in kwargs.items()} if kwargs else {}
         aligned, queue = self._aligned, self.queue
@@ -256,26 +257,26 @@ class Strategy(MigrationHintsMixin):
 
         An earlier error is raised here, inside the epoch, so that call numbers stay the same.
         """
-        roster, stack = self.roster, self.places.stack
+        registry, stack = self.registry, self.places.stack
         depth = len(stack)
         stack.append(self._replica)
         try:
             if error is not None:
                 raise error
-            if roster is not None:
-                roster.begin_run(self._check_every)
+            if registry is not None:
+                registry.begin_run(self._check_every)
             result = fn(*args, **kwargs)
             if self.queue is not None:  # `fn` may have made the queue
                 self._send_queued()
-            if roster is not None:
-                roster.end_run(self._check_every)
+            if registry is not None:
+                registry.end_run(self._check_every)
         except BaseException as raised:
             self._flush_after(raised)
             raise
         finally:
             del stack[depth:]
-            if roster is not None:
-                roster.leave_run()
+            if registry is not None:
+                registry.leave_run()
         return result
 
     # -- values ------------------------------------------------------------------------------------
@@ -489,7 +490,7 @@ class Scope:
     def __enter__(self) -> Strategy:
         strategy = self._strategy
         strategy._require_member()  # noqa: SLF001  (of its own scope)
-        place = current_place()
+        place = current_scope()
         if place is not None:
             if place.owner is not strategy:
                 raise UsageError(
@@ -505,11 +506,11 @@ class Scope:
         if not strategy._has_checked_scope:  # noqa: SLF001
             strategy._has_checked_scope = True  # noqa: SLF001
             self._models = model_ids()
-        places().append(ScopeEntry(strategy, CallContext.CROSS))
+        scope_stack().append(ScopeEntry(strategy, CallContext.CROSS))
         return strategy
 
     def __exit__(self, *error: object) -> None:
-        places().pop()
+        scope_stack().pop()
         if self._models is not None:
             known, self._models = self._models, None
             if error[0] is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.bootstrap.process import current
-from syncvar.core.lazy_import import unexpected
+from syncvar.core.lazy_import import unexpected_keyword
 from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.mirrored import MirroredStrategy
 from syncvar.variables.policy import VariableSynchronization
@@ -60,7 +60,7 @@ class CentralStorageStrategy(MirroredStrategy):
         **_foreign: Never,
     ) -> None:
         if _foreign:
-            raise unexpected(type(self), _foreign)
+            raise unexpected_keyword(type(self), _foreign)
         super().__init__(
             group,
             strict=strict,
@@ -80,10 +80,10 @@ class CentralStorageStrategy(MirroredStrategy):
     def _default_members(self) -> tuple[int, ...]:
         return current().world.members
 
-    def _make_storage(
+    def _create_storage(
         self, value: NDArray[Any], synchronization: VariableSynchronization
     ) -> Storage:
         """Return the memory for a variable's copy; collective on the host for shared copies."""
         if synchronization is not VariableSynchronization.ON_WRITE or self._on_host is None:
-            return super()._make_storage(value, synchronization)
+            return super()._create_storage(value, synchronization)
         return shared_copy(self.context, self._on_host, value, self.timeout)

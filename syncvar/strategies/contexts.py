@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.core.pytree import is_structure, parts_of, rebuilt
+from syncvar.core.pytree import children_of, is_structure, rebuild
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import CallContext
-from syncvar.variables.scope import ScopeEntry, context_of, current_owner, current_place, places
+from syncvar.variables.scope import (
+    ScopeEntry,
+    context_of,
+    current_owner,
+    current_scope,
+    scope_stack,
+)
 from syncvar.variables.values import DistributedValues, PerReplica
 from syncvar.variables.variable import Variable
 
@@ -105,7 +111,7 @@ class ReplicaContext(MigrationHintsMixin):
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         label = CallLabel(f"merge_call({name})", CallFields("merge_call"))
         meet(strategy.communicator, label, ("merge_call", name), strategy.timeout)
-        stack = places()
+        stack = scope_stack()
         stack.append(ScopeEntry(strategy, CallContext.MERGE))
         try:
             named = {key: _grouped(one) for key, one in (kwargs or {}).items()}
@@ -144,7 +150,7 @@ def has_strategy() -> bool:
         >>> sv.has_strategy()
         False
     """
-    return current_place() is not None
+    return current_scope() is not None
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -164,7 +170,7 @@ def in_cross_replica_context() -> bool:
         ...     sv.in_cross_replica_context()
         True
     """
-    place = current_place()
+    place = current_scope()
     return place is not None and place.context in (CallContext.CROSS, CallContext.MERGE)
 
 
@@ -172,5 +178,5 @@ def _grouped(value: Any) -> Any:
     if value is None or isinstance(value, Variable | DistributedValues):
         return value
     if is_structure(value):
-        return rebuilt(value, [_grouped(part) for part in parts_of(value)])
+        return rebuild(value, [_grouped(part) for part in children_of(value)])
     return PerReplica(value)

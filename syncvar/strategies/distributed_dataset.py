@@ -15,7 +15,7 @@ from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspected, no_rows
+from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspect_batch, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.iterator_state import read_state
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
@@ -233,7 +233,7 @@ class DistributedIterator(MigrationHintsMixin):
             if element is _END:
                 self._has_ended = True
                 return _END, None
-            batch, self._rows, self._policy = inspected(element)
+            batch, self._rows, self._policy = inspect_batch(element)
         except Exception as error:
             return _END, error
         return batch, None

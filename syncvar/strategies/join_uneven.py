@@ -15,8 +15,8 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageE
 from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of
 from syncvar.variables.policy import CallContext
-from syncvar.variables.resync import catch_up
-from syncvar.variables.scope import current_place
+from syncvar.variables.resync import resynchronize
+from syncvar.variables.scope import current_scope
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Uneven:
             registry = registries[identity]
             mine = self._groups.get(identity)
             if mine is not None and all(identity in held[rank] for rank in mine.whole):
-                catch_up(registry.owner, registry, mine.calls)
+                resynchronize(registry.owner, registry, mine.calls)
 
     def _all_registries(self) -> list[VariableRegistry]:
         """Return the registries of all strategies over ranks of the group, also of new ones."""
@@ -270,7 +270,7 @@ class Uneven:
         assert communicator is not None
         members = set(communicator.whole)
         for one in strategies_of(self.context):
-            registry = one.roster
+            registry = one.registry
             is_inside = set(one.communicator.whole) <= members
             if registry is not None and registry not in self._registries and is_inside:
                 self._registries[registry] = one
@@ -284,7 +284,7 @@ def _refuse_inside(context: ProcessContext) -> None:
             "`with sv.uneven():` is inside another one; one block around the loops is enough, for "
             "all groups within its group"
         )
-    place = current_place()
+    place = current_scope()
     if place is not None and place.context is not CallContext.CROSS:
         raise UsageError(
             "`with sv.uneven():` is inside strategy.run; put it around the loop that calls "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
-from syncvar.core.lazy_import import unexpected
+from syncvar.core.lazy_import import unexpected_keyword
 from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.base import Strategy
 from syncvar.variables.scope import set_default
@@ -60,7 +60,7 @@ class MirroredStrategy(Strategy):
         **_foreign: Never,
     ) -> None:
         if _foreign:
-            raise unexpected(type(self), _foreign)
+            raise unexpected_keyword(type(self), _foreign)
         members = self._default_members() if group is None else communicator_of(group).members
         super().__init__(
             _own_communicator(members),

@@ -13,19 +13,19 @@ import numpy as np
 
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.dispatch import call_prepared, entered
+from syncvar.collectives.dispatch import call_persistent, native_dispatch
 from syncvar.collectives.reduce_args import ReduceArgs, form_of
-from syncvar.collectives.tensors import given_back
+from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (
     TreeDef,
     arrays_of,
+    children_of,
     describe,
     flatten,
     is_dataclass,
-    parts_of,
-    rebuilt,
+    rebuild,
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
@@ -73,8 +73,8 @@ def own_part(value: Any) -> Any:
     """Return this process's part of a DistributedValues, also inside pytrees, or the value."""
     if isinstance(value, DistributedValues):
         return value.values[0]
-    if _is_nested(value) and _holds(parts_of(value)):
-        return rebuilt(value, [own_part(part) for part in parts_of(value)])
+    if _is_nested(value) and _holds(children_of(value)):
+        return rebuild(value, [own_part(part) for part in children_of(value)])
     return value
 
 
@@ -85,9 +85,9 @@ def local_part(value: Any) -> Any:
     if isinstance(value, DistributedValues):
         return local_part(value.values[0])
     if _is_nested(value):
-        parts = parts_of(value)
+        parts = children_of(value)
         own = [local_part(part) for part in parts]
-        return value if all(map(operator.is_, own, parts)) else rebuilt(value, own)
+        return value if all(map(operator.is_, own, parts)) else rebuild(value, own)
     return value
 
 
@@ -132,7 +132,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     if prepared is not None and form is not None:
         key = (prepared.name, prepared.treedef, reproducible, form.dtype, form.shape)
         make = partial(prepared.request, communicator, reproducible=reproducible, is_finished=False)
-        sums = call_prepared(
+        sums = call_persistent(
             communicator, key, form, None, strategy.timeout, lambda _x, _out: make()
         )
         if sums is not None:
@@ -157,7 +157,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
     if form is not None:
         key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
         public = None if reproducible else _elementwise_entered
-        result = call_prepared(
+        result = call_persistent(
             communicator, key, form, None, timeout, request_of, public=public, how=(reduce_op,)
         )
         if result is not None:
@@ -165,7 +165,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
     return communicator.perform("strategy.reduce", request_of, timeout)
 
 
-_elementwise_entered = entered(second="reduce_op", positions=2)(_elementwise)
+_elementwise_entered = native_dispatch(second="reduce_op", positions=2)(_elementwise)
 
 
 def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
@@ -177,7 +177,7 @@ def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
     arrays = arrays_of(part, leaves, "the value")
 
     def assemble(results: list[NDArray[Any]]) -> Any:
-        return given_back(part, unflatten(treedef, results, part))
+        return convert_back(part, unflatten(treedef, results, part))
 
     name = CallLabel(
         f"strategy.reduce({op.name}, axis={axes})", CallFields("strategy.reduce", op.name)
@@ -219,7 +219,7 @@ def gather_values(
         body = request.body
 
         def run() -> Generator[Stage, None, Any]:
-            return given_back(part, (yield from body))
+            return convert_back(part, (yield from body))
 
         return CollectiveSpec(request.what, request.digest, run())
 
@@ -305,6 +305,6 @@ def _is_nested(value: Any) -> bool:
 
 def _holds(items: Any) -> bool:
     return any(
-        isinstance(item, DistributedValues) or (_is_nested(item) and _holds(parts_of(item)))
+        isinstance(item, DistributedValues) or (_is_nested(item) and _holds(children_of(item)))
         for item in items
     )

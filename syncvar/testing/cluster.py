@@ -25,7 +25,7 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.process_ids import heirs_of
+from syncvar.core.process_ids import failover_order
 from syncvar.parameter_server.client.request_client import Client
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.server.server_machine import Server
@@ -108,7 +108,7 @@ class Cluster:
         self._events: list[tuple[float, int, Any]] = []
         self._count = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self._heirs = [heirs_of(index, [0] * servers, replicas) for index in range(servers)]
+        self._heirs = [failover_order(index, [0] * servers, replicas) for index in range(servers)]
         self.servers: dict[int, Server] = {
             index: Server(index, workers, self._heirs, resend_s=_RESEND_S)
             for index in range(servers)

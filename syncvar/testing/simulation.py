@@ -62,7 +62,7 @@ class Simulation:
             _Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)
         ]
         for rank, communicator in enumerate(self._groups):
-            communicator.outlet = _SimulatedSink(self, rank, segment_bytes)
+            communicator.frame_sink = _SimulatedSink(self, rank, segment_bytes)
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
         self._links: dict[tuple[int, int], list[_SimulatedFrame]] = {}

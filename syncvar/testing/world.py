@@ -16,10 +16,10 @@ from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.process import use
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import SharedMemoryUnavailable
-from syncvar.core.host_topology import HostMap, divided
+from syncvar.core.host_topology import HostMap, split_evenly
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
@@ -79,7 +79,7 @@ def run_ranks(
     config = (config or RuntimeConfig()).consistent()
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
-    places = HostMap(divided(world_size, hosts))
+    places = HostMap(split_evenly(world_size, hosts))
     segments = [
         _create_shm(shm_bytes, size) if shared and size > 1 else None for size in places.sizes
     ]
@@ -145,15 +145,15 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _expected_thread() -> Iterator[None]:
-    """Tell `crowd` that the waiting thread does not compete; several worlds may run at once."""
+    """Tell `gil_monitor` that the waiting thread does not compete; several worlds may run at once."""
     beside = int(threading.current_thread() is not threading.main_thread())  # main counts already
     with _counting:
-        crowd.usual_threads += beside
+        gil_monitor.usual_threads += beside
     try:
         yield
     finally:
         with _counting:
-            crowd.usual_threads -= beside
+            gil_monitor.usual_threads -= beside
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.buckets import owns_itself
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.variables.collective_requests import together_request
+from syncvar.variables.collective_requests import grouped_request
 from syncvar.variables.flat_bucket import FlatBucket
 from syncvar.variables.policy import AccessKind, Action, Effect, Travel
-from syncvar.variables.shared_copy import written_once
-from syncvar.variables.storage import being_written
+from syncvar.variables.shared_copy import write_once
+from syncvar.variables.storage import marked_as_written
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_state import UFUNCS, state_of
 from syncvar.variables.variable_writes import checked_operand
@@ -112,7 +112,7 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
         states = [state_of(variable) for variable in variables]
         ops = [op for op in ops if op]
     if together:
-        first, registry = states[0], owner.roster
+        first, registry = states[0], owner.registry
         if registry is not None and not registry.is_free and registry.is_due(first.tally):
             registry.before_write(states)
 
@@ -133,8 +133,8 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
             targets = [storage.writable() for storage in storages]
             names = tuple([state.name for state in states])
             # An array that owns its memory cannot overlap a copy.
-            are_apart = all(map(owns_itself, arrays))
-            return together_request(
+            no_overlap = all(map(owns_itself, arrays))
+            return grouped_request(
                 owner.communicator,
                 name,
                 names,
@@ -143,10 +143,10 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
                 targets,
                 UFUNCS[operation],
                 reproducible=owner.reproducible,
-                are_apart=are_apart,
+                no_overlap=no_overlap,
             )
 
-        with being_written(owner.communicator, name, storages), written_once(owner, storages):
+        with marked_as_written(owner.communicator, name, storages), write_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
         first.count_step()
         for state in states:

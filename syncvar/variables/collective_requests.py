@@ -11,7 +11,7 @@ from syncvar.collectives.all_gather import gather_request, gathered_blocks, gath
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.buckets import reduce_together
-from syncvar.collectives.dispatch import call_prepared
+from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
@@ -63,7 +63,7 @@ def request_of(
     raise InternalError(f"{what}: no request carries {travel}")
 
 
-def together_request(
+def grouped_request(
     communicator: Communicator,
     name: str,
     names: tuple[str, ...],
@@ -73,7 +73,7 @@ def together_request(
     apply: np.ufunc | None,
     *,
     reproducible: bool,
-    are_apart: bool,
+    no_overlap: bool,
 ) -> CollectiveSpec:
     """Return the request that writes several variables, one transfer for each dtype and op."""
     dtypes = [array.dtype for array in arrays]
@@ -89,7 +89,7 @@ def together_request(
 
     def body() -> Generator[Stage, None, None]:
         yield from reduce_together(
-            communicator, arrays, hows, targets, reproducible, apply, are_apart=are_apart
+            communicator, arrays, hows, targets, reproducible, apply, no_overlap=no_overlap
         )
 
     shown = ", ".join(map(repr, names[:3])) + (
@@ -179,7 +179,7 @@ def is_compared_first(communicator: Communicator) -> bool:
     return moves(communicator, "all_gather")
 
 
-def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> TransferArgs:
+def equality_request(communicator: Communicator, x: NDArray[Any], what: str) -> TransferArgs:
     """Return the request whose result is whether all replicas have the same input.
 
     A cached call can make it. If the inputs differ, another call has to exchange them.
@@ -197,21 +197,21 @@ def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Tra
     )
 
 
-def are_alike(
+def are_equal(
     communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None
 ) -> bool | None:
-    """Return the result of `alike_request` by a cached call; None if nothing was done."""
+    """Return the result of `equality_request` by a cached call; None if nothing was done."""
     key = "all_gather", "alike", what
     if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
         return None
     digest = np.array([digest_of(x)], np.uint64)
-    found = call_prepared(
+    found = call_persistent(
         communicator,
         key,
         digest,
         None,
         timeout,
-        lambda _x, _out: alike_request(communicator, x, what),
+        lambda _x, _out: equality_request(communicator, x, what),
     )
     return None if found is None else bool((found == digest).all())
 

@@ -99,7 +99,7 @@ class _CheckedSpec(NamedTuple):
     action: Action
 
 
-def make_on_replicas(
+def agree_on_variable(
     owner: VariableOwner, spec: VariableSpec, *, own: bool = False, stacklevel: int = 1
 ) -> VariableInit:
     """Check the arguments, compare them with the other replicas', and return the initial state.
@@ -139,13 +139,13 @@ def make_on_replicas(
         raise failure or InternalError("the arguments were neither checked nor rejected")
     value = checked.value if is_local else value
     name = names.take(checked.base)
-    roster = owner.roster
-    if roster is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
+    registry = owner.registry
+    if registry is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
         combines = (
             checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
             and value.dtype.kind != "b"
         )
-        roster.enter(
+        registry.enter(
             name,
             value.nbytes,
             is_auto=combines and checked.requested is VariableSynchronization.AUTO,
@@ -265,8 +265,8 @@ def _create_request(
         f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} "
         f"reproducible={owner.reproducible}",
     )
-    roster = owner.roster
-    gone = [] if roster is None else roster.gone()
+    registry = owner.registry
+    gone = [] if registry is None else registry.gone()
     packed = pack_object([[*mine], None if value is None else digest_of(value), gone])
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
@@ -279,8 +279,8 @@ def _create_request(
         everyone = [
             unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)
         ]
-        if roster is not None:
-            roster.forget(name for _, _, told in everyone for name in told)
+        if registry is not None:
+            registry.forget(name for _, _, told in everyone for name in told)
         manifests = [_manifest(fields) for fields, _, _ in everyone]
         _compare(communicator.members, manifests)
         if own and value is not None:

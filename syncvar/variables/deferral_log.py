@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.output_files import AUTO_LOG, LostFile, report_lost_file, why_unwritten
+from syncvar.core.output_files import AUTO_LOG, LostFile, report_lost_file, write_error_text
 from syncvar.core.private_files import REQUESTED
 
 
@@ -55,7 +55,7 @@ def append(path: str, strategy: int, changes: list[DeferralChange], *, begins: b
         finally:
             os.close(descriptor)
     except OSError as error:
-        report_lost_file(LostFile(path, AUTO_LOG, why_unwritten(error)))
+        report_lost_file(LostFile(path, AUTO_LOG, write_error_text(error)))
         return False
     return True
 

@@ -134,7 +134,7 @@ class WriteQueue:
         """Return the number of queued writes of a variable."""
         return sum(one.variable is variable for one in self._waiting)
 
-    def settle(self, variable: QueuedTarget) -> None:
+    def flush(self, variable: QueuedTarget) -> None:
         """Send all queues if a write of this variable is queued."""
         if any(one.variable is variable for one in self._waiting):
             engine = self.calls.engine
@@ -148,7 +148,7 @@ class WriteQueue:
     ) -> None:
         """Queue a write; `x` has the variable's shape and dtype, and is copied."""
         with self._lock:
-            chain = self._chain = chained(self._chain, digest)
+            chain = self._chain = extend_chain(self._chain, digest)
             self._put(Increment(chain, variable, operation, op, x.copy()))
             self._nbytes += x.nbytes
             if (
@@ -163,7 +163,7 @@ class WriteQueue:
     ) -> None:
         """Queue a rejected write: the others will raise MismatchError, and no copy changes."""
         with self._lock:
-            chain = self._chain = chained(self._chain, digest)
+            chain = self._chain = extend_chain(self._chain, digest)
             self._put(Increment(chain, variable, operation, op, None, reason))
             self._refused = True
 
@@ -414,11 +414,11 @@ def unpack_prefix(data: bytes) -> QueuePrefix:
     return QueuePrefix(*_RECORD.unpack(data))
 
 
-def chained(chain: int, digest: int) -> int:
+def extend_chain(chain: int, digest: int) -> int:
     """Return the chain after one more write; it depends on the order.
 
     Example:
-        >>> chained(chained(0, 1), 2) == chained(chained(0, 2), 1)
+        >>> extend_chain(extend_chain(0, 1), 2) == extend_chain(extend_chain(0, 2), 1)
         False
     """
     return ((chain ^ digest) * _FACTOR + 1) & _MASK

@@ -181,7 +181,7 @@ class FlatBucket:
     def write(self, pairs: Any) -> bool:
         """Make a cached write; False if nothing was done, and the policy table has to make it."""
         owner, call = self._owner, self._call
-        stack, roster = owner.places.stack, owner.roster
+        stack, registry = owner.places.stack, owner.registry
         if call is None or self._communicator.channel is not self._channel:
             return False
         if not stack:
@@ -190,8 +190,8 @@ class FlatBucket:
         elif stack[-1].owner is not owner or stack[-1].context is not _REPLICA:
             return False
         tally = self._tallies[0]
-        is_counted = roster is not None and not roster.is_free
-        if is_counted and tally.steps >= roster.until:  # type: ignore[union-attr]
+        is_counted = registry is not None and not registry.is_free
+        if is_counted and tally.steps >= registry.until:  # type: ignore[union-attr]
             return False
         if not self._turn.acquire(blocking=False):
             return False
@@ -208,7 +208,7 @@ class FlatBucket:
             if is_done and not is_flat:
                 self._spread()
             if is_done and is_counted:
-                roster.count(tally)  # type: ignore[union-attr]
+                registry.count(tally)  # type: ignore[union-attr]
             return is_done
         finally:
             self._turn.release()

@@ -10,8 +10,8 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from syncvar.variables.create import VariableSpec, make_on_replicas
-from syncvar.variables.shared_copy import written_once
+from syncvar.variables.create import VariableSpec, agree_on_variable
+from syncvar.variables.shared_copy import write_once
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_state import state_of
 
@@ -51,7 +51,7 @@ def change_copies(
     storages = [state.storage for state in states]
     shared = next((state for state in states if state.storage.is_shared), None)
     with (
-        written_once(shared.owner, storages) if shared is not None else nullcontext(),
+        write_once(shared.owner, storages) if shared is not None else nullcontext(),
         ExitStack() as changing,
     ):
         for storage in storages:
@@ -70,16 +70,18 @@ def replace_copy(variable: Variable, value: NDArray[Any]) -> None:
 
 
 def are_parts(variable: Variable) -> bool:
-    """Return whether the copies are parts of a whole; see `make_beside`."""
+    """Return whether the copies are parts of a whole; see `create_for_strategy`."""
     return state_of(variable).are_parts
 
 
-def make_beside(owner: VariableOwner, spec: VariableSpec, *, parts: bool = False) -> Variable:
+def create_for_strategy(
+    owner: VariableOwner, spec: VariableSpec, *, parts: bool = False
+) -> Variable:
     """Create a variable of any strategy. Collective, except under NONE.
 
     With `parts` the copies are parts of a whole: restored on another number of replicas, each takes
     the mean.
     """
-    made = Variable.from_init(make_on_replicas(owner, spec, stacklevel=2))
+    made = Variable.from_init(agree_on_variable(owner, spec, stacklevel=2))
     state_of(made).are_parts = parts
     return made

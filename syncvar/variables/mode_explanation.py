@@ -85,7 +85,7 @@ def _deferral_reason(state: VariableState) -> str:
     if state.decided is not None:
         return "decided at step {}: {}".format(*state.decided)
     owner = state.owner
-    if not owner.context.is_closed and owner.roster is not None and not owner.roster.may_defer:
+    if not owner.context.is_closed and owner.registry is not None and not owner.registry.may_defer:
         return "in shared memory an increment is sent in less time than it takes to let it wait"
     return (
         "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope "

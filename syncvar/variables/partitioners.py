@@ -25,9 +25,9 @@ __all__ = ["FixedShards", "MaxSize", "MinSize", "row_ranges"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from syncvar.core.migration_hints import missing
+        from syncvar.core.migration_hints import missing_attribute
 
-        raise missing("sv.partitioners", name, __all__)
+        raise missing_attribute("sv.partitioners", name, __all__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,17 +43,17 @@ class WriteResult(IntEnum):
 _FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
 
 
-def unprepared(_x: Any, *, is_seen: bool = False) -> int:
+def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
     """Stand for a write that is not cached."""
     del is_seen
     return _FALLBACK
 
 
-def unlooked(_copy: bool) -> None:
+def uncached_look(_copy: bool) -> None:
     """Stand for a local read that is not cached."""
 
 
-def prepared_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
+def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
     """Return a cached local read; its result is None if the policy table has to decide."""
     local, is_default = owner.places, owner.is_default
 
@@ -75,7 +75,7 @@ def prepared_look(owner: VariableOwner, storage: Storage, tally: VariableCounter
     return made
 
 
-def prepared_write(
+def cached_write(
     owner: VariableOwner,
     storage: Storage,
     tally: VariableCounters,
@@ -87,9 +87,9 @@ def prepared_write(
 
     With `is_seen=True` the caller has checked whether a comparison of the copies is due.
     """
-    local, roster, is_default, communicator = (
+    local, registry, is_default, communicator = (
         owner.places,
-        owner.roster,
+        owner.registry,
         owner.is_default,
         owner.communicator,
     )
@@ -118,8 +118,8 @@ def prepared_write(
                 return _FALLBACK
         if communicator.channel is not channel:  # in a block of sv.uneven, or after shutdown
             return _FALLBACK
-        is_counted = roster is not None and not roster.is_free
-        if is_counted and not is_seen and tally.steps >= roster.until:  # type: ignore[union-attr]
+        is_counted = registry is not None and not registry.is_free
+        if is_counted and not is_seen and tally.steps >= registry.until:  # type: ignore[union-attr]
             return _FALLBACK
         if not storage.mark():  # another thread is writing
             return _FALLBACK
@@ -130,7 +130,7 @@ def prepared_write(
         if not is_made:
             return _FALLBACK
         if is_counted:
-            roster.count(tally)  # type: ignore[union-attr]
+            registry.count(tally)  # type: ignore[union-attr]
         tally.writes += 1
         tally.collectives += 1
         if counts:
@@ -150,14 +150,14 @@ def prepared_write(
         tally,
         (dtype, shape),
         call=call,
-        watch=cast("CheckGate | None", roster),
+        watch=cast("CheckGate | None", registry),
         is_default=is_default,
         is_increment=counts,
     )
     return made
 
 
-def prepared_read(
+def cached_reads(
     owner: VariableOwner, storage: Storage, tally: VariableCounters, call: PreparedCall
 ) -> tuple[Read, Look]:
     """Return two cached collective reads; each returns None if nothing was done.
@@ -177,16 +177,18 @@ def prepared_read(
         if value is None:
             return None
         tally.collectives += 1
-        return sealed(value)
+        return read_only(value)
 
     where = owner, communicator, channel, CallContext.REPLICA
     form = storage.array.dtype, storage.array.shape
     made: Read = access("Read", read, (None, *where), storage, tally, form, call=call)
-    look: Look = access("Read", unlooked, (owner.places, *where), storage, tally, form, call=call)
+    look: Look = access(
+        "Read", uncached_look, (owner.places, *where), storage, tally, form, call=call
+    )
     return made, look
 
 
-def sealed(value: NDArray[Any]) -> NDArray[Any]:
+def read_only(value: NDArray[Any]) -> NDArray[Any]:
     """Return a value as reads return it: nobody can make the view writable."""
     value.setflags(write=False)
     return value.view()

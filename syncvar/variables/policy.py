@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncvar.core.array_arguments import word_of
+from syncvar.core.array_arguments import matching_word
 from syncvar.core.errors import ConfigError, NoAggregation, UsageError
 from syncvar.core.settings import nearest
 
@@ -369,7 +369,7 @@ def as_member(kind: type[_E], given: Any, what: str) -> _E:
     if isinstance(given, kind):
         return given
     names = list(kind.__members__)
-    if (word := word_of(given, names)) is not None:
+    if (word := matching_word(given, names)) is not None:
         return kind[word]
     hint = nearest(given.upper(), names) if isinstance(given, str) else ""
     if "MEAN" in names and not hint:  # of ops, for which others have words of their own

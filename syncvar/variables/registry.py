@@ -83,7 +83,7 @@ class VariableRegistry(CheckGate):
         good = f"write {self.writes}" if is_outside else f"run {self.runs}"
         lot = self._schedule.next_lot(nbytes)
         self.entries[name] = RegistryEntry(name, self._numbers, nbytes, lot, good, is_auto=is_auto)
-        self.look_again()
+        self.rebuild_schedule()
 
     def attach(self, state: VariableState) -> RegistryEntry | None:
         """Connect a name with its variable."""
@@ -102,9 +102,9 @@ class VariableRegistry(CheckGate):
         """Remove variables that some replica no longer has, on all at the same point."""
         for name in names:
             self.entries.pop(name, None)
-        self.look_again()
+        self.rebuild_schedule()
 
-    def look_again(self) -> None:
+    def rebuild_schedule(self) -> None:
         """Rebuild the schedule: there are other variables, or another `check_every`."""
         self._schedule.invalidate()
         self._next_due = 0
@@ -156,7 +156,7 @@ class VariableRegistry(CheckGate):
         for one in self._deferred:
             one.set_deferred(is_deferred=True)
         self._deferred = []
-        self.look_again()
+        self.rebuild_schedule()
 
     # -- points that all replicas reach ------------------------------------------------------------
 
@@ -214,9 +214,9 @@ class VariableRegistry(CheckGate):
         """Compare the copies that are due before these variables are written. Collective."""
         found = [(one.entry, one) for one in states if one.entry is not None]
         # A reported difference is perhaps repaired by this write.
-        mended = {entry.number for entry, _ in found if entry.is_told}
+        mended = {entry.number for entry, _ in found if entry.is_reported}
         for entry, _ in found:
-            entry.is_told = False
+            entry.is_reported = False
         if self._is_running:
             due_now = self._due - self._compared - mended
             self._before_write_in_run([pair for pair in found if pair[0].number in due_now])
@@ -231,7 +231,7 @@ class VariableRegistry(CheckGate):
                 mended=mended,
             )
         self._outside = []
-        self._looks = any(entry.is_told for entry in self.entries.values())
+        self._looks = any(entry.is_reported for entry in self.entries.values())
         if not self._looks:
             self._free()
 

@@ -65,7 +65,7 @@ def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: s
     return made
 
 
-def with_absent(
+def combine_with_absent(
     owner: VariableOwner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str
 ) -> NDArray[Any]:
     """Return the aggregate of all copies, where some replicas have left a block of sv.uneven.

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.core.reduce_ops import quiet
 from syncvar.variables.collective_requests import (
-    alike_request,
-    are_alike,
+    are_equal,
+    equality_request,
     is_compared_first,
     rows_request,
 )
 from syncvar.variables.policy import Action, Travel, VariableAggregation
-from syncvar.variables.scope import places
+from syncvar.variables.scope import scope_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def _difference_hint(state: VariableState) -> str:
             "give the variable an aggregation that combines (it has NONE): "
             "aggregation=sv.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
         )
-    if owner.is_default and places(owner.context):
+    if owner.is_default and scope_stack(owner.context):
         return hint + (
             "make the variable under `with strategy.scope():`. It belongs to the default "
             "strategy, and is written in another strategy's run as outside of it"
@@ -87,12 +87,12 @@ def _same_everywhere(
     except Exception:  # noqa: S110  (the slow path raises it again, and informs the others)
         pass
     else:
-        are_same = are_alike(communicator, inputs[0], what, timeout)
+        are_same = are_equal(communicator, inputs[0], what, timeout)
 
     def check() -> Any:
         if not inputs:
             inputs.append(operand())
-        return alike_request(communicator, inputs[0], what)
+        return equality_request(communicator, inputs[0], what)
 
     if are_same is None:
         are_same = communicator.perform(what, check, timeout)

@@ -154,7 +154,7 @@ def compare(
 
         found: ReplicaMismatch = communicator.perform(what, request, owner.timeout)
         for entry, _ in pairs:
-            entry.is_told = entry is found.entry or entry.name in found.others
+            entry.is_reported = entry is found.entry or entry.name in found.others
         raise _error(communicator, found, now)
     for entry, _ in pairs:
         entry.good = good or now

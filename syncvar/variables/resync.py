@@ -20,21 +20,21 @@ _WHAT = "values of variables after sv.uneven"
 _TOGETHER_BYTES = 16 << 20
 
 
-def catch_up(owner: VariableOwner, roster: VariableRegistry, calls: int) -> None:
+def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) -> None:
     """Give every replica the values of the one that has made most calls. Collective.
 
     Cost: an exchange of some bytes; if the numbers of calls differ, a broadcast of all values.
     """
     communicator = owner.communicator
-    variables = roster.living()  # keeps them alive until the end
+    variables = registry.living()  # keeps them alive until the end
     counts = {name: [one.tally.writes, one.tally.added] for name, one in variables.items()}
-    mine = [calls, sum(writes for writes, _ in counts.values()), roster.runs, counts]
+    mine = [calls, sum(writes for writes, _ in counts.values()), registry.runs, counts]
     everyone = gather_objects(communicator, _WHAT, lambda: mine, owner.timeout)
     ages = [tuple(one[:2]) for one in everyone]
     if all(age == ages[0] for age in ages):
         return
     newest = ages.index(max(ages))
-    _, _, roster.runs, theirs = everyone[newest]
+    _, _, registry.runs, theirs = everyone[newest]
     shared = [
         (name, one) for name, one in variables.items() if all(name in told[3] for told in everyone)
     ]

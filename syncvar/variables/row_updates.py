@@ -37,7 +37,7 @@ class RowSelection(NamedTuple):
     values: NDArray[Any]
 
 
-def checked_rows(
+def check_rows(
     operation: AccessKind,
     indices: Any,
     values: Any,
@@ -101,7 +101,7 @@ def _beyond(indices: Any) -> int | None:
     return indices if isinstance(indices, int) and not -(1 << 63) <= indices < 1 << 64 else None
 
 
-def applied(
+def apply_rows(
     operation: AccessKind, copy: NDArray[Any], rows: RowSelection, divisor: int = 1
 ) -> NDArray[Any]:
     """Return a copy with the rows applied one by one; half types are rounded once."""

@@ -60,38 +60,38 @@ class ScopeStack(threading.local):
 _before_joining = ScopeStack()
 
 
-def stacks(joined: Joined) -> ScopeStack:
+def stacks_of(joined: Joined) -> ScopeStack:
     """Return the scope stacks of a job, the same object as long as the job lasts."""
     extras = joined.extras
-    found: ScopeStack | None = extras.get("places")
-    return extras.setdefault("places", ScopeStack()) if found is None else found
+    found: ScopeStack | None = extras.get("scope_stacks")
+    return extras.setdefault("scope_stacks", ScopeStack()) if found is None else found
 
 
-def places(joined: Joined | None = None) -> list[ScopeEntry]:
+def scope_stack(joined: Joined | None = None) -> list[ScopeEntry]:
     """Return this thread's scope stack in a job (None: the current one), without joining a job."""
-    return (stacks_here() if joined is None else stacks(joined)).stack
+    return (current_stacks() if joined is None else stacks_of(joined)).stack
 
 
-def stacks_here() -> ScopeStack:
+def current_stacks() -> ScopeStack:
     """Return the scope stacks of the current job, without joining."""
     context = joined_context()
-    return _before_joining if context is None else stacks(context)
+    return _before_joining if context is None else stacks_of(context)
 
 
-def take_places_along(joined: Joined) -> None:
+def keep_scopes_when_joining(joined: Joined) -> None:
     """Keep scopes that were entered before joining; for strategies that work without joining."""
-    joined.extras["places"] = _before_joining
+    joined.extras["scope_stacks"] = _before_joining
 
 
-def current_place() -> ScopeEntry | None:
+def current_scope() -> ScopeEntry | None:
     """Return the innermost scope, or None."""
-    stack = places()
+    stack = scope_stack()
     return stack[-1] if stack else None
 
 
 def current_owner() -> VariableOwner:
     """Return the current strategy."""
-    place = current_place()
+    place = current_scope()
     return default_owner() if place is None else place.owner
 
 

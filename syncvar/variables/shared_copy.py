@@ -80,7 +80,7 @@ class SharedCopy(Storage):
 
 
 @contextmanager
-def written_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
+def write_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
     """Make the writes in the block, which all replicas make, change each shared copy once."""
     shared = [storage for storage in storages if isinstance(storage, SharedCopy)]
     if not shared:

@@ -56,7 +56,7 @@ def refuse_overlap(communicator: Communicator, name: str) -> Never:
 
 
 @contextlib.contextmanager
-def being_written(
+def marked_as_written(
     communicator: Communicator, name: str, storages: Sequence[Storage]
 ) -> Iterator[None]:
     """Mark storages as written in place by a collective: readers get copies."""

@@ -11,11 +11,11 @@ from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.variables import variable_reads, variable_writes
 from syncvar.variables.array_protocol import ArrayProtocol
-from syncvar.variables.create import VariableInit, VariableSpec, make_on_replicas
+from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variable
 from syncvar.variables.mode_explanation import Explanation, explain
 from syncvar.variables.persistent_access import WriteResult
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
-from syncvar.variables.scope import current_owner, current_place
+from syncvar.variables.scope import current_owner, current_scope
 from syncvar.variables.variable_state import UNPREPARED, VariableState
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Return an instance of the class that the current strategy uses for variables."""
-        place = current_place() if cls is Variable and (arguments or options) else None
+        place = current_scope() if cls is Variable and (arguments or options) else None
         kind = None
         if place is not None:
-            kind_of = place.owner._kind_of_variable  # noqa: SLF001  (part of the protocol of owners)
+            kind_of = place.owner._variable_class  # noqa: SLF001  (part of the protocol of owners)
             kind = kind_of(options.get("synchronization"))
         return object.__new__(kind or cls)
 
@@ -88,7 +88,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         wanted = VariableSpec(
             initial_value, trainable, name, dtype, synchronization, aggregation, shape
         )
-        self._init_from(make_on_replicas(current_owner(), wanted, stacklevel=2))
+        self._init_from(agree_on_variable(current_owner(), wanted, stacklevel=2))
 
     def _init_from(self, init: VariableInit) -> None:
         state = self._state = VariableState(init)
@@ -348,7 +348,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             UsageError: The variable was not created with AUTO.
         """
         state = self._state
-        owner, registry = state.owner, state.owner.roster
+        owner, registry = state.owner, state.owner.registry
         owner.context.refuse_in_block("v.pin")
         if self._requested is not VariableSynchronization.AUTO:
             raise UsageError(
@@ -384,7 +384,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             self._requested,
             self._aggregation,
         )
-        made = Variable.from_init(make_on_replicas(state.owner, wanted, own=True))
+        made = Variable.from_init(agree_on_variable(state.owner, wanted, own=True))
         memo[id(self)] = made
         for note in memo.get(COPIED, ()):
             note(self, made)

@@ -79,17 +79,17 @@ class VariableOwner(Protocol):
         """The entered scopes of the calling thread."""
 
     @property
-    def roster(self) -> ReplicaRegistry | None:
+    def registry(self) -> ReplicaRegistry | None:
         """The registry of its variables; None with one replica."""
 
     @property
     def communicator(self) -> Communicator:
         """The communicator of the replicas' group."""
 
-    def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
+    def _variable_class(self, synchronization: Any) -> type[Any] | None:
         """Return the class of its variables with a synchronization; None for `Variable`."""
 
-    def _make_storage(
+    def _create_storage(
         self, value: NDArray[Any], synchronization: VariableSynchronization
     ) -> Storage:
         """Return the memory for a variable's copy."""

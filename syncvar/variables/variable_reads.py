@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives.reduce_args import prepared_reduction
+from syncvar.collectives.reduce_args import persistent_reduction
 from syncvar.core.errors import DeadlineExceeded, MismatchError, PeerLost, SyncvarError
 from syncvar.variables.collective_requests import request_of
-from syncvar.variables.persistent_access import prepared_read, sealed
+from syncvar.variables.persistent_access import cached_reads, read_only
 from syncvar.variables.policy import AccessKind, CallContext, Travel, VariableSynchronization
-from syncvar.variables.remote_read import checked_replica, fetch, with_absent
+from syncvar.variables.remote_read import checked_replica, combine_with_absent, fetch
 from syncvar.variables.replica_call import combine
 from syncvar.variables.scope import context_here
 
@@ -82,21 +82,23 @@ def _read_together(
     if communicator.uneven is not None and is_on_read:
         communicator.roll(what, owner.timeout)
         if len(communicator.whole) > communicator.size:
-            together = with_absent(owner, state.namespace, state.name, operand(), travel, what)
-            return sealed(together)
+            together = combine_with_absent(
+                owner, state.namespace, state.name, operand(), travel, what
+            )
+            return read_only(together)
     value = combine(state, action, what, operand, request_of)
     del held
     if travel is Travel.MEETING:
         return state.storage.expose()
     if travel in _SUMS:
         op = "sum" if travel is Travel.SUM else "mean"
-        call = prepared_reduction(communicator, array, op, what, owner.reproducible)
+        call = persistent_reduction(communicator, array, op, what, owner.reproducible)
         if call is not None:
-            cached, look = prepared_read(owner, state.storage, state.tally, call)
+            cached, look = cached_reads(owner, state.storage, state.tally, call)
             state.reading[where] = cached
             if operation is AccessKind.READ and state.queue is None:
                 state.look = look
-    return sealed(value)
+    return read_only(value)
 
 
 def _advise_reader(state: VariableState, operation: AccessKind, error: SyncvarError) -> None:

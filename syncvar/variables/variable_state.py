@@ -13,7 +13,7 @@ from syncvar._native import VariableCounters
 from syncvar.core.errors import ConfigError
 from syncvar.variables.deferred_writes import WriteQueue, queue_of
 from syncvar.variables.exact_split import share_of
-from syncvar.variables.persistent_access import prepared_look, unlooked, unprepared
+from syncvar.variables.persistent_access import cached_look, uncached_look, uncached_write
 from syncvar.variables.policy import (
     AccessKind,
     Action,
@@ -39,7 +39,7 @@ UFUNCS: dict[AccessKind, Any] = {
     AccessKind.ASSIGN_ADD: np.add,
     AccessKind.ASSIGN_SUB: np.subtract,
 }
-UNPREPARED: dict[AccessKind, Write] = dict.fromkeys(UFUNCS, unprepared)
+UNPREPARED: dict[AccessKind, Write] = dict.fromkeys(UFUNCS, uncached_write)
 
 
 class RegistryEntry:
@@ -53,7 +53,7 @@ class RegistryEntry:
         "good",
         "is_auto",
         "is_pinned",
-        "is_told",
+        "is_reported",
         "lot",
         "name",
         "nbytes",
@@ -68,7 +68,7 @@ class RegistryEntry:
         self.is_auto, self.is_pinned = is_auto, False
         # A difference was reported: the next write, which may repair it, is not preceded by a
         # comparison.
-        self.is_told = False
+        self.is_reported = False
         self.reference: weakref.ref[VariableState] | None = None
         self.counted = (0, 0, 0)  # the counters at the last agreement of the replicas
         self.good = good
@@ -109,7 +109,7 @@ class VariableState:
         self.increments: dict[str, tuple[CallContext, str, int]] = {}
         self.changes: list[tuple[int, str, str, str]] = []
         self.decided: tuple[int, str] | None = None  # step and reason of AUTO's last decision
-        make = owner._make_storage  # noqa: SLF001  (part of the protocol of owners)
+        make = owner._create_storage  # noqa: SLF001  (part of the protocol of owners)
         self.storage = make(init.value, self.synchronization)
         self.look = self._prepared_look()
         action = decide(
@@ -118,7 +118,7 @@ class VariableState:
         if action.travel is Travel.QUESTION:
             publish(owner, init.namespace, self)
         is_registered = self.synchronization is VariableSynchronization.ON_WRITE
-        registry = owner.roster if is_registered else None
+        registry = owner.registry if is_registered else None
         self.entry: RegistryEntry | None = None if registry is None else registry.attach(self)
         self.is_counted = self.entry is not None and self.entry.is_auto
 
@@ -175,7 +175,7 @@ class VariableState:
             for context in CallContext
         ]
         is_own = all(action.travel is Travel.NOTHING and action.error is None for action in actions)
-        return prepared_look(self.owner, self.storage, self.tally) if is_own else unlooked
+        return cached_look(self.owner, self.storage, self.tally) if is_own else uncached_look
 
     # -- counters and comparisons ------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class VariableState:
 
     def count_step(self) -> None:
         """Count a write for the schedule of replica checks."""
-        registry = self.owner.roster
+        registry = self.owner.registry
         if registry is not None and not registry.is_free:
             registry.count(self.tally)
 
@@ -204,7 +204,7 @@ class VariableState:
 
     def check_replicas(self) -> None:
         """Compare the copies before a write, if a comparison is due."""
-        registry = self.owner.roster
+        registry = self.owner.registry
         if registry is not None and not registry.is_free and registry.is_due(self.tally):
             registry.before_write((self,))
 
@@ -218,12 +218,12 @@ class VariableState:
     def flush(self) -> None:
         """Send the queued writes of this variable, if there are any."""
         if self.queue is not None:
-            self.queue.settle(self)
+            self.queue.flush(self)
 
     def sample_deferral(self) -> None:
         """Let AUTO decide after an increment outside every scope, if a decision is due."""
-        if self.owner.roster is not None:
-            self.owner.roster.after_write(self.name, self.tally.added)
+        if self.owner.registry is not None:
+            self.owner.registry.after_write(self.name, self.tally.added)
 
     def change_pace(self, pace: str, step: int, why: str) -> None:
         """Change to "eager" or "deferred" at the same point on all replicas, and record it."""
@@ -235,7 +235,9 @@ class VariableState:
         """Start or stop deferring increments, without recording it."""
         self.queue = queue_of(self.owner) if is_deferred else None
         self.prepared.update(UNPREPARED)  # deferred writes are not cached
-        self.look = unlooked if is_deferred else self._prepared_look()  # a read flushes the queue
+        self.look = (
+            uncached_look if is_deferred else self._prepared_look()
+        )  # a read flushes the queue
 
     def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
         """Apply the sum of all replicas' increments to the copy; called by the queue."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives import nan_check
-from syncvar.collectives.reduce_args import prepared_reduction
+from syncvar.collectives.reduce_args import persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
 from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.coercion import number_array, operand_array
 from syncvar.variables.collective_requests import request_of, rows_request
-from syncvar.variables.persistent_access import WriteResult, prepared_write, unprepared
+from syncvar.variables.persistent_access import WriteResult, cached_write, uncached_write
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -23,10 +23,10 @@ from syncvar.variables.policy import (
     VariableSynchronization,
 )
 from syncvar.variables.replica_call import combine
-from syncvar.variables.row_updates import RowSelection, applied, checked_rows
+from syncvar.variables.row_updates import RowSelection, apply_rows, check_rows
 from syncvar.variables.scope import context_here, context_of
-from syncvar.variables.shared_copy import SharedCopy, written_once
-from syncvar.variables.storage import being_written
+from syncvar.variables.shared_copy import SharedCopy, write_once
+from syncvar.variables.storage import marked_as_written
 from syncvar.variables.variable_state import UFUNCS
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class ReplicaWrite:
         if is_on_read and action.travel is not Travel.NOTHING:
             state.owner.communicator.require_all(self.what)
         if isinstance(storage, SharedCopy) and not storage.is_staging:
-            with written_once(state.owner, [storage]):
+            with write_once(state.owner, [storage]):
                 self.execute()
             return
         is_unchecked = action.travel is Travel.SAME and not state.owner.check_cross_writes
@@ -164,7 +164,7 @@ class ReplicaWrite:
             with storage:
                 together = self._combine()
         else:
-            with being_written(state.owner.communicator, self.what, (storage,)):
+            with marked_as_written(state.owner.communicator, self.what, (storage,)):
                 together = self._combine()
         if not is_local:
             state.count_step()
@@ -191,7 +191,7 @@ class WriteOp(ReplicaWrite):
         """Make the write, and cache the next one."""
         state, operation = self.state, self.operation
         cached = state.prepared[operation]
-        if self.is_direct and cached is not unprepared:
+        if self.is_direct and cached is not uncached_write:
             array = self._plain_operand()
             result: int = WriteResult.FALLBACK
             if array is not None:
@@ -204,7 +204,7 @@ class WriteOp(ReplicaWrite):
         if not self.is_direct:
             return
         is_counted = state.is_counted and operation is not AccessKind.ASSIGN
-        if cached is unprepared and not state.storage.is_shared:
+        if cached is uncached_write and not state.storage.is_shared:
             self._prepare_next_write(is_counted=is_counted)
         if is_counted:
             state.tally.added += 1
@@ -214,11 +214,11 @@ class WriteOp(ReplicaWrite):
     def _prepare_next_write(self, *, is_counted: bool) -> None:
         state = self.state
         owner, storage = state.owner, state.storage
-        call = prepared_reduction(
+        call = persistent_reduction(
             owner.communicator, storage.array, self._op, self.what, owner.reproducible, self._ufunc
         )
         if call is not None:
-            state.prepared[self.operation] = prepared_write(
+            state.prepared[self.operation] = cached_write(
                 owner, storage, state.tally, call, counts=is_counted
             )
 
@@ -291,7 +291,7 @@ class ScatterOp(ReplicaWrite):
         if self._is_split and state.dtype.kind == "b":
             raise ConfigError(f"{self.what}: {_NO_SHARE}")
         copy = state.storage.expose() if self._is_split else state.storage.array
-        rows = checked_rows(
+        rows = check_rows(
             self.operation, self._indices, self._values, state.shape, state.dtype, self.what
         )
         return copy, rows
@@ -303,5 +303,5 @@ class ScatterOp(ReplicaWrite):
         divisor = state.owner.communicator.size if is_mean else 1
         with state.storage:
             copy = total if self._is_split else state.storage.array
-            changed = applied(self.operation, copy, rows, divisor=divisor)
+            changed = apply_rows(self.operation, copy, rows, divisor=divisor)
             state.keep(state.share(changed) if self._is_split else changed)

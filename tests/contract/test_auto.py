@@ -281,7 +281,7 @@ def test_one_replica_counts_nothing_and_sends_nothing():
         for _ in range(30):
             strategy.run(write_heavy, args=(v, 1.0))
         epoch = calls.next_call % 10**6
-        return strategy.roster, v.explain().changes, sorted(v.explain().numbers), epoch, float(v)
+        return strategy.registry, v.explain().changes, sorted(v.explain().numbers), epoch, float(v)
 
     assert run_ranks(1, fn) == [
         (None, [], ["collectives", "nbytes", "reads", "replicas", "writes"], 0, 1800.0)
@@ -301,7 +301,7 @@ def test_variables_that_some_replicas_have_dropped_are_left_out(ranks):
             gc.collect()
         for _ in range(100):
             strategy.run(write_heavy, args=(kept, 1.0, 20))
-        return [change[:3] for change in kept.explain().changes], sorted(strategy.roster.entries)
+        return [change[:3] for change in kept.explain().changes], sorted(strategy.registry.entries)
 
     found = ranks(2, fn)
     assert found[0] == found[1]

@@ -72,11 +72,11 @@ class Pair:
 
 def barrier_operation(engine, call):
     from syncvar.algorithms.builders import build
-    from syncvar.algorithms.compile_messages import prepare
+    from syncvar.algorithms.compile_messages import compile_for_links
 
     def body():
         yield Stage(
-            prepare(build("barrier", "dissemination", engine.rank, 2), (0, 1)),
+            compile_for_links(build("barrier", "dissemination", engine.rank, 2), (0, 1)),
             np.empty(0, np.uint8),
         )
         return call

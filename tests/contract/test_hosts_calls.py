@@ -40,7 +40,7 @@ def test_the_collectives_take_the_way_over_hosts():
         return plans
 
     for seen in ranks(4, 2, fn):
-        assert seen == ["PreparedStages"] * 5 + ["Prepared"]
+        assert seen == ["PreparedStages"] * 5 + ["LinkSchedule"]
 
 
 @pytest.mark.parametrize(("size", "hosts"), SIZES)

@@ -22,9 +22,9 @@ from syncvar.shm.message_ring import (
     Form,
     RingReader,
     RingWriter,
-    what_of,
+    array_code,
 )
-from syncvar.shm.ring_table import Boxes
+from syncvar.shm.ring_table import RingTable
 
 pytestmark = pytest.mark.needs_c_extension
 
@@ -93,7 +93,7 @@ class End:
             kept={},
             shared=[],
         )
-        self.native.remember(x.dtype, x.shape, what_of(1, 7, x.ndim), "told")
+        self.native.remember(x.dtype, x.shape, array_code(1, 7, x.ndim), "told")
 
     def _go_on(self, array, call, begin, number, done, error):
         assert self.busy.locked()
@@ -154,7 +154,7 @@ def test_a_sender_whose_receiver_does_not_come_hands_over_what_it_has_told():
     assert sender.is_free()
     assert pair.at(ATTENDED) == 0  # nobody is to ask for parts on its account
     entry = pair.told()
-    assert (entry.form, entry.call, entry.nbytes, entry.number) == (Form.TOLD, CALL, x.nbytes, 1)
+    assert (entry.form, entry.call, entry.nbytes, entry.number) == (Form.ADDRESS, CALL, x.nbytes, 1)
     assert entry.place == x.__array_interface__["data"][0]
     assert (sender.count.number, sender.count.next_call) == (CALL + 1, CALL + 1)
 
@@ -207,12 +207,12 @@ def test_a_receiver_that_finds_no_next_part_hands_over_what_it_has(wrong):
     pair, x = Pair(), _values(600_000)
     receiver = End(pair, x, patience_s=0.02 if wrong == "nothing more" else 20.0)
     pair.attend(1)
-    assert pair.out.tell(what_of(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0) == 1
+    assert pair.out.tell(array_code(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0) == 1
     done = pair.out.part(IDENTITY, CALL, 0, x.data)
     if wrong == "a part that is not next":
         pair.out.part(IDENTITY, CALL, done + 64, x.data)
     elif wrong == "another message":
-        pair.out.put(what_of(1, 7, 1), IDENTITY, CALL + 1, (8,), bytes(8), 8)
+        pair.out.put(array_code(1, 7, 1), IDENTITY, CALL + 1, (8,), bytes(8), 8)
     out = np.zeros_like(x)
     assert receiver.native.receive(out) == "gone on with"
     assert receiver.handed == [(out, CALL, 1, done, None)]
@@ -226,7 +226,7 @@ def test_a_receiver_that_finds_no_next_part_hands_over_what_it_has(wrong):
 def test_a_receiver_leaves_a_message_whose_sender_does_not_attend_as_it_is():
     pair, x = Pair(), _values(600_000)
     receiver = End(pair, x)
-    pair.out.tell(what_of(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0)
+    pair.out.tell(array_code(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0)
     for attended in (0, 2):
         pair.attend(attended)
         assert receiver.native.receive(None) is None
@@ -240,7 +240,7 @@ def test_eight_long_messages_are_open_and_the_ninth_is_left_to_python():
     pair, x = Pair(), _values(200_000)
     sender = End(pair, x, patience_s=0.0)
     assert [sender.native.send(x) for _ in range(9)] == [True] * 8 + [False]
-    pair.out.give_up(1)
+    pair.out.cancel(1)
     assert sender.native.send(x)
     assert [number for _, _, number, _, _ in sender.handed] == list(range(1, 10))
 
@@ -285,11 +285,11 @@ def test_the_engine_goes_on_with_what_the_c_runner_has_begun_to_receive():
             return True
         sv.recv(0)
         line = current().world.streams[0, 1, 0]
-        box = Boxes(current()._channels).inbox(0)
+        box = RingTable(current()._channels).inbox(0)
         while (entry := box.first()) is None:
             pass
         stream, out = line.stream, np.zeros_like(x)
-        assert entry.form == Form.TOLD
+        assert entry.form == Form.ADDRESS
         stream.busy.acquire()
         line.end.lock.acquire()
         box.free()

@@ -15,8 +15,8 @@ from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.p2p.channel import NOT_YET
 from syncvar.shm import ring_table
-from syncvar.shm.message_ring import Form, what_of
-from syncvar.shm.ring_table import Boxes
+from syncvar.shm.message_ring import Form, array_code
+from syncvar.shm.ring_table import RingTable
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
@@ -307,13 +307,13 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
 
 def test_a_pair_that_does_not_talk_takes_no_memory():
     def fn():
-        before = current().shm._extents.taken_bytes
+        before = current().shm._extents.used_bytes
         if sv.rank() == 0:
             sv.send(1, 1)
         if sv.rank() == 1:
             sv.recv(0)
         sv.barrier()
-        return current().shm._extents.taken_bytes - before
+        return current().shm._extents.used_bytes - before
 
     first, second, third = everywhere(3, fn, shared=True, config=SOON)
     assert ring_table.RING_BYTES < first < ring_table.RING_BYTES + (1 << 14)
@@ -505,7 +505,7 @@ def pair():
 
     def fn():
         context = current()
-        found[sv.rank()] = Boxes(context._channels, SHORT)
+        found[sv.rank()] = RingTable(context._channels, SHORT)
         if sv.rank() == 0:
             found["out"] = found[0].outbox(1)
         sv.barrier()
@@ -533,7 +533,7 @@ def test_a_ring_gives_back_what_was_put_in_order_however_it_is_filled(pair, seed
                 )
                 shape = (1,) * chance.randrange(4) + (len(data),)
                 if out.put(
-                    what_of(1, 5, len(shape)), 1 << 63 | seed, number, shape, data, len(data)
+                    array_code(1, 5, len(shape)), 1 << 63 | seed, number, shape, data, len(data)
                 ):
                     here.append((number, shape, data))
                     number += 1
@@ -566,16 +566,16 @@ def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_
 ):
     def test(out, into):
         def tell():
-            return out.tell(what_of(1, 5, 1), 1, 0, (1 << 20,), 1 << 20, 4096, 0)
+            return out.tell(array_code(1, 5, 1), 1, 0, (1 << 20,), 1 << 20, 4096, 0)
 
         numbers = [tell() for _ in range(8)]
         assert numbers == list(range(1, 9))
         assert tell() == 0
         into.taken(1)
-        out.give_up(2)
+        out.cancel(2)
         assert [out.answer(number) for number in (1, 2)] == [2, 0]
         assert [tell(), tell(), tell()] == [9, 10, 0]
-        assert [into.was_given_up(number) for number in (1, 2, 3, 9, 10)] == [
+        assert [into.is_cancelled(number) for number in (1, 2, 3, 9, 10)] == [
             False,
             True,
             False,
@@ -594,7 +594,7 @@ def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_
 def test_who_refuses_is_sent_nothing_more_until_it_takes_again(pair):
     def test(out, into):
         def put():
-            return out.put(what_of(1, 5, 1), 1, 0, (60_000,), bytes(60_000), 60_000)
+            return out.put(array_code(1, 5, 1), 1, 0, (60_000,), bytes(60_000), 60_000)
 
         while put():
             pass

@@ -43,16 +43,16 @@ def opened(descriptor):
         one.close()
 
 
-def read_all(outlet, descriptor, count):
+def read_all(frame_sink, descriptor, count):
     """Read so many bytes, as a slow reader and a loop that polls would."""
     data = b""
     while len(data) < count:
         ready = select.select(
-            [descriptor], [outlet.descriptor] if outlet.descriptor >= 0 else [], [], 10
+            [descriptor], [frame_sink.descriptor] if frame_sink.descriptor >= 0 else [], [], 10
         )
         assert any(ready), f"nothing moves after {len(data)} of {count} bytes"
         if ready[1]:
-            outlet.flush()
+            frame_sink.flush()
         if ready[0]:
             data += os.read(descriptor, 1000)
     return data

@@ -9,7 +9,7 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.variables.persistent_access import unlooked
+from syncvar.variables.persistent_access import uncached_look
 
 ON_WRITE, ON_READ, NONE = (
     sv.VariableSynchronization.ON_WRITE,
@@ -46,7 +46,7 @@ def test_it_is_there_where_reading_never_sends_anything(ranks):
         }
         return {name: type(v._state.look).__name__ for name, v in kinds.items()}, made(
             synchronization=ON_READ
-        )._state.look is unlooked
+        )._state.look is uncached_look
 
     runner = "function" if ranks.runner == "python" else "Look"
     assert ranks(fn) == [(dict.fromkeys(("on_write", "auto", "none"), runner), True)] * 2
@@ -157,9 +157,9 @@ def test_what_waits_is_sent_by_a_read(ranks):
         v = made(synchronization="AUTO")
         v.pin("deferred")
         v.assign_add(np.ones(2))
-        waits = v._state.look is unlooked
+        waits = v._state.look is uncached_look
         value = v.read_value().tolist()
         v.pin("eager")
-        return waits, value, v._state.look is unlooked, v.numpy().tolist()
+        return waits, value, v._state.look is uncached_look, v.numpy().tolist()
 
     assert ranks(fn) == [(True, [3.0, 4.0], False, [3.0, 4.0])] * 2

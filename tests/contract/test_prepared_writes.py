@@ -143,11 +143,11 @@ def test_what_is_not_as_it_was_is_left_to_the_plain_write(ranks):
         ]
         found["of another form"] = [write(x) for x in odd]
         found["not in one piece"] = write(np.ones(6)[::2])
-        strategy.roster.is_free = sv.get_strategy().roster.is_free = False
-        sv.get_strategy().roster.until = 0
+        strategy.registry.is_free = sv.get_strategy().registry.is_free = False
+        sv.get_strategy().registry.until = 0
         found["to be compared"] = write(ONES)
         found["seen already"] = write(ONES, is_seen=True)
-        sv.get_strategy().roster.until = 100
+        sv.get_strategy().registry.until = 100
         before = v._state.tally.steps
         found["counted"] = write(ONES), v._state.tally.steps - before
         with sv.uneven():

@@ -637,7 +637,7 @@ def test_a_strategy_that_has_deferred_goes_away():
             sv.barrier()  # one of the ranks collects the garbage of all
             gc.collect()
             sv.barrier()
-            in_use.append(current().shm._extents.taken_bytes)
+            in_use.append(current().shm._extents.used_bytes)
         return sum(one() is not None for one in left), in_use[-1] - in_use[1] < 16 << 20
 
     assert run_ranks(2, fn, shared=True, timeout_s=60) == [(0, True)] * 2

@@ -8,7 +8,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build
-from syncvar.algorithms.compile_messages import prepare
+from syncvar.algorithms.compile_messages import compile_for_links
 from syncvar.core.errors import MismatchError
 from syncvar.core.settings import RuntimeConfig
 
@@ -42,12 +42,14 @@ def plainly(size, algorithm, brought, ufunc=np.add):
 def test_the_algorithms_of_long_vectors_have_rounds_for_what_lies_apart():
     for algorithm in ALGORITHMS["all_reduce"]:
         for size in range(2, 10):
-            plan = prepare(build("all_reduce", algorithm, 0, size, count=1000), range(size))
+            plan = compile_for_links(
+                build("all_reduce", algorithm, 0, size, count=1000), range(size)
+            )
             is_power = size & (size - 1) == 0
             if (algorithm, is_power) in (("halving", True), ("ring", True), ("ring", False)):
                 assert plan.apart is not None, (algorithm, size)
-            if plan.apart is not None:
-                assert [len(one.sends) for one in plan.apart] == [
+            if plan.in_place is not None:
+                assert [len(one.sends) for one in plan.in_place] == [
                     len(one.sends) for one in plan.rounds
                 ]
 

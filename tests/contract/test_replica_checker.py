@@ -322,16 +322,16 @@ def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it
                 for v, x in zip(made, ones, strict=True):
                     v.assign_add(x)
 
-        roster = strategy.roster
+        registry = strategy.registry
         for number in range(1, 201):  # where nothing is compared, nothing need be written
-            if any(entry.lot == -number % 100 for entry in roster.entries.values()):
+            if any(entry.lot == -number % 100 for entry in registry.entries.values()):
                 strategy.run(step) if way == "run" else step()
             elif way == "run":
                 strategy.run(lambda: None)
             else:
-                for v in roster.living().values():
+                for v in registry.living().values():
                     v.tally.steps += 1
-                roster.writes += 1
+                registry.writes += 1
         return [v.name for v in made]
 
     names = ranks(2, fn)[0]
@@ -414,7 +414,7 @@ def test_no_false_alarm_over_thousands_of_random_steps(ranks):
             )
         return any(
             np.isnan(v.numpy()).any() for v in variables if v.dtype == np.float32
-        ), strategy.roster.entries[variables[0].name].good
+        ), strategy.registry.entries[variables[0].name].good
 
     found = ranks(2, fn)
     assert found[0] == found[1]
@@ -449,7 +449,7 @@ def test_a_variable_that_one_replica_has_dropped_is_left_out(ranks):
             lambda: None,
             {5: [lambda: flip(variables[-1], 2)] if sv.rank() == 1 else []},
         )
-        return found[0], parsed(found[1]), sorted(strategy.roster.entries)
+        return found[0], parsed(found[1]), sorted(strategy.registry.entries)
 
     assert ranks(2, fn) == [(5, ("v3", [1], (2, 2), (4, 6)), ["v1", "v2", "v3"])] * 2
 
@@ -481,6 +481,6 @@ def test_one_replica_has_nothing_to_compare():
         strategy.check_every = 1
         with strategy.scope():
             sv.Variable(np.ones(4))
-        return found_by(strategy, 5, lambda: None), strategy.roster
+        return found_by(strategy, 5, lambda: None), strategy.registry
 
     assert run_ranks(1, fn) == [(None, None)]

@@ -141,8 +141,8 @@ def test_the_function_of_a_lost_worker_is_run_by_another_one():
     def program(coordinator, local):
         first = coordinator.schedule(waits, ("first",))
         assert seen["begun"].wait(20)
-        (given,) = (rank for rank in local._servers[0].primaries[0].ledger.board.given)
-        local.lose_worker(given)
+        (assigned,) = (rank for rank in local._servers[0].primaries[0].ledger.queue.assigned)
+        local.lose_worker(assigned)
         result = first.fetch(20)  # of the other one
         seen["may_go_on"].set()
         return result, seen["calls"]
@@ -168,20 +168,20 @@ def test_a_coordinator_wants_variables_without_common_steps():
 
 
 def test_a_board_gives_tasks_in_order_and_a_lost_workers_first():
-    board = TaskQueue()
+    queue = TaskQueue()
     for task in range(3):
-        board.put(task, np.zeros(1, np.uint8))
-    board.ask(1)
-    board.ask(2)
-    assert {rank: task for rank, (task, _) in board.given.items()} == {1: 0, 2: 1}
-    board.lose(1)
-    board.finish(1, 0, TaskResult(False, np.zeros(0, np.uint8)))  # late, and not its own any more
-    board.ask(3)
-    assert board.given[3][0] == 0
-    assert not board.is_over(2)
-    assert board.cancel() == [2]
-    assert board.is_over(2)
-    board.finish(2, 1, TaskResult(True, np.zeros(0, np.uint8)))
-    board.finish(3, 0, TaskResult(False, np.zeros(0, np.uint8)))
-    assert board.is_drained
-    assert sorted(board.outcomes) == [0, 1]
+        queue.put(task, np.zeros(1, np.uint8))
+    queue.ask(1)
+    queue.ask(2)
+    assert {rank: task for rank, (task, _) in queue.assigned.items()} == {1: 0, 2: 1}
+    queue.lose(1)
+    queue.finish(1, 0, TaskResult(False, np.zeros(0, np.uint8)))  # late, and not its own any more
+    queue.ask(3)
+    assert queue.assigned[3][0] == 0
+    assert not queue.is_over(2)
+    assert queue.cancel() == [2]
+    assert queue.is_over(2)
+    queue.finish(2, 1, TaskResult(True, np.zeros(0, np.uint8)))
+    queue.finish(3, 0, TaskResult(False, np.zeros(0, np.uint8)))
+    assert queue.is_drained
+    assert sorted(queue.outcomes) == [0, 1]

@@ -9,7 +9,7 @@ from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.client.request_client import Client
 from syncvar.parameter_server.server.replicated_state import ReplicatedState
-from syncvar.parameter_server.server.replication import ReplicationStream, ledger_of, seed_of
+from syncvar.parameter_server.server.replication import ReplicationStream, seed_of, state_of_seed
 from syncvar.parameter_server.server.server_machine import Server
 from syncvar.parameter_server.server.shard import Spec
 from syncvar.testing import run_ranks
@@ -87,7 +87,7 @@ def same(one, other):
 
 def test_a_ledger_is_the_same_after_its_journey_and_goes_on_in_the_same_way():
     first = rich()
-    second = ledger_of(0, 3, seed_of(first), np.empty)
+    second = state_of_seed(0, 3, seed_of(first), np.empty)
     assert same(first.state(), second.state())
     assert second.undecided == {1}
     before = second.shards["w/0"].array.copy()
@@ -111,23 +111,23 @@ def test_what_a_mirror_does_not_confirm_is_sent_again_the_ledger_first():
     copying = ReplicationStream(0, ledger.entries, None, 0.5)
     assert copying.wake_at() == float("inf")
     copying.move_to(2, ledger, now=10.0)
-    (seed,) = copying.said()
+    (seed,) = copying.ready()
     assert (seed.target, seed.message["kind"], seed.message["index"]) == (
         ("server", 2),
         "seed",
         ledger.entries,
     )
     copying.enter({"kind": "fence", "rank": 0, "incarnation": 1}, (), 10.0)
-    copying.say(seed)  # whatever follows from that entry
-    assert [one.message["kind"] for one in copying.said()] == ["copy"]
+    copying.enqueue(seed)  # whatever follows from that entry
+    assert [one.message["kind"] for one in copying.ready()] == ["copy"]
     assert copying.wake_at() == 12.0
     copying.wake(12.0)
-    assert [one.message["kind"] for one in copying.said()] == ["seed", "copy"]
+    assert [one.message["kind"] for one in copying.ready()] == ["seed", "copy"]
     copying.copied(ledger.entries)
     copying.wake(100.0)
-    assert [one.message["kind"] for one in copying.said()] == ["copy"]
+    assert [one.message["kind"] for one in copying.ready()] == ["copy"]
     copying.copied(ledger.entries + 1)
-    assert copying.said() == [seed]
+    assert copying.ready() == [seed]
     assert copying.wake_at() == float("inf")
 
 

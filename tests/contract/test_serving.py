@@ -15,7 +15,7 @@ from harness import start_the_collector_of_pyzmq
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import InternalError
-from syncvar.core.process_ids import SERVER_0, heirs_of
+from syncvar.core.process_ids import SERVER_0, failover_order
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.server.server_machine import Server
@@ -150,7 +150,7 @@ def test_servers_speak_with_each_other(place):
 
 def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_folder):
     """To send on a socket of ZeroMQ takes its descriptor's signal away: who has sent looks again."""
-    heirs = [heirs_of(server, [0, 0, 0], 1) for server in range(3)]
+    heirs = [failover_order(server, [0, 0, 0], 1) for server in range(3)]
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(contextlib.closing(Place(runtime_folder, RuntimeConfig())))
         first = place.links(role="server")
@@ -173,12 +173,12 @@ def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_
             }
             launcher.send_multipart([identity, pack_message("servers", **word)])
 
-        def say_copied(server, say=serving._directory.say_copied):
+        def report_backup(server, say=serving._directory.report_backup):
             tell(2, {SERVER_0 + 2: "signal 9"})
             time.sleep(0.2)  # it is there, and nobody has looked
             say(server)
 
-        serving._directory.say_copied = say_copied
+        serving._directory.report_backup = report_backup
         tell(1, {})
         thread = threading.Thread(target=serving.run)
         thread.start()

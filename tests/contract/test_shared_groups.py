@@ -221,7 +221,7 @@ def test_groups_that_are_gone_leave_room_for_others(how, count):
             if how == "dropped" and turn % 40 == 0:
                 gc.collect()
         check_sums()
-        return context._channels._entries, context.shm._extents.taken_bytes
+        return context._channels._entries, context.shm._extents.used_bytes
 
     for entries, memory in results(2, fn):
         most = 5 if how == "destroyed" else 60  # the others go when Python looks for cycles

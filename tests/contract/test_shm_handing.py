@@ -16,7 +16,7 @@ import pytest
 
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.shm import fd_passing
-from syncvar.shm.fd_passing import Handing, fd_socket_path, fetch
+from syncvar.shm.fd_passing import FdServer, fd_socket_path, fetch
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 
@@ -32,7 +32,7 @@ class Launcher:
     """A launcher's loop in a thread, around what is tested."""
 
     def __init__(self, path, maker=make):
-        self.handing = Handing(str(path), JOB, 2, maker)
+        self.handing = FdServer(str(path), JOB, 2, maker)
         self.stopped = False
         self.longest_s = 0.0
         self.thread = threading.Thread(target=self.loop, daemon=True)
@@ -196,7 +196,7 @@ def test_nobody_there(tmp_path):
 
 def test_a_launcher_that_does_not_answer(pytestconfig):
     path = f"{pytestconfig.syncvar_runtime}/shm"
-    stuck = Handing(path, JOB, 2, make)
+    stuck = FdServer(path, JOB, 2, make)
     try:
         assert fetch(path, JOB, 0, 0, 0.2) == (
             None,
@@ -276,7 +276,7 @@ def test_another_user_is_dropped(launcher, monkeypatch):
 
 def test_a_number_that_was_another_descriptor_s(launcher, pytestconfig):
     path = f"{pytestconfig.syncvar_runtime}/shm"
-    server = Handing(path, JOB, 2, make)
+    server = FdServer(path, JOB, 2, make)
     try:
         with connected(path):
             server.readable(server.descriptors()[0])
@@ -323,7 +323,7 @@ def test_each_generation_has_its_own_and_old_ones_are_let_go(launcher):
 def test_after_a_restart_nobody_gets_memory_of_an_earlier_generation(pytestconfig):
     path = f"{pytestconfig.syncvar_runtime}/shm"
     asked = []
-    server = Handing(
+    server = FdServer(
         path, JOB, 2, lambda generation: (asked.append(generation), (None, "none"))[1], 2
     )
     try:

@@ -470,7 +470,7 @@ def test_arrays_may_die_anywhere(host):
         gc.set_threshold(*threshold)
     gc.collect()
     shm.allocate(1)
-    assert shm._extents.taken_bytes == MIB, "the extent of the last byte"
+    assert shm._extents.used_bytes == MIB, "the extent of the last byte"
 
 
 def test_a_forked_child_frees_nothing(host):

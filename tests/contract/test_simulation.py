@@ -6,7 +6,7 @@ from collective_contracts import contract_of
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
-from syncvar.algorithms.compile_messages import prepare
+from syncvar.algorithms.compile_messages import compile_for_links
 from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, Send
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.request import Stage
@@ -80,8 +80,8 @@ def simulate_symbols(seed):
 
     def request(rank, group):
         def body():
-            plan = prepare(build(collective, algorithm, rank, n, **case), range(n))
-            if brought is None or plan.apart is None:
+            plan = compile_for_links(build(collective, algorithm, rank, n, **case), range(n))
+            if brought is None or plan.in_place is None:
                 yield Stage(plan, works[rank], symbols.combine)
             else:
                 works[rank][...] = UNKNOWN
@@ -232,7 +232,9 @@ def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
             steps = (Send(other, whole), Recv(other, Chunk(0, 3, Buffer.SCRATCH)))
             add = Reduce(Chunk(0, 3, Buffer.SCRATCH), whole, source_left=False)
             yield Stage(
-                prepare(Schedule("all_reduce", "bad", rank, 2, 3, 3, ((*steps, add),)), range(2)),
+                compile_for_links(
+                    Schedule("all_reduce", "bad", rank, 2, 3, 3, ((*steps, add),)), range(2)
+                ),
                 work,
                 np.add,
             )

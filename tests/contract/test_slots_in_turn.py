@@ -96,10 +96,10 @@ def test_each_rank_is_read_where_it_tells_that_it_has_put_its_vector():
 
 def test_small_vectors_take_no_memory_for_slots_that_take_turns():
     def fn():
-        before = current().shm._extents.taken_bytes
+        before = current().shm._extents.used_bytes
         for count in (1, WIDE_BYTES // 4):
             for _ in range(3):
                 sv.all_reduce(np.ones(count, np.float32))
-        return current().shm._extents.taken_bytes - before
+        return current().shm._extents.used_bytes - before
 
     assert everywhere(2, fn, shared=True, config=NATIVE) == [0, 0]

@@ -7,7 +7,7 @@ import pytest
 
 from syncvar.cli.commands import main
 from syncvar.core.state_folder import (
-    JOBS_KEPT,
+    JOBS_MAX,
     find_job,
     job_folders,
     job_name,
@@ -94,7 +94,7 @@ def made(folder, number, name="flight-rank0.json"):
 
 
 def test_the_last_jobs_are_kept_and_what_is_not_a_job_stays(tmp_path):
-    jobs = [made(tmp_path, number) for number in range(JOBS_KEPT + 5)]
+    jobs = [made(tmp_path, number) for number in range(JOBS_MAX + 5)]
     draft = jobs[0] / "flight-rank1.generation2.json.77.tmp"  # of a worker that was killed
     draft.write_text("{}")
     os.utime(draft, ns=(1, 1))
@@ -129,7 +129,7 @@ def test_several_launchers_remove_old_jobs_at_once(tmp_path):
     for thread in threads:
         thread.join(30)
     assert not errors
-    assert job_folders(tmp_path) == list(reversed(jobs[-JOBS_KEPT:]))
+    assert job_folders(tmp_path) == list(reversed(jobs[-JOBS_MAX:]))
 
 
 def test_a_folder_for_logs_keeps_all_but_records(tmp_path):

@@ -21,7 +21,7 @@ from test_prepared_equals_plain import CONFIG, LAYOUTS
 import syncvar as sv
 from syncvar.collectives.groups import communicator_of
 from syncvar.runtime.communicator import Communicator
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.runtime.programs import shm_reduce
 
 
@@ -107,8 +107,8 @@ def test_many_structures(monkeypatch, size, seed):
 @pytest.fixture
 def never_crowded(monkeypatch):
     """A call that took long, since the machine is busy, is no reason to keep Python's lock, as it is in a world of threads."""
-    monkeypatch.setattr(crowd, "is_alert", False)
-    monkeypatch.setattr(crowd, "note", lambda _seconds, _nbytes: None)
+    monkeypatch.setattr(gil_monitor, "is_alert", False)
+    monkeypatch.setattr(gil_monitor, "note", lambda _seconds, _nbytes: None)
 
 
 @pytest.mark.needs_c_extension

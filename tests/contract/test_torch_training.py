@@ -8,7 +8,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.core.migration_hints import explained
+from syncvar.core.migration_hints import hint_for
 
 pytestmark = pytest.mark.tensors
 
@@ -37,7 +37,7 @@ def backward(torch, model, scale=1.0):
 
 @pytest.mark.parametrize("name", ["DistributedOptimizer", "DistributedDataParallel"])
 def test_the_line_that_an_error_prints_trains_equal_modules(torch, name):
-    line = re.search(r"sv\.all_reduce\(grads.*?\)", explained("sv", name))[0]
+    line = re.search(r"sv\.all_reduce\(grads.*?\)", hint_for("sv", name))[0]
 
     def fn():
         model, optimizer = make(torch)

@@ -238,13 +238,13 @@ def test_a_loop_of_temporaries_leaves_nothing(mode):
 
         make(30)
         names = sum(len(one) for one in current().extras["names_of_variables"].values())
-        entries = len(sv.get_strategy().roster.entries)
+        entries = len(sv.get_strategy().registry.entries)
         make(60)
         last = sv.Variable(0.0, synchronization=mode, aggregation="SUM").name
         return (
             last,
             sum(len(one) for one in current().extras["names_of_variables"].values()) - names,
-            len(sv.get_strategy().roster.entries) - entries,
+            len(sv.get_strategy().registry.entries) - entries,
         )
 
     assert everywhere(2, program) == [("Variable_90", 0, 0)] * 2
@@ -258,6 +258,6 @@ def test_what_is_dropped_on_one_replica_only_is_told_to_all():
         else:
             del kept[2]
         sv.Variable(0.0, aggregation="SUM", name="more")
-        return sorted(sv.get_strategy().roster.entries)
+        return sorted(sv.get_strategy().registry.entries)
 
     assert everywhere(2, program) == [["more", "w0", "w3"]] * 2

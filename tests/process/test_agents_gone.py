@@ -9,7 +9,7 @@ from launching import await_true, state
 
 from syncvar.core.errors import HostUnreachable
 from syncvar_launcher.hosts import provision, staging
-from syncvar_launcher.hosts.agent_connection import RemoteHost, started
+from syncvar_launcher.hosts.agent_connection import RemoteHost, start_agent
 from syncvar_launcher.options.hostfile import Host
 from syncvar_launcher.options.parse_options import parse
 
@@ -17,10 +17,10 @@ from syncvar_launcher.options.parse_options import parse
 @pytest.fixture
 def gone():
     """The way to an agent that has ended, as the launcher knows already."""
-    one = RemoteHost(Host("node1"), started(["true"]))
+    one = RemoteHost(Host("node1"), start_agent(["true"]))
     one.process.wait(60)
     one.drain()
-    assert one.why_gone
+    assert one.loss_reason
     yield one
     one.close()
 
@@ -47,7 +47,7 @@ def test_a_copy_for_a_host_that_is_gone_is_given_up_at_once(gone, monkeypatch, t
     asked = []
     polled = staging.polled
     monkeypatch.setattr(staging, "polled", lambda *given: asked.append(given[1]) or polled(*given))
-    why = staging.stage([gone], staging.collected(chosen(tmp_path, "--stage")))
+    why = staging.stage([gone], staging.collect_files(chosen(tmp_path, "--stage")))
     assert list(why) == ["node1"]
     assert set(asked) == {0.0}
 

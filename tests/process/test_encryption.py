@@ -75,7 +75,7 @@ def test_off_is_refused_unless_it_is_said_twice(tmp_path):
         (["--encryption", "off"], {"SYNCVAR_INSECURE": "on"}),
     ):
         chosen = parse([*how, "it.py"], environ, tmp_path).runtime
-        assert (chosen.encryption, chosen.opened) == ("off", OPENED)
+        assert (chosen.encryption, chosen.exposure_warning) == ("off", OPENED)
         assert RuntimeConfig.from_mapping(chosen.to_mapping()).consistent() == chosen, (
             "the ranks are told both"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kubernetes_pods import manifests, pods_of_job, pods_of_set
 
-from syncvar.bootstrap.launch_env.detection import told_elsewhere
+from syncvar.bootstrap.launch_env.detection import launcher_info
 
 SCHEMAS = json.loads(Path(__file__).with_name("kubernetes_fields.json").read_text())
 KINDS = {
@@ -113,7 +113,7 @@ def test_what_a_schema_does_not_allow_is_seen(change, words):
     ids=["set", "job"],
 )
 def test_pods_are_told_their_ranks(pods, first):
-    told = [told_elsewhere(environ) for environ in pods(KEY).values()]
+    told = [launcher_info(environ) for environ in pods(KEY).values()]
     assert [one.rank for one in told] == [0, 1, 2, 3]
     assert {(one.world_size, one.host_count, one.address, one.restarts) for one in told} == {
         (4, 4, first, 0)
@@ -126,7 +126,7 @@ def test_pods_are_told_their_ranks(pods, first):
 
 def test_pods_of_another_start_are_another_job():
     first, again = (
-        told_elsewhere(next(iter(pods_of_set(KEY, attempt).values()))) for attempt in (0, 2)
+        launcher_info(next(iter(pods_of_set(KEY, attempt).values()))) for attempt in (0, 2)
     )
     assert (first.restarts, again.restarts) == (0, 2)
     assert first.run != again.run

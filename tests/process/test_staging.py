@@ -13,7 +13,7 @@ from launching import Job, await_true
 from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher.hosts import staging
 from syncvar_launcher.hosts.staged_copy import HostCopy
-from syncvar_launcher.hosts.staging import collected
+from syncvar_launcher.hosts.staging import collect_files
 from syncvar_launcher.options.parse_options import parse
 
 SCRIPT = """
@@ -189,24 +189,24 @@ def test_a_copy_that_has_no_room_is_told_with_the_reason(runtime):
 
 def test_what_is_too_much_is_refused_before_anything_is_sent(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("x" * 100)
-    assert collected(options_of(tmp_path)).nbytes == 100
+    assert collect_files(options_of(tmp_path)).nbytes == 100
     monkeypatch.setattr(staging, "FILES_MAX", 0)
     with pytest.raises(
         ConfigError,
         match=r"--stage copies at most 0 files and 100 MiB, and .* has more: give the script a folder of its own",
     ):
-        collected(options_of(tmp_path))
+        collect_files(options_of(tmp_path))
     monkeypatch.setattr(staging, "FILES_MAX", 10)
     with (tmp_path / "data").open("wb") as file:
         file.truncate((100 << 20) + 1)
     with pytest.raises(ConfigError, match=r"at most 10 files and 100 MiB"):
-        collected(options_of(tmp_path))
+        collect_files(options_of(tmp_path))
 
 
 def test_the_key_is_never_copied(tmp_path):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "key").write_text("0" * 64)
-    found = collected(
+    found = collect_files(
         parse(
             ["--listen", "127.0.0.1", "--hosts", "2", "--key-file", "key", "--stage", "train.py"],
             {},
@@ -231,4 +231,4 @@ def test_what_contradicts_is_refused(tmp_path, words, why):
 
 def test_a_script_that_is_not_here_is_told(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no file train\.py in"):
-        collected(options_of(tmp_path))
+        collect_files(options_of(tmp_path))

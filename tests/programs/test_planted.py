@@ -40,7 +40,7 @@ def sum_assigns_own_value(patch):
 
 
 def mean_divides_by_one_more(patch):
-    right = ops_module.divided
+    right = ops_module.divide_mean
     for module in (ops_module, fused_module):
         patch.setattr(module, "divided", lambda how, total, count: right(how, total, count + 1))
 

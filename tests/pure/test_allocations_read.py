@@ -4,8 +4,8 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts import multi_host
-from syncvar_launcher.hosts.ssh import why_failed
-from syncvar_launcher.options.allocated_hosts import within
+from syncvar_launcher.hosts.ssh import ssh_error_text
+from syncvar_launcher.options.allocated_hosts import restrict_hosts
 from syncvar_launcher.options.hostfile import parse_hosts
 from syncvar_launcher.options.parse_options import parse
 from syncvar_launcher.schedulers.allocation import allocation, find_allocation
@@ -124,7 +124,7 @@ def test_the_node_file_of_pbs_is_on_the_first_host_only(tmp_path):
 
 
 def test_a_file_takes_away_and_adds_nothing():
-    kept, said = within(found(SLURM), parse_hosts("gpu03.cluster:9,n1:1").hosts)
+    kept, said = restrict_hosts(found(SLURM), parse_hosts("gpu03.cluster:9,n1:1").hosts)
     assert [(one.name, one.slots) for one in kept] == [("gpu03", 4), ("n1", 1)]
     assert said == ("-H gives gpu03.cluster 9 slots, and job 7 of Slurm has 4 there: 4 count",)
     assert kept[0].origin == "-H, within SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE"
@@ -132,7 +132,7 @@ def test_a_file_takes_away_and_adds_nothing():
         ConfigError,
         match=r"-H names n9, which is not in job 7 of Slurm \(n1, n2, gpu03\); leave it out, or give --allocation off",
     ):
-        within(found(SLURM), parse_hosts("n9:1").hosts)
+        restrict_hosts(found(SLURM), parse_hosts("n9:1").hosts)
 
 
 def test_the_launcher_takes_hosts_and_slots_from_the_job(tmp_path):
@@ -220,8 +220,8 @@ def test_the_dry_run_says_where_each_figure_came_from_and_the_command(tmp_path):
 def test_what_srun_says_of_a_failure_is_told():
     (host,) = parse_hosts("n2:1").hosts
     words = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
-    assert why_failed(host, 1, words, "python3", "srun") == f"srun ended with 1: {words}"
-    assert "there is no python3 there" in why_failed(
+    assert ssh_error_text(host, 1, words, "python3", "srun") == f"srun ended with 1: {words}"
+    assert "there is no python3 there" in ssh_error_text(
         host,
         2,
         "slurmstepd: error: execve(): python3: No such file or directory",
@@ -229,6 +229,6 @@ def test_what_srun_says_of_a_failure_is_told():
         "srun",
     )
     assert (
-        why_failed(host, None, "", "python3", "srun")
+        ssh_error_text(host, None, "", "python3", "srun")
         == "it does not answer in time; does srun start anything there?"
     )

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from syncvar.protocol.deadlock_detector import WaitReport, find_deadlock, find_mismatch, stalls
+from syncvar.protocol.deadlock_detector import WaitReport, find_deadlock, find_mismatch, find_stalls
 
 ALL = (0, 1, 2, 3, 4)
 
@@ -166,7 +166,7 @@ def test_a_stall_says_who_waits_for_whom_since_when_and_where():
         report(1, 7, (0, 1, 2), since=4.0),
         report(2, 8, (2, 3), since=9.0),
     ]
-    ((key, waited_s, sentence, late),) = stalls(reports, 12.0, 5.0)
+    ((key, waited_s, sentence, late),) = find_stalls(reports, 12.0, 5.0)
     assert (key, waited_s, late) == ((7, 0), 12.0, [2])
     assert sentence.startswith(
         "ranks 0, 1 have been waiting 12 s in call of group 7 (call 1) at a.py:1: rank 2 has not entered it"
@@ -175,7 +175,7 @@ def test_a_stall_says_who_waits_for_whom_since_when_and_where():
 
 
 def test_a_short_wait_is_no_stall_and_ranks_that_are_all_there_wait_for_data():
-    assert stalls([report(0, 7, (0, 1))], 4.9, 5.0) == []
-    ((_, _, sentence, late),) = stalls([report(rank, 7, (0, 1)) for rank in (0, 1)], 6.0, 5.0)
+    assert find_stalls([report(0, 7, (0, 1))], 4.9, 5.0) == []
+    ((_, _, sentence, late),) = find_stalls([report(rank, 7, (0, 1)) for rank in (0, 1)], 6.0, 5.0)
     assert "all ranks have entered it, and data are missing" in sentence
     assert late == []

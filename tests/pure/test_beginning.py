@@ -3,8 +3,8 @@
 import pytest
 
 from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE, blas_threads
-from syncvar_launcher.local.fork_client import started_ahead
-from syncvar_launcher.local.start_method import plan_beginning
+from syncvar_launcher.local.fork_client import start_early
+from syncvar_launcher.local.start_method import plan_start
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def begin(tmp_path):
     (tmp_path / "package" / "part.py").write_text("NPY_PROMOTION_STATE")
 
     def decide(target="train.py", kind="script", method="auto", workers=2, **environ):
-        return plan_beginning(method, kind, target, workers, str(tmp_path), environ)
+        return plan_start(method, kind, target, workers, str(tmp_path), environ)
 
     return decide
 
@@ -98,4 +98,4 @@ def test_threads_are_those_that_openblas_takes(environ, threads):
     ],
 )
 def test_nothing_is_started_ahead_that_would_show_or_lack_something(arguments, environ):
-    assert started_ahead(arguments, environ) is None
+    assert start_early(arguments, environ) is None

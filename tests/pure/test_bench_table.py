@@ -11,7 +11,7 @@ from syncvar.cli.bench_options import add_options, make_plan
 from syncvar.cli.bench_table import (
     Half,
     Row,
-    fixed,
+    format_number,
     header,
     line,
     parse_size,
@@ -173,7 +173,7 @@ def test_what_was_not_measured_has_no_number():
 )
 @pytest.mark.parametrize("width", [6, 7])
 def test_a_number_fits_its_column(value, width):
-    text = fixed(value, width)
+    text = format_number(value, width)
     assert len(text) <= width + 1  # nearly a power of ten: rounding adds a digit
     assert float(text) == pytest.approx(value, rel=0.2, abs=0.005)
 

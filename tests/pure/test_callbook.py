@@ -32,7 +32,7 @@ class Quiet:
     def __init__(self, book):
         self.book = book
 
-    def passed_over(self, groups):
+    def check_ended_blocks(self, groups):
         """Look at nothing."""
 
 
@@ -42,7 +42,7 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
     def look():
         try:
             while not over.is_set():
-                book.overtaken(GROUP, -1, ())
+                book.skipped_block(GROUP, -1, ())
         except BaseException as error:
             wrong.append(error)
 

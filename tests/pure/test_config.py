@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig, nearest
 
-KNOBS = {item.name: item for item in RuntimeConfig.knobs()}
-NUMBERS = [name for name, item in KNOBS.items() if not isinstance(item.default, str)]
-WHOLE = [name for name in NUMBERS if isinstance(KNOBS[name].default, int)]
+RUNTIME_SETTINGS = {item.name: item for item in RuntimeConfig.runtime_settings()}
+NUMBERS = [name for name, item in RUNTIME_SETTINGS.items() if not isinstance(item.default, str)]
+WHOLE = [name for name in NUMBERS if isinstance(RUNTIME_SETTINGS[name].default, int)]
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", RUNTIME_SETTINGS)
 def test_every_knob_has_words_a_unit_in_its_name_and_a_default_that_passes(name):
-    item = KNOBS[name]
+    item = RUNTIME_SETTINGS[name]
     assert len(item.text) > 10
     unit = item.unit
     assert unit in ("s", "B", "runs", "path", "list", "")
@@ -66,7 +66,7 @@ def test_whole_numbers_are_not_given_as_fractions(name, bad):
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name not in WHOLE])
 def test_a_time_may_be_endless_and_is_not_below_its_least(name):
     assert getattr(RuntimeConfig(**{name: math.inf}), name) == math.inf
-    low = KNOBS[name].low
+    low = RUNTIME_SETTINGS[name].low
     assert getattr(RuntimeConfig(**{name: low}), name) == low
 
 
@@ -105,7 +105,7 @@ def test_variables_lie_over_the_base_and_unknown_settings_get_a_hint():
 def test_the_variables_for_a_worker_give_the_same_settings_back(data):
     values = {}
     for name in data.draw(st.lists(st.sampled_from(NUMBERS), unique=True)):
-        low = max(KNOBS[name].low, 0)
+        low = max(RUNTIME_SETTINGS[name].low, 0)
         values[name] = data.draw(
             st.integers(int(low), 1 << 40)
             if name in WHOLE

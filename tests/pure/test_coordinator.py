@@ -390,14 +390,14 @@ def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
     assert kinds(told(coordinator.tick(10.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
     say(coordinator, 2, "here", now=10.0, **HERE)
     assert coordinator.tick(10.9) == []
-    *said, mute = coordinator.tick(11.0)
-    assert mute == Unresponsive(1, 1.0)
+    *said, record_silent = coordinator.tick(11.0)
+    assert record_silent == Unresponsive(1, 1.0)
     assert sentences(said) == [
         WAITS.format(11)
         + "; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1"
     ]
     assert coordinator.tick(12.0) == []
-    coordinator.stalls.mute(1, "it sleeps")
+    coordinator.stalls.record_silent(1, "it sleeps")
     assert [coordinator.position(rank) for rank in (1, 2)] == [
         "not waiting in any call; it sleeps",
         "not waiting in any call",
@@ -408,10 +408,10 @@ def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
 
 def test_a_rank_that_was_given_up_is_told_itself_and_one_that_ended_is_not():
     coordinator = joined()
-    messages = told(coordinator.given_up(1, "silent", 1.0))
+    messages = told(coordinator.fence_rank(1, "silent", 1.0))
     assert kinds(messages) == {0: ["abort"], 1: ["abort"], 2: ["abort"]}
     assert {messages[rank][0]["rank"] for rank in range(3)} == {1}
-    assert coordinator.given_up(1, "silent", 2.0) == []
+    assert coordinator.fence_rank(1, "silent", 2.0) == []
 
 
 @pytest.mark.parametrize("kind", ["roll", "abort", "verdict", "left", "refused"])

@@ -16,17 +16,17 @@ from syncvar.data.batches import (
     as_batch,
     content_digest,
     even_part,
-    inspected,
+    inspect_batch,
     map_leaves,
     no_rows,
     rows_of,
-    stacked,
+    stack_elements,
 )
 from syncvar.data.indexed_sources import permutation
 
 
 def kind_of(batch):
-    return inspected(batch)[2]
+    return inspect_batch(batch)[2]
 
 
 class Pair(NamedTuple):
@@ -437,7 +437,7 @@ def test_structures_keep_their_types():
     assert map_leaves(len, Pair([1, 2], {"b": np.zeros(3), "a": (np.zeros(1),)})) == Pair(
         2, {"b": 3, "a": (1,)}
     )
-    made = stacked([Pair(1, [np.zeros(2)]), Pair(2, [np.ones(2)])])
+    made = stack_elements([Pair(1, [np.zeros(2)]), Pair(2, [np.ones(2)])])
     assert isinstance(made, Pair)
     assert made.x.tolist() == [1, 2]
     assert made.y[0].tolist() == [[0, 0], [1, 1]]

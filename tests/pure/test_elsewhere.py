@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from syncvar.bootstrap.launch_env.detection import told_elsewhere, why_not_alone
+from syncvar.bootstrap.launch_env.detection import launcher_info, unknown_identity_reason
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError
 
@@ -28,27 +28,27 @@ def tf(index, workers=("a:1", "a:2", "b:1", "b:2"), kind="worker", **cluster):
 
 
 def test_torchrun():
-    told = told_elsewhere(TORCH)
+    told = launcher_info(TORCH)
     assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (3, 4, 1, 2)
     assert (told.host_index, told.host_count, told.address, told.port) == (1, 2, "node0", 29500)
     assert told.restarts == 0
-    assert told_elsewhere(TORCH | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
+    assert launcher_info(TORCH | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
 
 
 def test_without_local_ranks_every_rank_is_its_own_host_unless_rank_0_is_here():
     far = {name: TORCH[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    assert told_elsewhere(far).host_count == 4
-    here = told_elsewhere(far | {"MASTER_ADDR": "127.0.0.1"})
+    assert launcher_info(far).host_count == 4
+    here = launcher_info(far | {"MASTER_ADDR": "127.0.0.1"})
     assert (here.host_count, here.local_rank, here.local_world_size) == (1, 3, 4)
 
 
 def test_tf_config():
-    told = told_elsewhere(tf(2))
+    told = launcher_info(tf(2))
     assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (2, 4, 0, 2)
     assert (told.host_index, told.host_count, told.address, told.port) == (1, 2, "a", 1)
-    chief = told_elsewhere(tf(0, ("b:1",), kind="worker", chief=["a:9"]))
+    chief = launcher_info(tf(0, ("b:1",), kind="worker", chief=["a:9"]))
     assert (chief.rank, chief.world_size, chief.address, chief.port) == (1, 2, "a", 9)
-    assert told_elsewhere(tf(0)).run == told_elsewhere(tf(1)).run, "the same for all ranks of a run"
+    assert launcher_info(tf(0)).run == launcher_info(tf(1)).run, "the same for all ranks of a run"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_tf_config():
     ],
 )
 def test_what_says_nothing_of_this_process(environ):
-    assert told_elsewhere(environ) is None
+    assert launcher_info(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -98,23 +98,23 @@ def test_what_says_nothing_of_this_process(environ):
 )
 def test_what_is_wrong_is_refused_by_name(environ, words):
     with pytest.raises(ConfigError) as caught:
-        told_elsewhere(environ)
+        launcher_info(environ)
     assert words in str(caught.value)
 
 
 def test_sources_that_agree_are_taken_and_contradictions_with_the_launcher_are_not():
-    assert told_elsewhere(TORCH | tf(3)).rank == 3
+    assert launcher_info(TORCH | tf(3)).rank == 3
     me = RankEnvironment(3, 4, 1, 2, 1, 2, 0, "ipc:///x", "j")
-    assert told_elsewhere(TORCH | tf(3), me).rank == 3
+    assert launcher_info(TORCH | tf(3), me).rank == 3
     other = RankEnvironment(2, 4, 0, 2, 1, 2, 0, "ipc:///x", "j")
     for environ, source in ((TORCH, "MASTER_ADDR"), (tf(3), "TF_CONFIG")):
         with pytest.raises(ConfigError, match="SYNCVAR_RANK") as caught:
-            told_elsewhere(environ, other)
+            launcher_info(environ, other)
         assert source in str(caught.value)
 
 
 def test_a_size_of_our_own_without_a_rank_is_no_world_of_one():
-    reason = why_not_alone({"SYNCVAR_WORLD_SIZE": "2"})
+    reason = unknown_identity_reason({"SYNCVAR_WORLD_SIZE": "2"})
     assert reason.startswith("SYNCVAR_WORLD_SIZE=2 is set and SYNCVAR_RANK is not")
     assert "syncvar-launch --workers 2" in reason
 
@@ -123,9 +123,9 @@ def test_a_size_that_is_no_number_is_named():
     with pytest.raises(
         ConfigError, match="OMPI_COMM_WORLD_SIZE must be a non-negative integer, not 'many'"
     ):
-        why_not_alone({"OMPI_COMM_WORLD_SIZE": "many"})
+        unknown_identity_reason({"OMPI_COMM_WORLD_SIZE": "many"})
     with pytest.raises(ConfigError, match="SLURM_LOCALID must be a non-negative integer, not '-1'"):
-        told_elsewhere(
+        launcher_info(
             {
                 "SLURM_JOB_ID": "7",
                 "SLURM_STEP_ID": "0",
@@ -143,12 +143,14 @@ def test_a_size_above_1_without_an_address_is_no_world_of_one():
         {"RANK": "0", "WORLD_SIZE": "2"},
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
     ):
-        assert "set MASTER_ADDR and MASTER_PORT" in why_not_alone(given)
+        assert "set MASTER_ADDR and MASTER_PORT" in unknown_identity_reason(given)
     for given in (
         {"RANK": "0"},
         {"WORLD_SIZE": "2"},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"RANK": "first", "WORLD_SIZE": "2"},
     ):
-        assert why_not_alone(given) == ""
-    assert why_not_alone({"RANK": "0", "WORLD_SIZE": "2", "SYNCVAR_WORLD_SIZE": "1"}) == ""
+        assert unknown_identity_reason(given) == ""
+    assert (
+        unknown_identity_reason({"RANK": "0", "WORLD_SIZE": "2", "SYNCVAR_WORLD_SIZE": "1"}) == ""
+    )

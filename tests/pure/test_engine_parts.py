@@ -8,20 +8,20 @@ import pytest
 import zmq
 
 import syncvar as sv
-from syncvar.bootstrap.launch_env.detection import told_elsewhere
-from syncvar.runner.call_parts import CallPart, End, EnginePlace, packed, parts, unpacked
+from syncvar.bootstrap.launch_env.detection import launcher_info
+from syncvar.runner.call_parts import CallPart, End, EngineSlot, packed, parts, unpacked
 from syncvar.runner.engine_worker import _release_port, arrive
 
 
 def told(grounds, **more):
     places = [
-        EnginePlace(ground, f"host-{ground}", f"10.0.0.{number}", 5000 + number, 100 + number)
+        EngineSlot(ground, f"host-{ground}", f"10.0.0.{number}", 5000 + number, 100 + number)
         for number, ground in enumerate(grounds, 1)
     ]
     handed = parts(
         places, b"call", "run", "5e" * 32, {"SYNCVAR_LOST_AFTER_S": "3"}, ["/there"], **more
     )
-    return [(part, told_elsewhere(part.environ)) for part in handed]
+    return [(part, launcher_info(part.environ)) for part in handed]
 
 
 def test_ranks_of_a_host_follow_each_other():
@@ -51,7 +51,7 @@ def test_each_start_is_another_job_and_knows_its_number():
 @pytest.mark.parametrize(
     "value",
     [
-        EnginePlace("g", "h", "::1", 1, 2),
+        EngineSlot("g", "h", "::1", 1, 2),
         CallPart(1, {"A": "b"}, b"\0", ["x"], 3),
         End(b"\1"),
         End(error="E", message="m", traceback="t", exit_code=3, has_met=False),
@@ -63,16 +63,14 @@ def test_what_engines_carry_comes_back_as_it_was(value):
 
 
 def test_the_port_of_a_place_is_kept_for_it():
-    place = unpacked(EnginePlace, arrive("127.0.0.1"))
+    place = unpacked(EngineSlot, arrive("127.0.0.1"))
     with socket.socket() as other:
         with pytest.raises(OSError) as raised:
             other.bind((place.address, place.port))
         assert raised.value.errno == errno.EADDRINUSE
     with zmq.Context() as context, context.socket(zmq.ROUTER) as rank_0:
         rank_0.bind(f"tcp://{place.address}:{place.port}")
-    assert unpacked(EnginePlace, arrive("127.0.0.1")).port != place.port, (
-        "the place of another call"
-    )
+    assert unpacked(EngineSlot, arrive("127.0.0.1")).port != place.port, "the place of another call"
     _release_port()
 
 

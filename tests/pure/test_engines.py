@@ -7,10 +7,10 @@ import pytest
 
 from syncvar.bootstrap.launch_env.base import ADDRESS, FOLDER, PMI
 from syncvar.bootstrap.launch_env.detection import (
-    is_meant_alone,
+    launcher_info,
     started_with_others,
-    told_elsewhere,
-    why_not_alone,
+    unknown_identity_reason,
+    wants_world_of_one,
 )
 from syncvar.bootstrap.launch_env.rank_placement import host_of_each
 from syncvar.bootstrap.launch_env.slurm import counts
@@ -176,7 +176,7 @@ TORCH = {
 
 
 def places(environ):
-    told = told_elsewhere(environ)
+    told = launcher_info(environ)
     return (
         told.rank,
         told.world_size,
@@ -213,9 +213,9 @@ def places(environ):
 )
 def test_what_an_engine_says(environ, expected):
     assert places(environ) == expected
-    assert why_not_alone(environ | {"SYNCVAR_WORLD_SIZE": "1"}) == ""
-    assert is_meant_alone(environ | {"SYNCVAR_WORLD_SIZE": "1"})
-    assert not is_meant_alone(environ)
+    assert unknown_identity_reason(environ | {"SYNCVAR_WORLD_SIZE": "1"}) == ""
+    assert wants_world_of_one(environ | {"SYNCVAR_WORLD_SIZE": "1"})
+    assert not wants_world_of_one(environ)
 
 
 def test_the_innermost_counts():
@@ -249,17 +249,17 @@ def test_a_step_has_fewer_tasks_than_its_job_may_have():
 
 
 def test_open_mpis_node_rank_is_no_host():
-    assert told_elsewhere(OPEN_MPI_4 | {"OMPI_COMM_WORLD_NODE_RANK": "1"}) == told_elsewhere(
+    assert launcher_info(OPEN_MPI_4 | {"OMPI_COMM_WORLD_NODE_RANK": "1"}) == launcher_info(
         OPEN_MPI_4
     )
 
 
 def test_the_size_that_pals_always_gives_is_that_of_one_host():
     alone = {name: value for name, value in PALS.items() if not name.startswith("PMI_")}
-    assert told_elsewhere(alone) is None
+    assert launcher_info(alone) is None
     assert (
         "PALS_LOCAL_SIZE=2: mpiexec of PALS has started 2 processes on this host"
-        in why_not_alone(alone)
+        in unknown_identity_reason(alone)
     )
     assert places(alone | {"PALS_SIZE": "4"}) == places(PALS)
 
@@ -277,18 +277,18 @@ def test_runs_are_told_from_each_other():
         (FLUX, "FLUX_JOB_ID", "f3"),
         (HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_PORT", "1"),
     ):
-        assert told_elsewhere(environ).run != told_elsewhere(environ | {name: other}).run, name
+        assert launcher_info(environ).run != launcher_info(environ | {name: other}).run, name
     others = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}
-    assert told_elsewhere(SRUN).run == told_elsewhere(SRUN | others).run, "the same for all ranks"
-    assert told_elsewhere(SRUN | {"SLURM_RESTART_COUNT": "2"}).restarts == 2
+    assert launcher_info(SRUN).run == launcher_info(SRUN | others).run, "the same for all ranks"
+    assert launcher_info(SRUN | {"SLURM_RESTART_COUNT": "2"}).restarts == 2
 
 
 def test_where_the_address_of_rank_0_and_a_port_are_given_they_are_told():
-    told = told_elsewhere(SRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"})
+    told = launcher_info(SRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"})
     assert (told.address, told.port) == ("n1", 29500)
-    assert told_elsewhere(SRUN | {"MASTER_PORT": "29500"}).port == 0
-    assert told_elsewhere(TOLD_JOB).port == 29500
-    assert told_elsewhere(TOLD_JOB | {"MASTER_PORT": "7"})[7:9] == ("train-0.train", 7)
+    assert launcher_info(SRUN | {"MASTER_PORT": "29500"}).port == 0
+    assert launcher_info(TOLD_JOB).port == 29500
+    assert launcher_info(TOLD_JOB | {"MASTER_PORT": "7"})[7:9] == ("train-0.train", 7)
 
 
 def test_a_pod_of_a_set_of_jobs():
@@ -301,11 +301,11 @@ def test_a_pod_of_a_set_of_jobs():
     with pytest.raises(
         ConfigError, match="SYNCVAR_WORLD_SIZE=7 is no multiple of JOBSET_GLOBAL_REPLICAS=3"
     ):
-        told_elsewhere(several | {"SYNCVAR_WORLD_SIZE": "7"})
+        launcher_info(several | {"SYNCVAR_WORLD_SIZE": "7"})
     with pytest.raises(
         ConfigError, match="JOB_COMPLETION_INDEX=1 is rank 5, outside of SYNCVAR_WORLD_SIZE=2"
     ):
-        told_elsewhere(several | {"SYNCVAR_WORLD_SIZE": "2", "JOBSET_GLOBAL_REPLICAS": "1"})
+        launcher_info(several | {"SYNCVAR_WORLD_SIZE": "2", "JOBSET_GLOBAL_REPLICAS": "1"})
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_pod_of_a_set_of_jobs():
 )
 def test_contradictions_name_both_sources(environ, words):
     with pytest.raises(ConfigError) as caught:
-        told_elsewhere(environ)
+        launcher_info(environ)
     assert words in str(caught.value)
 
 
@@ -377,7 +377,7 @@ def test_what_is_no_contradiction():
     assert places(SRUN | TORCH) == places(TORCH)
     assert places(SBATCH | TORCH | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})[0] == 3
     own = RankEnvironment(1, 2, 1, 2, 0, 1, 0, "ipc:///x", "j")
-    assert told_elsewhere(SRUN | OPEN_MPI_5, own) is None, (
+    assert launcher_info(SRUN | OPEN_MPI_5, own) is None, (
         "where syncvar-launch has started it, nothing around that counts"
     )
 
@@ -437,22 +437,22 @@ def test_what_is_no_contradiction():
     ],
 )
 def test_a_process_of_several_that_is_not_told_how_to_meet_is_no_world_of_one(environ, words):
-    assert told_elsewhere(environ) is None
+    assert launcher_info(environ) is None
     assert (
         started_with_others(environ)[0]
-        == why_not_alone(environ).partition(", and it is not said")[0]
+        == unknown_identity_reason(environ).partition(", and it is not said")[0]
     )
-    reason = why_not_alone(environ)
+    reason = unknown_identity_reason(environ)
     assert reason.startswith(words)
     assert "syncvar-launch --workers" in reason
     assert "MASTER_ADDR" in reason
     for way in ("SYNCVAR_WORLD_SIZE=1", "sv.init(alone=True)"):
         assert way in reason
-    assert why_not_alone(environ | {"SYNCVAR_WORLD_SIZE": "1"}) == ""
+    assert unknown_identity_reason(environ | {"SYNCVAR_WORLD_SIZE": "1"}) == ""
 
 
 def test_what_a_manifest_has_to_say_is_said():
-    reason = why_not_alone(INDEXED_JOB)
+    reason = unknown_identity_reason(INDEXED_JOB)
     for words in (
         "SYNCVAR_WORLD_SIZE, the number of pods",
         "headless service",
@@ -502,9 +502,9 @@ def test_what_a_manifest_has_to_say_is_said():
     ],
 )
 def test_what_is_alone(environ):
-    told = told_elsewhere(environ)
+    told = launcher_info(environ)
     assert told is None or told.world_size == 1
-    assert told is not None or why_not_alone(environ) == ""
+    assert told is not None or unknown_identity_reason(environ) == ""
 
 
 def test_lists_of_slurm_and_of_pmi():

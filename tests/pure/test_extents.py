@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.shm.allocator import EXTENT_BYTES, RESERVE_BYTES, SMALL_BYTES, Extents, Ranges
+from syncvar.shm.allocator import EXTENT_BYTES, RESERVE_BYTES, SMALL_BYTES, Ranges, RegionAllocator
 from syncvar.shm.segment_layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ class Model:
     """What the owner of an allocator would do, and what must hold."""
 
     def __init__(self, start, stop, reserve):
-        self.extents = Extents(start, stop, reserve)
+        self.extents = RegionAllocator(start, stop, reserve)
         self.start, self.stop, self.reserve = start, stop, reserve
         self.populated = set()  # pages
         self.used = set()  # pages that somebody wrote to since they were populated
@@ -97,7 +97,7 @@ class Model:
             del self.live[offset]
             for start, stop in self.extents.free(offset):
                 self.give_back(start, stop)
-            assert self.extents.kept_bytes <= self.reserve
+            assert self.extents.reserve_used_bytes <= self.reserve
 
     def give_back(self, start, stop):
         pages = self.pages(start, stop)
@@ -113,7 +113,7 @@ class Model:
         for start, stop in self.extents.trim(0):
             self.give_back(start, stop)
         assert not self.populated
-        assert self.extents.taken_bytes == self.extents.kept_bytes == 0
+        assert self.extents.used_bytes == self.extents.reserve_used_bytes == 0
         whole = self.extents.allocate(self.stop - self.start - LINE_BYTES)
         assert whole is not None, "free neighbours are one again"
         assert whole.missing == ((self.start, self.stop),)
@@ -159,7 +159,7 @@ WHOLE = MIB - LINE_BYTES
 
 
 def test_a_loop_asks_for_pages_once():
-    extents = Extents(0, 64 * MIB)
+    extents = RegionAllocator(0, 64 * MIB)
     first = extents.allocate(7 * MIB + WHOLE)
     assert first.missing == ((0, 8 * MIB),)
     assert first.dirty == ()
@@ -170,25 +170,25 @@ def test_a_loop_asks_for_pages_once():
 
 
 def test_what_is_beyond_the_reserve_is_given_back():
-    extents = Extents(0, 128 * MIB)
+    extents = RegionAllocator(0, 128 * MIB)
     large = extents.allocate(39 * MIB + WHOLE)
     assert extents.free(large.offset) == [(16 * MIB, 40 * MIB)]
-    assert extents.kept_bytes == RESERVE_BYTES
+    assert extents.reserve_used_bytes == RESERVE_BYTES
     again = extents.allocate(39 * MIB + WHOLE)
     assert (again.missing, again.dirty) == (((16 * MIB, 40 * MIB),), ((0, 16 * MIB),))
 
 
 def test_small_ones_share_an_extent():
-    extents = Extents(0, 4 * MIB)
+    extents = RegionAllocator(0, 4 * MIB)
     taken = [extents.allocate(1000) for _ in range(1024)]
     assert taken[0].missing == ((0, EXTENT_BYTES),)
     assert all(not one.missing for one in taken[1:])
-    assert extents.taken_bytes == EXTENT_BYTES
+    assert extents.used_bytes == EXTENT_BYTES
     assert extents.allocate(1000).missing, "the 1025th needs another"
 
 
 def test_large_ones_lie_on_huge_pages_where_there_is_room():
-    extents = Extents(256 << 10, 9 * MIB)
+    extents = RegionAllocator(256 << 10, 9 * MIB)
     assert extents.allocate(MIB + WHOLE).offset == 2 * MIB + LINE_BYTES
     assert extents.allocate(2 * MIB + WHOLE).offset == 4 * MIB + LINE_BYTES
     assert extents.allocate(MIB + WHOLE).offset == 7 * MIB + LINE_BYTES, (
@@ -198,7 +198,7 @@ def test_large_ones_lie_on_huge_pages_where_there_is_room():
 
 
 def test_a_full_region_says_so_and_goes_on():
-    extents = Extents(0, 2 * MIB)
+    extents = RegionAllocator(0, 2 * MIB)
     assert extents.allocate(MIB + WHOLE + 1) is None
     taken = extents.allocate(MIB + WHOLE)
     assert extents.allocate(1) is None
@@ -207,17 +207,17 @@ def test_a_full_region_says_so_and_goes_on():
 
 
 def test_what_was_not_allocated_cannot_be_freed():
-    extents = Extents(0, 2 * MIB)
+    extents = RegionAllocator(0, 2 * MIB)
     taken = extents.allocate(100)
     extents.free(taken.offset)
     with pytest.raises(KeyError):
         extents.free(taken.offset)
     with pytest.raises(ValueError, match="no range of pages"):
-        Extents(1, MIB)
+        RegionAllocator(1, MIB)
 
 
 def test_after_retiring_only_new_memory_is_taken():
-    extents = Extents(0, 32 * MIB)
+    extents = RegionAllocator(0, 32 * MIB)
     kept, small = extents.allocate(WHOLE), extents.allocate(64)
     extents.free(kept.offset)
     extents.retire()

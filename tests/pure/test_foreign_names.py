@@ -11,7 +11,7 @@ import syncvar as sv
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES, SHORT, coming_from_text
 from syncvar.core.errors import ConfigError
-from syncvar.core.migration_hints import WORDS, explained, words_text
+from syncvar.core.migration_hints import WORDS, hint_for, table_text
 from syncvar.core.settings import nearest
 from syncvar_launcher.options.option_table import BY_FLAG, BY_OFF_FLAG, OPTIONS, OTHER_FLAGS
 from syncvar_launcher.options.parse_options import parse
@@ -76,7 +76,7 @@ def test_what_a_word_is_told_is_there():
 def test_a_foreign_name_of_a_module_is_explained(place, name):
     with pytest.raises(AttributeError) as raised:
         getattr(OURS[place], name)
-    assert str(raised.value).endswith(f"has no attribute {name!r}: {explained(place, name)}")
+    assert str(raised.value).endswith(f"has no attribute {name!r}: {hint_for(place, name)}")
 
 
 def test_foreign_names_of_objects_are_explained(tmp_path):
@@ -97,9 +97,7 @@ def test_foreign_names_of_objects_are_explained(tmp_path):
         if not place.startswith("sv"):
             with pytest.raises(AttributeError) as raised:
                 getattr(objects[place], name)
-            assert str(raised.value).endswith(
-                f"has no attribute {name!r}: {explained(place, name)}"
-            )
+            assert str(raised.value).endswith(f"has no attribute {name!r}: {hint_for(place, name)}")
     for one in objects.values():
         with pytest.raises(
             AttributeError, match=f"^'{type(one).__name__}' object has no attribute 'no_such_name'$"
@@ -109,7 +107,7 @@ def test_foreign_names_of_objects_are_explained(tmp_path):
 
 @pytest.mark.parametrize("name", [name for place, name in ATTRIBUTES if place == "Dataset"])
 def test_a_foreign_method_of_the_class_of_datasets_is_explained(name):
-    text = f"type object 'Dataset' has no attribute {name!r}: {explained('Dataset', name)}"
+    text = f"type object 'Dataset' has no attribute {name!r}: {hint_for('Dataset', name)}"
     with pytest.raises(AttributeError, match=re.escape(text)):
         getattr(sv.data.Dataset, name)
     with pytest.raises(AttributeError, match=r"^type object 'Dataset' has no attribute 'wobble'$"):
@@ -119,7 +117,7 @@ def test_a_foreign_method_of_the_class_of_datasets_is_explained(name):
 @pytest.mark.parametrize("name", [name for place, name in ATTRIBUTES if place == "Optimizer"])
 def test_a_foreign_attribute_of_an_optimizer_is_not_set_in_vain(name):
     optimizer = sv.optimizers.SGD(0.1)
-    with pytest.raises(AttributeError, match=re.escape(explained("Optimizer", name))):
+    with pytest.raises(AttributeError, match=re.escape(hint_for("Optimizer", name))):
         setattr(optimizer, name, 0.5)
     optimizer.learning_rate = 0.5
     optimizer.comment = "of the program's own"
@@ -318,8 +316,8 @@ def test_the_package_runs_as_the_command(monkeypatch, capsys):
 
 def test_the_table_is_printed(capsys):
     assert main(["coming-from", "words"]) == 0
-    assert capsys.readouterr().out == words_text()
-    assert len(words_text().splitlines()) == len(WORDS) + 2
+    assert capsys.readouterr().out == table_text()
+    assert len(table_text().splitlines()) == len(WORDS) + 2
 
 
 @pytest.mark.parametrize(
@@ -354,7 +352,7 @@ def refused(arguments, capsys):
 def test_options_of_other_launchers_are_explained(capsys):
     known = [name for word in WORDS if word.place == "option" for name in word.names]
     for name in known:
-        assert f"unknown option {name}: {explained('option', name)}\n" in refused(
+        assert f"unknown option {name}: {hint_for('option', name)}\n" in refused(
             [name, "4", "train.py"], capsys
         )
     for name in ("--machinefile", "-machinefile", "-f"):

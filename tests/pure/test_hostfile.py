@@ -11,10 +11,10 @@ from syncvar_launcher.hosts.ssh import remote_command, ssh_command
 from syncvar_launcher.options.hostfile import (
     Host,
     HostfileError,
-    expanded,
+    expand_ranges,
     parse_hostfile,
     parse_hosts,
-    selected,
+    select_named,
 )
 
 
@@ -165,23 +165,23 @@ def test_hosts_on_the_command_line():
 
 def test_hosts_are_selected_by_name():
     hosts = read("n[1-4]:2")
-    assert [one.name for one in selected(hosts, "n[2-4]", "n3")] == ["n2", "n4"]
-    assert selected(hosts, None, None) == hosts
+    assert [one.name for one in select_named(hosts, "n[2-4]", "n3")] == ["n2", "n4"]
+    assert select_named(hosts, None, None) == hosts
     with pytest.raises(
         ConfigError,
         match=r"--include names n9, which is not among the hosts; these are n1, n2, n3, n4",
     ):
-        selected(hosts, "n9", None)
+        select_named(hosts, "n9", None)
     with pytest.raises(ConfigError, match=r"--exclude names node1.*"):
-        selected(hosts, None, "node1")
+        select_named(hosts, None, "node1")
     with pytest.raises(ConfigError, match="leave no host"):
-        selected(hosts, "n1", "n1")
+        select_named(hosts, "n1", "n1")
 
 
 def test_leading_zeros_are_kept_and_widths_grow():
-    assert list(expanded("n[08-10]")) == ["n08", "n09", "n10"]
-    assert list(expanded("n[8-10]")) == ["n8", "n9", "n10"]
-    assert list(expanded("n[098-101]")) == ["n098", "n099", "n100", "n101"]
+    assert list(expand_ranges("n[08-10]")) == ["n08", "n09", "n10"]
+    assert list(expand_ranges("n[8-10]")) == ["n8", "n9", "n10"]
+    assert list(expand_ranges("n[098-101]")) == ["n098", "n099", "n100", "n101"]
 
 
 @given(
@@ -212,7 +212,7 @@ def test_a_name_that_is_none_never_becomes_a_host(text):
     for parse in (
         lambda: parse_hosts(text),
         lambda: parse_hostfile(text.encode(), "hosts"),
-        lambda: selected(parse_hosts("a").hosts, text, None),
+        lambda: select_named(parse_hosts("a").hosts, text, None),
     ):
         try:
             found = parse()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.host_topology import HostMap, divided
+from syncvar.core.host_topology import HostMap, split_evenly
 
 maps = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(lambda sizes: HostMap(tuple(sizes)))
 
@@ -14,9 +14,9 @@ maps = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(lambda sizes: Hos
 def test_ranks_are_divided_evenly_and_none_is_lost(workers, hosts):
     if hosts > workers:
         with pytest.raises(ConfigError, match="each host needs at least one"):
-            divided(workers, hosts)
+            split_evenly(workers, hosts)
         return
-    sizes = divided(workers, hosts)
+    sizes = split_evenly(workers, hosts)
     assert len(sizes) == hosts
     assert sum(sizes) == workers
     assert max(sizes) - min(sizes) <= 1

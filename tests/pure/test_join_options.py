@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher.join.join_handshake import Hello
-from syncvar_launcher.options.join_options import place_of
+from syncvar_launcher.options.join_options import parse_address
 from syncvar_launcher.options.parse_options import parse
 
 HELLO = Hello("n1", "10.0.0.7", None, None, "0.1.0", 1, "3.11.7", "little")
@@ -35,7 +35,7 @@ HELLO = Hello("n1", "10.0.0.7", None, None, "0.1.0", 1, "3.11.7", "little")
 )
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(ConfigError, match="must be an address such as"):
-        place_of(text)
+        parse_address(text)
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.bootstrap.handshake import likeness
+from syncvar.bootstrap.handshake import compatibility_fields
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.protocol.compatibility import check_about, differences
+from syncvar.protocol.compatibility import check_about, compare_abouts
 
 
 def world(**differing):
     """Four ranks alike, but for what some have instead: name -> {rank: value}."""
-    about = likeness(RuntimeConfig())
+    about = compatibility_fields(RuntimeConfig())
     return {
         rank: about
         | {
@@ -28,8 +28,8 @@ def world(**differing):
 
 
 def test_ranks_alike_are_neither_refused_nor_warned():
-    assert differences(world()) == ("", "")
-    assert differences({0: {}, 1: likeness(RuntimeConfig())}) == ("", ""), (
+    assert compare_abouts(world()) == ("", "")
+    assert compare_abouts({0: {}, 1: compatibility_fields(RuntimeConfig())}) == ("", ""), (
         "who tells nothing is not compared"
     )
 
@@ -40,11 +40,11 @@ def test_a_script_that_comes_through_a_pipe_is_not_waited_for(tmp_path, monkeypa
     monkeypatch.setattr(
         sys.modules["__main__"], "__file__", str(tmp_path / "script"), raising=False
     )
-    assert likeness(RuntimeConfig())["script"] == ""
+    assert compatibility_fields(RuntimeConfig())["script"] == ""
 
 
 def test_a_rank_tells_all_that_matters_and_little():
-    about = likeness(RuntimeConfig(check_every=7))
+    about = compatibility_fields(RuntimeConfig(check_every=7))
     assert {"protocol", "byte_order", "syncvar", "python", "numpy", "script"} < about.keys()
     assert about["set.check_every"] == 7
     settings = {name for name in about if name.startswith("set.")}
@@ -64,7 +64,7 @@ def test_a_rank_tells_all_that_matters_and_little():
     ],
 )
 def test_what_must_be_alike_is_refused_with_a_table(name):
-    refusal, warning = differences(world(**{name: {1: "other", 3: "other"}}))
+    refusal, warning = compare_abouts(world(**{name: {1: "other", 3: "other"}}))
     lines = refusal.splitlines()
     assert len(lines) == 3
     assert lines[1].startswith(f"  {name.replace('set__', '').replace('_order', ' order')}: ")
@@ -73,7 +73,7 @@ def test_what_must_be_alike_is_refused_with_a_table(name):
 
 
 def test_what_had_better_be_alike_is_one_sentence_that_names_ranks():
-    refusal, warning = differences(
+    refusal, warning = compare_abouts(
         world(
             python={3: "3.99"},
             numpy={0: "0.1"},
@@ -100,7 +100,7 @@ _ABOUT = st.dictionaries(
 def test_whatever_ranks_tell_makes_a_short_text_that_does_nothing_to_a_terminal(told):
     for about in told.values():
         check_about(about)
-    for text in differences(told):
+    for text in compare_abouts(told):
         assert len(text) < 20_000
         assert all(" " <= character <= "~" for character in text.replace("\n", "")), text
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from syncvar_launcher.hosts.host_checks import why_unfit
+from syncvar_launcher.hosts.host_checks import missing_resources
 from syncvar_launcher.hosts.host_facts import facts_of
 from syncvar_launcher.job import resource_limits
 from syncvar_launcher.options.hostfile import parse_hosts
@@ -37,8 +37,8 @@ def test_a_host_without_room_for_one_rank_is_refused():
         parse(["-n", "2", "--no-python", "true"], {}, Path("/")),
     )
     (host,) = parse_hosts("a").hosts
-    assert why_unfit({**facts, "tasks_left": -1}, host, chosen) == ""
-    assert "allows 3 more processes and threads (pids.max)" in why_unfit(
+    assert missing_resources({**facts, "tasks_left": -1}, host, chosen) == ""
+    assert "allows 3 more processes and threads (pids.max)" in missing_resources(
         {**facts, "tasks_left": 3}, host, chosen
     )
 

@@ -7,9 +7,9 @@ import pytest
 import syncvar as sv
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts.install_hint import remedy
-from syncvar_launcher.hosts.network_proof import Interface, allowed
+from syncvar_launcher.hosts.network_proof import Interface, allowed_addresses
 from syncvar_launcher.hosts.provision import is_here
-from syncvar_launcher.hosts.ssh import SSH_OPTIONS, remote_command, ssh_command, why_failed
+from syncvar_launcher.hosts.ssh import SSH_OPTIONS, remote_command, ssh_command, ssh_error_text
 from syncvar_launcher.options.hostfile import Host, parse_hosts
 
 TWO = [
@@ -90,7 +90,7 @@ def test_the_remote_command_is_fixed_and_quoted(python):
     ],
 )
 def test_a_failure_is_told_with_its_remedy(status, words, told):
-    assert told in why_failed(Host("n1", user="ann"), status, words, "/p")
+    assert told in ssh_error_text(Host("n1", user="ann"), status, words, "/p")
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_syncvar_comes_from_where_this_host_has_it(origin, told):
     ],
 )
 def test_which_addresses_a_job_may_use(spec, reached_at, addresses):
-    assert allowed(TWO, spec, reached_at) == addresses
+    assert allowed_addresses(TWO, spec, reached_at) == addresses
 
 
 @pytest.mark.parametrize("spec", ["", "10.0.0.0/99", "a,,b", "a_name_that_is_too_long"])
 def test_an_interface_that_is_none_is_refused(spec):
     with pytest.raises(ConfigError, match="--iface"):
-        allowed(TWO, spec, None)
+        allowed_addresses(TWO, spec, None)
 
 
 def test_this_machine_needs_no_ssh():

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from syncvar.bootstrap import connect, handshake, mpi_rendezvous
-from syncvar.bootstrap.handshake import answer_roll_call
+from syncvar.bootstrap.handshake import join_handshake
 from syncvar.bootstrap.launch_env.base import LaunchInfo
-from syncvar.bootstrap.launch_env.rank_placement import placed
+from syncvar.bootstrap.launch_env.rank_placement import add_host
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.settings import RuntimeConfig
@@ -75,14 +75,14 @@ def test_a_library_that_thinks_it_is_alone_under_the_mpirun_of_another_is_refuse
 
 def test_ranks_that_do_not_follow_each_other_on_a_host_are_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"are on a, b, a.*--map-by slot"):
-        placed(
+        add_host(
             LaunchInfo("MPI", 0, 3, 0, 0, -1, 0, "", 0),
             [("a", "1"), ("b", "2"), ("a", "1")],
             ["a", "b", "a"],
             mpi_rendezvous._REMEDY,
         )
     of_one_name = [
-        placed(
+        add_host(
             LaunchInfo("MPI", rank, 3, 0, 0, -1, 0, "", 0),
             [("a", "1"), ("a", "2"), ("b", "2")],
             ["a", "a", "b"],
@@ -130,7 +130,7 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
         _Links(),
         _Channel(pack_message("left", rank=1, entered={}, skipped=[]), verdict, roll),
     )
-    answer_roll_call(rank, RuntimeConfig(), links, channel, 1, "")
+    join_handshake(rank, RuntimeConfig(), links, channel, 1, "")
     assert links.opened == ({0: "a", 1: "b"}, 1)
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_waits_for_who_keeps_the_roll_says_so_once(
     monkeypatch.setattr(_Links, "wait", lambda self, timeout_s: None, raising=False)
     rank = RankEnvironment(3, 4, local_rank, 2, 1, 2, 0, "tcp://h:1", "j")
     with pytest.raises(RendezvousError):
-        answer_roll_call(rank, RuntimeConfig(rendezvous_timeout_s=20), _Links(), channel, 0, "")
+        join_handshake(rank, RuntimeConfig(rendezvous_timeout_s=20), _Links(), channel, 0, "")
     said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
     assert len(said) == says
     assert all(
@@ -181,6 +181,6 @@ def test_a_roll_call_without_an_answer_names_who_was_asked(monkeypatch, keeper, 
     monkeypatch.setattr(_Links, "wait", lambda self, timeout_s: None, raising=False)
     rank = RankEnvironment(3, 4, 1, 2, 1, 2, 0, "tcp://h:1", "j")
     with pytest.raises(RendezvousError) as raised:
-        answer_roll_call(rank, RuntimeConfig(rendezvous_timeout_s=1), _Links(), channel, 0, "")
+        join_handshake(rank, RuntimeConfig(rendezvous_timeout_s=1), _Links(), channel, 0, "")
     assert str(raised.value).startswith(told)
     assert ("4 ranks run on 2 hosts, 2 of them on this one" in str(raised.value)) == (keeper == 0)

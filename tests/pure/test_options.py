@@ -10,13 +10,13 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.hosts.placement import HostCapacity, placed
+from syncvar_launcher.hosts.placement import HostCapacity, place_workers
 from syncvar_launcher.options import usable_cores as cores_module
-from syncvar_launcher.options.forwarded_signals import forwarded
+from syncvar_launcher.options.forwarded_signals import parse_signals
 from syncvar_launcher.options.option_help import help_text, hosts_help_text
 from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys
 from syncvar_launcher.options.parse_options import parse
-from syncvar_launcher.options.worker_environment import inherited
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -481,8 +481,8 @@ def test_what_a_worker_inherits():
         "SYNCVAR_KEY SYNCVAR_KEY_FD SYNCVAR_STATUS_FD SYNCVAR_PROCESS SYNCVAR_PASS_FDS SYNCVAR_PARENT_FD SYNCVAR_OUTCOME_FILE",
     )
     kept, more, never = (dict.fromkeys(names.split(), "1") for names in words)
-    assert inherited({**kept, **more, **never}, is_clear=False) == {**kept, **more}
-    assert inherited({**kept, **more, **never}, is_clear=True) == kept
+    assert inherited_variables({**kept, **more, **never}, is_clear=False) == {**kept, **more}
+    assert inherited_variables({**kept, **more, **never}, is_clear=True) == kept
 
 
 def test_a_variable_that_is_not_there_cannot_be_copied():
@@ -715,7 +715,7 @@ def test_local_holds_every_option_and_knob_with_its_default():
         assert re.search(
             rf"^(# )?{key} = ", several if key in host_keys() else launch, re.MULTILINE
         ), key
-    for item in RuntimeConfig.knobs():
+    for item in RuntimeConfig.runtime_settings():
         assert re.search(rf"^# .+\n{item.name} = ", runtime, re.MULTILINE), item.name
         if item.unit in ("s", "B"):
             assert re.search(
@@ -750,9 +750,9 @@ def test_a_host_without_a_number_has_one_slot_in_a_list_and_its_cores_in_a_file(
         HostCapacity(one.name, one.slots)
         for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts.entries
     ]
-    assert placed(rooms, 2) == (1, 1)
+    assert place_workers(rooms, 2) == (1, 1)
     with pytest.raises(ConfigError, match="name:N in -H"):
-        placed(rooms, 3)
+        place_workers(rooms, 3)
 
 
 def test_hosts_of_a_file_were_named_where_the_file_was(tmp_path):
@@ -856,13 +856,13 @@ def test_copies_that_have_no_place_are_refused(arguments, words):
 
 
 def test_signals_are_passed_on_by_name_or_number():
-    assert forwarded(run("-m", "x").limits.forward_signals) == (
+    assert parse_signals(run("-m", "x").limits.forward_signals) == (
         signal.SIGUSR1,
         signal.SIGUSR2,
         signal.SIGCONT,
     )
-    assert forwarded("usr1, SIGUSR2,10,SIGQUIT,40") == (10, 12, 3, 40)
-    assert forwarded("none") == ()
+    assert parse_signals("usr1, SIGUSR2,10,SIGQUIT,40") == (10, 12, 3, 40)
+    assert parse_signals("none") == ()
 
 
 def test_totals_are_asked_for_as_a_table_or_a_file(folder, capsys):

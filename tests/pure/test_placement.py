@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.placement import HostCapacity, placed
+from syncvar_launcher.hosts.placement import HostCapacity, place_workers
 from syncvar_launcher.options.option_table import MAP_BY
 
 
@@ -30,13 +30,13 @@ def rooms(*sizes):
     ],
 )
 def test_how_workers_are_dealt(sizes, workers, by_slot, by_host):
-    assert placed(rooms(*sizes), workers) == by_slot
-    assert placed(rooms(*sizes), workers, "host") == by_host
+    assert place_workers(rooms(*sizes), workers) == by_slot
+    assert place_workers(rooms(*sizes), workers, "host") == by_host
 
 
 def test_too_many_are_refused_with_what_there_is():
     with pytest.raises(ConfigError) as raised:
-        placed(rooms(2, (1, 3)), 6)
+        place_workers(rooms(2, (1, 3)), 6)
     assert str(raised.value) == (
         "6 workers have no place: the hosts have 5 slots (n0 2, n1 3); write --workers 5, or give a host more: name:N in -H, slots=N or max_slots=N in a host file"
     )
@@ -51,7 +51,7 @@ def test_all_have_a_place_and_no_host_has_more_than_it_may(sizes, data):
     most = [max(slots, limit or 0) for slots, limit in sizes]
     workers = data.draw(st.integers(1, sum(most)))
     for map_by in MAP_BY:
-        found = placed(hosts, workers, map_by)
+        found = place_workers(hosts, workers, map_by)
         assert sum(found) == workers
         assert all(one <= limit for one, limit in zip(found, most, strict=True))
         if workers <= sum(slots for slots, _ in sizes):

@@ -3,7 +3,7 @@
 import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all
-from syncvar.algorithms.render import plan_text
+from syncvar.algorithms.render import schedule_text
 from syncvar.cli.commands import main
 
 
@@ -66,7 +66,7 @@ def test_bytes_become_elements(capsys):
 def test_a_demanded_algorithm_is_shown_with_what_would_be_chosen(capsys):
     text = printed(capsys, "all_reduce", "--ranks", "3", "--algorithm", "ring")
     assert text.startswith("ring: the caller demands it\nelse direct: 32 bytes on 3 ranks: ")
-    assert plan_text(build_all("all_reduce", "ring", 3, count=8)) in text
+    assert schedule_text(build_all("all_reduce", "ring", 3, count=8)) in text
 
 
 def test_the_jobs_settings_count_as_in_a_job(capsys, monkeypatch):
@@ -78,7 +78,7 @@ def test_the_jobs_settings_count_as_in_a_job(capsys, monkeypatch):
     monkeypatch.setenv("SYNCVAR_ALGORITHM", "all_reduce:ring,all_gather:doubling")
     text = printed(capsys, "all_reduce", "--ranks", "3")
     assert text.startswith("ring: SYNCVAR_ALGORITHM names it\nelse direct: 32 bytes on 3 ranks: ")
-    assert plan_text(build_all("all_reduce", "ring", 3, count=8)) in text
+    assert schedule_text(build_all("all_reduce", "ring", 3, count=8)) in text
     assert printed(capsys, "all_reduce", "--ranks", "3", "--algorithm", "tree").startswith(
         "tree: the caller demands it"
     )

@@ -101,7 +101,7 @@ def test_ranks_that_never_met_are_not_started_again_and_those_that_had_are():
 @pytest.mark.parametrize("ending", [KILLED, STOPPED])
 def test_who_was_told_to_end_has_ended(ending):
     told = Ending(
-        exit_code=ending.exit_code, why=ending.why, lasted_s=ending.lasted_s, was_told=True
+        exit_code=ending.exit_code, why=ending.why, lasted_s=ending.lasted_s, was_end_requested=True
     )
     assert Restarting(9, 1.0).after(told) == Decision(
         restarts=False, reason="the launcher was told to end"

@@ -6,8 +6,8 @@ from syncvar.core.errors import PeerLost
 from syncvar.core.process_ids import (
     SERVER_0,
     is_server,
-    mirrors_of,
     process_name,
+    replica_holders,
     server_hosts,
     short_name,
 )
@@ -143,7 +143,7 @@ def test_each_server_has_its_copy_elsewhere_on_another_host_where_there_is_one(s
     places = server_hosts(servers, hosts)
     assert max(map(places.count, range(hosts))) - min(map(places.count, range(hosts))) <= 1
     for server in range(servers):
-        (mirror,) = mirrors_of(server, places, 1)
+        (mirror,) = replica_holders(server, places, 1)
         assert mirror != server
         assert len(set(places)) == 1 or places[mirror] != places[server]
-        assert mirrors_of(server, places, 0) == ()
+        assert replica_holders(server, places, 0) == ()

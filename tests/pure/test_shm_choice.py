@@ -90,10 +90,10 @@ def test_hosts_of_other_processors_are_told_to_make_no_shm(tmp_path):
         HostSlot(Told(), name, 2, "10.0.0.1", {**facts, "processor": name})
         for name in ("x86_64", "aarch64")
     ]
-    fleet = SimpleNamespace(sites=sites, secret=b"s" * 32)
+    host_group = SimpleNamespace(sites=sites, secret=b"s" * 32)
     agents = RemoteWorkers(
-        fleet,
-        Job(chosen("-n", "4"), [], {}, fleet),
+        host_group,
+        Job(chosen("-n", "4"), [], {}, host_group),
         None,
         tmp_path,
         "tcp://10.0.0.1:1",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.render import plan_text, step_text
+from syncvar.algorithms.render import schedule_text, step_text
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -66,7 +66,7 @@ FIGURES = {
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_figure_is_what_the_plan_says(name):
     collective, algorithm, world_size, arguments = FIGURES[name]
-    text = plan_text(build_all(collective, algorithm, world_size, **arguments))
+    text = schedule_text(build_all(collective, algorithm, world_size, **arguments))
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("SYNCVAR_REGENERATE_GOLDEN") == "1":
         path.write_text(text, encoding="ascii")
@@ -75,7 +75,7 @@ def test_the_figure_is_what_the_plan_says(name):
 
 def test_a_group_of_one_is_a_heading():
     assert (
-        plan_text(build_all("all_reduce", "ring", 1, count=4))
+        schedule_text(build_all("all_reduce", "ring", 1, count=4))
         == "all_reduce by ring: world size 1, 4 elements, scratch 0\n"
     )
 
@@ -104,14 +104,14 @@ def test_a_step_reads_as_an_assignment(step, text):
 
 def test_no_line_ends_in_a_space():
     for collective, algorithm, world_size, arguments in FIGURES.values():
-        for line in plan_text(
+        for line in schedule_text(
             build_all(collective, algorithm, world_size, **arguments)
         ).splitlines():
             assert line == line.rstrip()
 
 
 def test_a_long_figure_is_shortened_by_dots():
-    text = plan_text(
+    text = schedule_text(
         build_all(
             "all_to_all", "direct", 9, matrix=[[(s + d) % 3 for d in range(9)] for s in range(9)]
         ),
@@ -135,7 +135,7 @@ def test_a_long_figure_is_shortened_by_dots():
     )
     rounds = [
         line
-        for line in plan_text(build_all("all_reduce", "ring", 6, count=6), most=4).splitlines()
+        for line in schedule_text(build_all("all_reduce", "ring", 6, count=6), most=4).splitlines()
         if line[:3] in ("rou", "...")
     ]
     assert [line.split("|")[0].strip() for line in rounds if line.startswith("round")] == [
@@ -145,4 +145,4 @@ def test_a_long_figure_is_shortened_by_dots():
 
 def test_what_is_short_is_shown_whole():
     plans = build_all("all_reduce", "ring", 3, count=6)
-    assert plan_text(plans, most=4) == plan_text(plans)
+    assert schedule_text(plans, most=4) == schedule_text(plans)

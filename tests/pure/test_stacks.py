@@ -15,10 +15,10 @@ from syncvar.core.stack_dump import (
     StackFrame,
     Thread,
     _of_program,
-    doing,
-    dumps_of,
-    shown,
-    where,
+    activity_text,
+    parse_stacks,
+    stack_text,
+    visible_frames,
 )
 
 PACKAGE = os.path.dirname(syncvar.__file__)
@@ -55,7 +55,7 @@ Current thread 0x00007f0951a19b80 (most recent call first):
 
 
 def test_dumps_are_read_with_their_names():
-    assert dumps_of(DUMP) == [
+    assert parse_stacks(DUMP) == [
         Thread(
             "",
             True,
@@ -68,7 +68,7 @@ def test_dumps_are_read_with_their_names():
         Thread("0x00007f0950cc66c1", False, ()),
         Thread("0x00007f0951a19b80", True, (StackFrame("/job/a.py", 9, "f"),)),
     ]
-    assert dumps_of("") == []
+    assert parse_stacks("") == []
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_dumps_are_read_with_their_names():
     ],
 )
 def test_a_stack_is_told_in_one_line(frames, line):
-    assert where(frames + START, "/job") == line
-    assert where(frames + START, "/job/") == line
+    assert stack_text(frames + START, "/job") == line
+    assert stack_text(frames + START, "/job/") == line
 
 
 def test_one_frame_is_kept_of_each_way_through_syncvar():
-    assert shown(ours(1, 2) + user(3) + ours(4, 5) + user(6) + START) == ours(1) + user(3) + ours(
-        4
-    ) + user(6)
+    assert visible_frames(ours(1, 2) + user(3) + ours(4, 5) + user(6) + START) == ours(1) + user(
+        3
+    ) + ours(4) + user(6)
 
 
 JOB = {
@@ -249,7 +249,7 @@ def test_every_frame_and_thread_is_shown_where_that_is_asked_for():
     ],
 )
 def test_what_a_rank_does_is_told_by_its_call_or_by_its_stack(position, place, text):
-    assert doing(position, place) == text
+    assert activity_text(position, place) == text
 
 
 def test_a_second_question_finds_the_program_and_not_the_answer_to_the_first():

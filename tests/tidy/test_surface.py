@@ -98,10 +98,10 @@ def test_a_file_of_settings_loads(path, tmp_path):
 
 def test_local_toml_is_complete_and_shows_the_defaults():
     runtime = tomllib.loads((REPOSITORY / "configs" / "local.toml").read_text())["runtime"]
-    assert runtime == {knob.name: knob.default for knob in RuntimeConfig.knobs()}
+    assert runtime == {knob.name: knob.default for knob in RuntimeConfig.runtime_settings()}
 
 
-@pytest.mark.parametrize("knob", RuntimeConfig.knobs(), ids=lambda knob: knob.name)
+@pytest.mark.parametrize("knob", RuntimeConfig.runtime_settings(), ids=lambda knob: knob.name)
 def test_a_setting_says_what_it_is(knob):
     assert knob.text
     assert knob.unit or knob.choices

@@ -97,7 +97,7 @@ class LaunchEnvironment:
         """Return how the ranks of several hosts meet."""
         return FOLDER
 
-    def told(self) -> LaunchInfo | None:
+    def info(self) -> LaunchInfo | None:
         """Return the identity of this process; None if the variables are not sufficient to meet.
 
         Raises:

@@ -57,7 +57,7 @@ class RankCounts(NamedTuple):
     world_size: int
 
 
-def told_elsewhere(
+def launcher_info(
     environ: Mapping[str, str], own: RankEnvironment | None = None
 ) -> LaunchInfo | None:
     """Return the identity from the innermost launcher; None if unknown or not sufficient to meet.
@@ -72,21 +72,21 @@ def told_elsewhere(
 
     Example:
         >>> env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
-        >>> told_elsewhere(env).rank
+        >>> launcher_info(env).rank
         1
-        >>> told_elsewhere({"PATH": "/bin"}) is None
+        >>> launcher_info({"PATH": "/bin"}) is None
         True
     """
     around = _present(environ)
     by_hand = [one for one in around if isinstance(one, BY_HAND)]
-    found = [told for told in (one.told() for one in by_hand) if told is not None]
+    found = [info for info in (one.info() for one in by_hand) if info is not None]
     if len(found) == 2:
         _compare(found[0].source, found[0], found[1].source, found[1], ("rank", "world_size"))
     if own is not None:
-        for told in found:
+        for info in found:
             _compare(
-                told.source,
-                told,
+                info.source,
+                info,
                 "SYNCVAR_RANK and its like, of syncvar-launch,",
                 own,
                 ("rank", "world_size"),
@@ -97,35 +97,35 @@ def told_elsewhere(
         _compare_with_outer(by_hand[0], found[0], outer)
     if found or outer is None:
         return found[0] if found else None
-    return outer.told()
+    return outer.info()
 
 
-def is_meant_alone(environ: Mapping[str, str]) -> bool:
+def wants_world_of_one(environ: Mapping[str, str]) -> bool:
     """Return whether the user wants a world of one, in a process without syncvar-launch.
 
     Example:
-        >>> is_meant_alone({"SYNCVAR_WORLD_SIZE": "1"})
+        >>> wants_world_of_one({"SYNCVAR_WORLD_SIZE": "1"})
         True
     """
     return environ.get(_OWN_SIZE) == "1"
 
 
-def why_not_alone(environ: Mapping[str, str]) -> str:
+def unknown_identity_reason(environ: Mapping[str, str]) -> str:
     """Return why a process without identity must not be a world of one; empty if it may be.
 
     It must not if a launcher has started several processes, or may have.
 
     Args:
         environ: Environment variables of a process of which neither syncvar-launch nor
-            `told_elsewhere` knows enough.
+            `launcher_info` knows enough.
 
     Raises:
         ConfigError: A number of processes is not a number.
 
     Example:
-        >>> why_not_alone({"PMIX_RANK": "1"}).partition(", and")[0]
+        >>> unknown_identity_reason({"PMIX_RANK": "1"}).partition(", and")[0]
         'PMIX_RANK=1: a launcher that speaks PMIx has started more processes than this one'
-        >>> why_not_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # a shell of salloc
+        >>> unknown_identity_reason({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # a shell of salloc
         ''
     """
     seen = started_with_others(environ)
@@ -194,7 +194,7 @@ def _refusal(seen: str, workers: str, remedy: str) -> str:
 
 
 def _compare_with_outer(
-    inner: LaunchEnvironment, told: LaunchInfo, outer: LaunchEnvironment
+    inner: LaunchEnvironment, info: LaunchInfo, outer: LaunchEnvironment
 ) -> None:
     """Raise ConfigError if variables contradict the launcher that has started the process.
 
@@ -205,10 +205,10 @@ def _compare_with_outer(
     if not size or outer.rank not in outer.environ:
         return
     counts = RankCounts(whole(outer.environ, outer.rank), size)
-    if told.world_size < size:
-        _compare(told.source, told, outer.source(), counts, ("world_size",))
-    if told.world_size == size and isinstance(inner, Torchrun) and not inner.is_torchrun:
-        _compare(told.source, told, outer.source(), counts, ("rank",))
+    if info.world_size < size:
+        _compare(info.source, info, outer.source(), counts, ("world_size",))
+    if info.world_size == size and isinstance(inner, Torchrun) and not inner.is_torchrun:
+        _compare(info.source, info, outer.source(), counts, ("rank",))
 
 
 def _compare(

@@ -30,7 +30,7 @@ class IndexedJob(LaunchEnvironment):
         """Return whether this is a pod of an Indexed Job."""
         return self.rank in self.environ
 
-    def told(self) -> LaunchInfo | None:
+    def info(self) -> LaunchInfo | None:
         """Return the identity of this process; None if the manifest is not sufficient.
 
         Raises:

@@ -108,6 +108,6 @@ class Pmix(LaunchEnvironment):
     name = "a launcher that speaks PMIx"
     rank = "PMIX_RANK"
 
-    def told(self) -> LaunchInfo | None:
+    def info(self) -> LaunchInfo | None:
         """Return None: only the library of PMIx can read the rest."""
         return None

@@ -22,7 +22,7 @@ class Flux(LaunchEnvironment):
         """Return how the ranks of several hosts meet."""
         return PMI if hands_cards(self.environ) else FOLDER
 
-    def told(self) -> LaunchInfo | None:
+    def info(self) -> LaunchInfo | None:
         """Return the identity of this process.
 
         None if the number of ranks on this host is unknown.
@@ -88,6 +88,6 @@ class Pbsdsh(LaunchEnvironment):
         """Return whether this is a task other than the job's script."""
         return self.environ.get(self.rank, "0") not in ("", "0")
 
-    def told(self) -> LaunchInfo | None:
+    def info(self) -> LaunchInfo | None:
         """Return None: its variables are not sufficient."""
         return None

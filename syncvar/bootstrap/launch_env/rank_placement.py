@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _NAMED = 8
 
 
-def placed(
-    told: LaunchInfo, hosts: Sequence[Hashable], names: Sequence[str], remedy: str
+def add_host(
+    info: LaunchInfo, hosts: Sequence[Hashable], names: Sequence[str], remedy: str
 ) -> LaunchInfo:
     """Add the host and local rank to an identity.
 
@@ -26,35 +26,35 @@ def placed(
     places = [order.index(one) for one in hosts]
     if places != sorted(places):
         raise ConfigError(
-            f"{told.source}: the ranks alternate between {len(order)} hosts, but must be numbered "
+            f"{info.source}: the ranks alternate between {len(order)} hosts, but must be numbered "
             "host by host: ranks 0, 1, … are on "
             f"{', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}. {remedy}"
         )
-    index = places[told.rank]
-    return told._replace(
-        local_rank=told.rank - places.index(index),
+    index = places[info.rank]
+    return info._replace(
+        local_rank=info.rank - places.index(index),
         local_world_size=places.count(index),
         host_index=index,
         host_count=len(order),
     )
 
 
-def evenly_placed(told: LaunchInfo) -> LaunchInfo:
+def assume_equal_hosts(info: LaunchInfo) -> LaunchInfo:
     """Add the host's index and the number of hosts to an identity, assuming equal hosts.
 
     Raises:
         ConfigError: Equal hosts, in order, do not make up the world.
     """
-    if told.host_index >= 0:
-        return told
-    first, each = told.rank - told.local_rank, told.local_world_size
-    if not each or first % each or told.world_size % each:
+    if info.host_index >= 0:
+        return info
+    first, each = info.rank - info.local_rank, info.local_world_size
+    if not each or first % each or info.world_size % each:
         raise ConfigError(
-            f"{told.source}: {each} of {told.world_size} ranks are on this host, the first is "
+            f"{info.source}: {each} of {info.world_size} ranks are on this host, the first is "
             f"rank {first}, and nobody says how many are on the others; give each host as many, "
             "in order, or unset MASTER_PORT: the ranks meet in a folder that all hosts have"
         )
-    return told._replace(host_index=first // each, host_count=told.world_size // each)
+    return info._replace(host_index=first // each, host_count=info.world_size // each)
 
 
 def host_of_each(mapping: str, size: int) -> list[int]:

@@ -41,7 +41,7 @@ class Slurm(LaunchEnvironment):
         port = self.environ.get("SLURM_STEP_LAUNCHER_PORT", "")
         return f"{cluster} {job}.{step} {again} {port}" if job and step else ""
 
-    def told(self) -> LaunchInfo | None:
+    def info(self) -> LaunchInfo | None:
         """Return the identity of this process.
 
         None if an old srun does not list the tasks of each host.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, port_of
-from syncvar.bootstrap.launch_env.rank_placement import placed
+from syncvar.bootstrap.launch_env.rank_placement import add_host
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ class TfConfig(LaunchEnvironment):
         try:
             config = json.loads(text)
         except ValueError:
-            return True  # `told` raises
+            return True  # `info` raises
         return not isinstance(config, dict) or bool(config.get("cluster", {}))
 
-    def told(self) -> LaunchInfo:
+    def info(self) -> LaunchInfo:
         """Return the identity of this process.
 
         Raises:
@@ -77,7 +77,7 @@ class TfConfig(LaunchEnvironment):
             )
         addresses = [tasks[name][number] for name, number in everyone]
         hosts, ports = _places(addresses)
-        told = LaunchInfo(
+        info = LaunchInfo(
             "TF_CONFIG",
             everyone.index((task_type, index)),
             len(everyone),
@@ -89,7 +89,7 @@ class TfConfig(LaunchEnvironment):
             ports[0],
             json.dumps(addresses),
         )
-        return placed(told, hosts, hosts, "List the workers host by host")
+        return add_host(info, hosts, hosts, "List the workers host by host")
 
 
 def _places(addresses: list[object]) -> tuple[list[str], list[int]]:

@@ -36,7 +36,7 @@ class Torchrun(LaunchEnvironment):
             "TORCHELASTIC_RESTART_COUNT", ""
         )
 
-    def told(self) -> LaunchInfo:
+    def info(self) -> LaunchInfo:
         """Return the identity of this process.
 
         Raises:
@@ -71,7 +71,7 @@ class Torchrun(LaunchEnvironment):
             is_here = environ["MASTER_ADDR"] in _LOOPBACK
             local_rank, local_world_size = (rank, world_size) if is_here else (0, 1)
             host_index, host_count = (0, 1) if is_here else (rank, world_size)
-        told = LaunchInfo(
+        info = LaunchInfo(
             self.source(),
             rank,
             world_size,
@@ -86,20 +86,20 @@ class Torchrun(LaunchEnvironment):
             if "TORCHELASTIC_RESTART_COUNT" in environ
             else 0,
         )
-        _check(told)
-        return told
+        _check(info)
+        return info
 
 
-def _check(told: LaunchInfo) -> None:
+def _check(info: LaunchInfo) -> None:
     for name, value, limit in (
-        ("RANK", told.rank, told.world_size),
-        ("LOCAL_RANK", told.local_rank, told.local_world_size),
-        ("GROUP_RANK", told.host_index, told.host_count),
+        ("RANK", info.rank, info.world_size),
+        ("LOCAL_RANK", info.local_rank, info.local_world_size),
+        ("GROUP_RANK", info.host_index, info.host_count),
     ):
         if value >= limit:
-            raise ConfigError(f"{name}={value} is outside of {limit} ({told.source})")
-    if told.local_world_size > told.world_size or told.local_rank > told.rank:
+            raise ConfigError(f"{name}={value} is outside of {limit} ({info.source})")
+    if info.local_world_size > info.world_size or info.local_rank > info.rank:
         raise ConfigError(
-            f"LOCAL_RANK={told.local_rank} of {told.local_world_size} contradicts "
-            f"RANK={told.rank} of {told.world_size}"
+            f"LOCAL_RANK={info.local_rank} of {info.local_world_size} contradicts "
+            f"RANK={info.rank} of {info.world_size}"
         )

@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 
 from syncvar.bootstrap import worker_main
-from syncvar.bootstrap.prefork.preloaded_imports import Preloaded, why_not_carried
+from syncvar.bootstrap.prefork.preloaded_imports import Preloaded, unsupported_blas_reason
 from syncvar.core.parent_death import end_with
 
 _FORK_FD = "SYNCVAR_FORK_FD"
@@ -74,7 +74,7 @@ def main() -> None:
         os._exit(1)
     shared |= {name: module for name, module in sys.modules.items() if name not in _EMPTIED}
     shared[""] = shared  # an uncollected cycle keeps them alive
-    doubt = why_not_carried() or _foreign_threads()
+    doubt = unsupported_blas_reason() or _foreign_threads()
     preloaded.hide()
     gc.freeze()  # garbage collections in workers then leave these pages shared
     others = [

@@ -195,7 +195,7 @@ def openblas() -> OpenBlas | None:
     return None
 
 
-def why_not_carried() -> str:
+def unsupported_blas_reason() -> str:
     """Return why a script's settings for linear algebra cannot reach a forked worker.
 
     Empty if they can.

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from syncvar.core.process_ids import heirs_of
+from syncvar.core.process_ids import failover_order
 from syncvar.parameter_server.client.pending_answers import Session
 from syncvar.parameter_server.client.request_client import Client
 from syncvar.parameter_server.server.server_machine import Server
@@ -22,7 +22,7 @@ class LocalServers:
 
     def __init__(self, workers: int, servers: int = 1, replicas: int = 0) -> None:
         self.count = servers
-        self.heirs = [heirs_of(index, [0] * servers, replicas) for index in range(servers)]
+        self.heirs = [failover_order(index, [0] * servers, replicas) for index in range(servers)]
         # One lock for all sessions, so that no thread ever holds two.
         self.changed = threading.Condition(threading.RLock())
         self._servers = {index: Server(index, workers, self.heirs) for index in range(servers)}

@@ -18,7 +18,7 @@ import zmq
 from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
-from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, server_hosts
+from syncvar.core.process_ids import SERVER_0, failover_order, is_server, server_hosts
 from syncvar.parameter_server.client.pending_answers import Session
 from syncvar.parameter_server.client.push_counter import PushCounter, tally_path
 from syncvar.parameter_server.client.request_client import Client
@@ -53,7 +53,7 @@ class WorkerSession(Session):
     ) -> None:
         hosts = server_hosts(environment.servers, environment.host_count)
         heirs = [
-            heirs_of(server, hosts, environment.server_replicas)
+            failover_order(server, hosts, environment.server_replicas)
             for server in range(environment.servers)
         ]
         client = Client(environment.rank, environment.incarnation, environment.servers, heirs)

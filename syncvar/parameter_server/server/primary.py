@@ -97,7 +97,7 @@ class PrimaryReplica:
             elif kind == "retired":
                 self.is_retired = True
                 self._replication.retire()
-        return self._replication.said()
+        return self._replication.ready()
 
     @property
     def backup(self) -> int | None:
@@ -109,14 +109,14 @@ class PrimaryReplica:
         self.now = now
         if incarnation > self.ledger.worker(rank).incarnation:
             self._fence(rank, incarnation)
-        return self._replication.said()
+        return self._replication.ready()
 
     def copy_to(self, backup: int | None, now: float) -> list[OutgoingMessage]:
         """Replace the backup, which has failed, by another server or none."""
         self.now = now
         if backup != self.backup:
             self._replication.move_to(backup, self.ledger, now)
-        return self._replication.said()
+        return self._replication.ready()
 
     def wake_at(self) -> float:
         """Return the time at which `wake` is due; infinite for never."""
@@ -139,7 +139,7 @@ class PrimaryReplica:
         for rank in sorted(self.ledger.undecided):
             if self._queue(rank).voted_at + self._resend_s <= now:
                 self._send_vote(rank, self.ledger.worker(rank))
-        return self._replication.said()
+        return self._replication.ready()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class PrimaryReplica:
         if vote["home"] == self.server:
             self._vote(vote)
         else:
-            self._replication.say(OutgoingMessage(("server", vote["home"]), vote))
+            self._replication.enqueue(OutgoingMessage(("server", vote["home"]), vote))
 
     def _vote(self, vote: Message) -> None:
         rank, incarnation, transaction = vote["rank"], vote["incarnation"], vote["transaction"]
@@ -300,7 +300,7 @@ class PrimaryReplica:
         for server in servers:
             decision = {name: about[name] for name in ("rank", "incarnation", "transaction")}
             decision |= {"kind": "decision", "server": server, "reason": reason}
-            self._replication.say(OutgoingMessage(("server", server), decision))
+            self._replication.enqueue(OutgoingMessage(("server", server), decision))
 
     def _decided(self, decision: Message) -> None:
         """Take the decision of another server, the home."""
@@ -453,4 +453,4 @@ class PrimaryReplica:
 
     def _answer_worker(self, rank: int, kind: str, arrays: Arrays = (), **fields: Any) -> None:
         message = {"kind": kind, "server": self.server, **fields}
-        self._replication.say(OutgoingMessage(("worker", rank), message, arrays))
+        self._replication.enqueue(OutgoingMessage(("worker", rank), message, arrays))

@@ -82,7 +82,7 @@ class ReplicatedState:
         self.count = workers
         self.workers: dict[int, WorkerState] = {rank: WorkerState() for rank in range(workers)}
         self.shards: dict[str, Shard] = {}
-        self.board = TaskQueue()
+        self.queue = TaskQueue()
         self.entries = 0
         self.undecided: set[int] = set()  # workers with a staged part of a transaction
         self._in_rounds: set[Shard] = set()  # shards whose pushes wait for other workers
@@ -113,7 +113,7 @@ class ReplicatedState:
         return {
             "workers": workers,
             "shards": {key: shard.state() for key, shard in self.shards.items()},
-            "board": self.board.state(),
+            "board": self.queue.state(),
             "entries": self.entries,
             "staleness": dict(self.staleness),
         }
@@ -138,7 +138,7 @@ class ReplicatedState:
         machine.shards = {
             key: Shard.of_state(shard, room) for key, shard in state["shards"].items()
         }
-        machine.board = TaskQueue.of_state(state["board"])
+        machine.queue = TaskQueue.of_state(state["board"])
         machine._in_rounds = {shard for shard in machine.shards.values() if shard.waits}
         return machine
 
@@ -223,7 +223,7 @@ class ReplicatedState:
             return
         worker.incarnation, worker.done, worker.takes_part = incarnation, 0, False
         worker.executed, worker.sent = 0, []
-        self.board.lose(rank)
+        self.queue.lose(rank)
         worker.phase += 1  # it returns to a position where no round has begun
         worker.refusals.clear()
         worker.failed = None
@@ -269,9 +269,9 @@ class ReplicatedState:
                 one.pushes = operation["pushes"].get(rank_of, 0)
         elif kind == "leave":
             worker.takes_part = False
-            self.board.lose(rank)
+            self.queue.lose(rank)
         else:
-            self.board.execute(rank, operation, arrays)
+            self.queue.execute(rank, operation, arrays)
 
     def _create(self, operation: dict[str, Any], arrays: Arrays) -> None:
         key, value = operation["key"], arrays[operation["value"]]
@@ -359,7 +359,7 @@ class ReplicatedState:
             elif kind in ("expect", "describe"):
                 if operation["key"] not in self.shards:
                     return False
-            elif not self.board.is_ready(rank, operation):
+            elif not self.queue.is_ready(rank, operation):
                 return False
         return True
 
@@ -404,7 +404,7 @@ class ReplicatedState:
                 result = {"shards": len(self.shards), "entries": self.entries}
                 result["staleness"] = dict(self.staleness)
             case _:
-                result = self.board.read(rank, operation, reading.add)
+                result = self.queue.read(rank, operation, reading.add)
         return result
 
     def _pull(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> NDArray[Any]:

@@ -67,7 +67,7 @@ class ReplicationStream:
         self._copied, self._seed = max(self._copied, index), None
         self._patience_s = self._resend_s
 
-    def say(self, outgoing: OutgoingMessage) -> None:
+    def enqueue(self, outgoing: OutgoingMessage) -> None:
         """Queue a message until the backup has the entries that it depends on."""
         self._waiting.append((self._logged, outgoing))
 
@@ -89,7 +89,7 @@ class ReplicationStream:
         seeds = [] if self._seed is None else [self._seed]
         self._out += [*seeds, *(copy for _, copy in self._log)]
 
-    def said(self) -> list[OutgoingMessage]:
+    def ready(self) -> list[OutgoingMessage]:
         """Return the messages that may be sent now, those to the backup first."""
         while self._log and self._log[0][0] <= self._copied:
             self._log.popleft()
@@ -106,7 +106,7 @@ def seed_of(ledger: ReplicatedState) -> Arrays:
     return (np.frombuffer(state, np.uint8), *arrays)
 
 
-def ledger_of(server: int, workers: int, seed: Arrays, room: Room) -> ReplicatedState:
+def state_of_seed(server: int, workers: int, seed: Arrays, room: Room) -> ReplicatedState:
     """Return the state in a seed."""
     state = unpack_object(seed[0].tobytes())
     return ReplicatedState.of_state(server, workers, _resolved(state, seed[1:]), room)

@@ -10,7 +10,7 @@ import numpy as np
 from syncvar.parameter_server.messages import OutgoingMessage
 from syncvar.parameter_server.server.primary import PrimaryReplica
 from syncvar.parameter_server.server.replicated_state import ReplicatedState
-from syncvar.parameter_server.server.replication import ledger_of
+from syncvar.parameter_server.server.replication import state_of_seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -183,7 +183,7 @@ class Server:
         if server in self.primaries:
             return [self._about(sender, "retired", server)]
         if self._sources.get(server) != sender[1]:
-            self.copies[server] = ledger_of(server, self._workers, arrays, self._room)
+            self.copies[server] = state_of_seed(server, self._workers, arrays, self._room)
             self._sources[server], self._early[server] = sender[1], {}
             self.new_copies.append(server)
         return [self._about(sender, "copied", server, index=self.copies[server].entries)]

@@ -25,7 +25,7 @@ from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
 from syncvar.core.process_ids import (
     SERVER_0,
-    heirs_of,
+    failover_order,
     is_server,
     process_name,
     server_hosts,
@@ -190,7 +190,7 @@ class Serving:
         self._stats = ServerStats(environment.rank) if environment.stats_dir else None
         hosts = server_hosts(environment.servers, environment.host_count)
         heirs = [
-            heirs_of(server, hosts, environment.server_replicas)
+            failover_order(server, hosts, environment.server_replicas)
             for server in range(environment.servers)
         ]
         self.server = Server(environment.rank, environment.world_size, heirs)
@@ -307,7 +307,7 @@ class Serving:
         entry.end()
         if self.server.new_copies:
             for server in self.server.new_copies:
-                self._directory.say_copied(server)
+                self._directory.report_backup(server)
             self.server.new_copies.clear()
             # Sending may have consumed the notification of an incoming message.
             self.links.watching.touch(self._directory.socket)

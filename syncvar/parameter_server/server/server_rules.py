@@ -103,9 +103,9 @@ class ServerRule:
         if rows is None:
             self._make(array, self._slots, self._steps, gradient, rate)
         else:
-            self.put(array, rows, self.tried(array, gradient, rows, rate))
+            self.put(array, rows, self.trial_step(array, gradient, rows, rate))
 
-    def tried(
+    def trial_step(
         self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
     ) -> RuleValidator:
         """Make one step on a copy; raise ConfigError with the traceback of a custom rule."""

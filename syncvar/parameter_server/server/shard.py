@@ -18,7 +18,7 @@ from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.parameter_server.server.server_rules import ServerRule, is_users, rule_of, slot_names
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.row_updates import RowSelection, applied
+from syncvar.variables.row_updates import RowSelection, apply_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -175,7 +175,7 @@ class Shard:
         # An error of the rule must be known before the server executes any of the request.
         value, rows = (push.value, None) if push.rows is None else _gradient([push])
         if rows is None or rows.size:
-            trial = self._rule(push).tried(self.array, value, rows, push.rate)
+            trial = self._rule(push).trial_step(self.array, value, rows, push.rate)
             self._trial = push, rows, trial
 
     def push(self, rank: int, place: Position | None, push: Push) -> None:
@@ -292,7 +292,7 @@ class Shard:
         if rows.size:
             touched, which = np.unique(rows, return_inverse=True)
             selection = RowSelection(which.reshape(-1), values)
-            self.array[touched] = applied(_SCATTERS[first.how], self.array[touched], selection)
+            self.array[touched] = apply_rows(_SCATTERS[first.how], self.array[touched], selection)
 
     def _rule(self, push: Push) -> ServerRule:
         if push.rule not in self._rules:
@@ -330,9 +330,9 @@ class Shard:
         return result
 
 
-def _is_same_step(push: Push, tried: Push) -> bool:
-    has_same_value = push.value is tried.value
-    return has_same_value and push.kind == tried.kind and push.rate == tried.rate
+def _is_same_step(push: Push, trial_step: Push) -> bool:
+    has_same_value = push.value is trial_step.value
+    return has_same_value and push.kind == trial_step.kind and push.rate == trial_step.rate
 
 
 def _rows_of(pushes: list[Push]) -> tuple[NDArray[Any], NDArray[Any]]:

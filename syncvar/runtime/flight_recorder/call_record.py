@@ -167,7 +167,7 @@ UNRECORDED = PendingRecord(CallInfo("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
 
 def event_of(entry: Any) -> Event:
     """Convert an entry of the ring: a `PendingRecord`, or the tuple that `Recorder.add` takes."""
-    info = told_of(entry)
+    info = call_info_of(entry)
     if isinstance(entry, tuple):
         _, call, began, ended, thread = entry
         nbytes, path, times = info.nbytes, info.path, (began, ended, "done", thread, "")
@@ -180,7 +180,7 @@ def event_of(entry: Any) -> Event:
     return Event(*head, *times, *names._replace(shape=shape))
 
 
-def told_of(entry: Any) -> CallInfo:
+def call_info_of(entry: Any) -> CallInfo:
     """Return the part of an entry that repeated calls share."""
     info: CallInfo = entry[0] if isinstance(entry, tuple) else entry.info
     return info

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
 from syncvar.core.process_ids import process_name
-from syncvar.core.stack_dump import where
+from syncvar.core.stack_dump import stack_text
 from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
 from syncvar.runtime.flight_recorder.call_record import (
     DETAIL_MAX,
@@ -29,9 +29,9 @@ from syncvar.runtime.flight_recorder.call_record import (
     CallInfo,
     Event,
     PendingRecord,
+    call_info_of,
     error_text,
     event_of,
-    told_of,
 )
 from syncvar.runtime.flight_recorder.call_sites import call_site, main_stack
 
@@ -181,7 +181,7 @@ class Recorder:
             if event.group >= 0 and event.call >= 0
         )
         last = next(calls, None)
-        stack = where(main_stack(), _folder())
+        stack = stack_text(main_stack(), _folder())
         if last is None:
             return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
         age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
@@ -202,7 +202,7 @@ class Recorder:
         events = [event_of(entry) for entry in entries]
         groups = {
             info.group: info.members
-            for info in (told_of(entry) for entry in entries)
+            for info in (call_info_of(entry) for entry in entries)
             if info.members
         }
         return {
@@ -262,12 +262,12 @@ class Recorder:
                 EVIDENCE,
                 LostFile,
                 report_lost_file,
-                why_unwritten,
+                write_error_text,
             )
 
             origins = {self._trace: "SYNCVAR_TRACE", self._stats: "--stats"}
             path = os.path.join(folder, name)
-            report_lost_file(LostFile(path, origins.get(folder, EVIDENCE), why_unwritten(error)))
+            report_lost_file(LostFile(path, origins.get(folder, EVIDENCE), write_error_text(error)))
 
 
 def record_name(number: Any, generation: Any = 0) -> str:

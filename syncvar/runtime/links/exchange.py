@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_messages import Incoming, LinkRound, Prepared
+    from syncvar.algorithms.compile_messages import Incoming, LinkRound, LinkSchedule
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.transports.base import Frame
@@ -137,7 +137,7 @@ class LinkExchange:
         self._ahead: dict[int, list[Frame]] = {}
 
     @property
-    def is_told(self) -> bool:
+    def is_published(self) -> bool:
         """Whether a stage has begun: other ranks may have seen this rank in the call."""
         return self._stage >= 0
 
@@ -220,7 +220,7 @@ class LinkExchange:
 
     def run(
         self,
-        plan: Prepared,
+        plan: LinkSchedule,
         work: NDArray[Any],
         ufunc: Combiner | None = None,
         brought: NDArray[Any] | None = None,
@@ -229,10 +229,10 @@ class LinkExchange:
         scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
         if brought is not None:
-            if plan.apart is None:
+            if plan.in_place is None:
                 what = self._entry.info.what
                 raise InternalError(f"{what}: the schedule needs its input in the work buffer")
-            rounds, self._buffers = plan.apart, (work, scratch, brought)
+            rounds, self._buffers = plan.in_place, (work, scratch, brought)
         self._entry.stage(plan.algorithm, work.nbytes)
         self._stage += 1
         for self._round, one in enumerate(rounds):  # noqa: B020

@@ -93,16 +93,16 @@ class Flow:
     def use_up(self, frames: Iterable[Frame]) -> None:
         """Return credit for frames that will never be used."""
         for frame in frames:
-            if frame.header.kind != FrameType.KNOCK:
+            if frame.header.kind != FrameType.WAKE:
                 self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
 
-    def knock(self, operation: Request, peer: int) -> None:
+    def notify_waiting(self, operation: Request, peer: int) -> None:
         """Inform a rank that this rank waits for it in shared memory.
 
         A rank that does not poll would not notice.
         """
         header = pack_header(
-            FrameType.KNOCK,
+            FrameType.WAKE,
             self.rank,
             self.generation,
             operation.group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import build, build_all
-from syncvar.algorithms.compile_messages import Prepared, prepare
+from syncvar.algorithms.compile_messages import LinkSchedule, compile_for_links
 from syncvar.algorithms.hierarchical import COMPOSED, stages
 from syncvar.algorithms.selection import choose, suited
 from syncvar.runtime.programs.round_runner import prepare_published
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.programs.round_runner import Published
 
 _PLANS_MAX = 512
-_IDLE = Prepared((), 0, 0, "idle")
+_IDLE = LinkSchedule((), 0, 0, "idle")
 
 
 class _Ready(NamedTuple):
@@ -28,7 +28,7 @@ class _Ready(NamedTuple):
 
     start: int
     stop: int
-    plan: Prepared | Published | None
+    plan: LinkSchedule | Published | None
 
 
 class PreparedStages(NamedTuple):
@@ -70,7 +70,7 @@ class Planner:
         self._rank = -1 if rank is None else rank
         self._is_shared = is_shared
         self._host_sizes = host_sizes
-        self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}
+        self._plans: dict[tuple[Any, ...], LinkSchedule | Published | PreparedStages] = {}
 
     def __call__(
         self,
@@ -81,7 +81,7 @@ class Planner:
         root: int = 0,
         reproducible: bool = False,
         algorithm: str | None = None,
-    ) -> Prepared | Published | PreparedStages:
+    ) -> LinkSchedule | Published | PreparedStages:
         """Choose an algorithm and return this rank's compiled schedule, from the cache if possible.
 
         Args:
@@ -116,7 +116,7 @@ class Planner:
         algorithm: str | None,
         *,
         reproducible: bool,
-    ) -> Prepared | Published | PreparedStages:
+    ) -> LinkSchedule | Published | PreparedStages:
         rank, size = self._rank, self._size
         sizes: dict[str, Any] = {"count": counts}
         total: Any = counts
@@ -155,18 +155,20 @@ class Planner:
             return prepare_published(
                 build_all(collective, chosen, size, root=root, **sizes), rank, root
             )
-        return prepare(build(collective, chosen, rank, size, root=root, **sizes), self._members)
+        return compile_for_links(
+            build(collective, chosen, rank, size, root=root, **sizes), self._members
+        )
 
 
 def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:
     """Compile the stages of this rank; `members` are the world ranks of the group."""
     compiled = []
     for part in parts:
-        plan: Prepared | Published | None = None
+        plan: LinkSchedule | Published | None = None
         if part.plan is not None and part.on_host:
             plan = prepare_published(part.plans, part.plan.rank)
         elif part.plan is not None:
-            plan = prepare(part.plan, [members[rank] for rank in part.members])
+            plan = compile_for_links(part.plan, [members[rank] for rank in part.members])
         elif not part.on_host:
             # stages between hosts are numbered in frames, so idle ranks count them too
             plan = _IDLE

@@ -19,7 +19,7 @@ from syncvar.core.errors import SyncvarError
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p.message_requests import WAY, Sending
-from syncvar.shm.message_ring import what_of
+from syncvar.shm.message_ring import array_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +170,7 @@ class P2PChannel:
                 if not is_accepted:
                     return False
                 count.next_call = count.number = stream.next_call = call + 1
-                is_over = not waits or outward.is_taken_soon(number)
+                is_over = not waits or outward.is_read_soon(number)
                 if is_over:
                     stream.recorder.add((sort.info, call, begin, monotonic_ns(), get_ident()))
                 self._keep((array.dtype, array.shape, kind), sort)
@@ -179,7 +179,7 @@ class P2PChannel:
                 )
             except BaseException as error:  # the other rank may or may not have the message
                 if number:
-                    outward.give_up(number)
+                    outward.cancel(number)
                 stream.interrupt(call, begin, error)
                 raise
             if operation is not None:
@@ -197,7 +197,7 @@ class P2PChannel:
             return sort
         stream, (label, dtype) = self.stream, words()
         info = CallInfo(label, stream.identity, stream.members, 0, array.nbytes, WAY)
-        return MessageType(what_of(kind, dtype, array.ndim), info, array.dtype.kind in _EXPORTED)
+        return MessageType(array_code(kind, dtype, array.ndim), info, array.dtype.kind in _EXPORTED)
 
     def take(
         self,
@@ -296,7 +296,7 @@ class P2PChannel:
         key = message.dtype, message.shape, kind
         found = self._sorts.get(key)
         if found is None:
-            what = what_of(kind, dtype_index(message.dtype), message.ndim)
+            what = array_code(kind, dtype_index(message.dtype), message.ndim)
             found = MessageType(what, self._call_info(request, message.nbytes), is_buffer=False)
         self._keep(key, found)
         return found
@@ -312,7 +312,7 @@ class P2PChannel:
         if kind != self._array or stream.engine is None or end is None:
             return
         if self.native is None:
-            self.native = end.native_end(
+            self.native = end.native_endpoint(
                 stream.identity,
                 self._context.config.eager_bytes,
                 count=stream.count,
@@ -352,7 +352,7 @@ class P2PChannel:
             )
         except BaseException as why:
             if isinstance(end, SendEndpoint):
-                end.give_up(number)
+                end.cancel(number)
             stream.interrupt(call, begin, why)
             raise
         return engine.take_over(operation, None)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.shm.message_ring import RingEntry, RingReader, RingWriter
-    from syncvar.shm.ring_table import Boxes
+    from syncvar.shm.ring_table import RingTable
 
     Key = tuple[int, int]  # (identity of the pair's calls, call number)
     # (kind, dtype, shape) -> buffer for a message.
@@ -48,7 +48,7 @@ class EndpointTable:
             links.
     """
 
-    def __init__(self, boxes: Boxes, engine: ProgressEngine, kept_nbytes_max: int) -> None:
+    def __init__(self, boxes: RingTable, engine: ProgressEngine, kept_nbytes_max: int) -> None:
         self._boxes = boxes
         self._engine = engine
         self._unexpected_nbytes_max = kept_nbytes_max
@@ -84,7 +84,7 @@ class SendEndpoint:
             uses a link.
     """
 
-    def __init__(self, boxes: Boxes, dest: int) -> None:
+    def __init__(self, boxes: RingTable, dest: int) -> None:
         self.dest = dest
         self.lock = threading.Lock()
         self.shm = boxes.channels.shm
@@ -155,7 +155,7 @@ class SendEndpoint:
         finally:
             self.lock.release()
 
-    def is_taken_soon(self, number: int) -> bool:
+    def is_read_soon(self, number: int) -> bool:
         """Spin for a short while; return whether a long message has been read."""
         ring = self.box()
         return (
@@ -164,21 +164,21 @@ class SendEndpoint:
             and ring.answer(number) == 2
         )
 
-    def give_up(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Withdraw a long message."""
         ring = self.box()
         if ring is not None:
-            ring.give_up(number)
+            ring.cancel(number)
 
-    def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C endpoint, or None; see `Boxes.native_end`."""
+    def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
+        """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
         if self._ring is None:
             return None
-        return self._boxes.native_end(
+        return self._boxes.native_endpoint(
             self._ring, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects
         )
 
-    def tell_link(self) -> None:
+    def announce_link(self) -> None:
         """Announce, as the driver, that a message goes over a link.
 
         So the receiver does not poll the ring for it. A signal handler may have interrupted this
@@ -219,7 +219,7 @@ class RecvEndpoint:
     """
 
     def __init__(
-        self, boxes: Boxes, source: int, kept_nbytes_max: int, following: Callable[[int], int]
+        self, boxes: RingTable, source: int, kept_nbytes_max: int, following: Callable[[int], int]
     ) -> None:
         self.source = source
         self.lock = threading.Lock()
@@ -239,7 +239,7 @@ class RecvEndpoint:
         self._reach: Any = False  # False: not known yet; None: impossible
 
     @property
-    def has_no_box(self) -> bool:
+    def is_without_ring(self) -> bool:
         """Whether all messages from this rank come over links."""
         return self._ring is None and self._boxes.has_none(self.source)
 
@@ -247,13 +247,13 @@ class RecvEndpoint:
     def may_look(self) -> bool:
         """Whether spinning can end a wait: no announced message is known to come over a link."""
         ring = self._ring
-        return ring.by_link <= self.links if ring is not None else not self.has_no_box
+        return ring.by_link <= self.links if ring is not None else not self.is_without_ring
 
-    def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C endpoint, or None; see `Boxes.native_end`."""
+    def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
+        """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
         if self._ring is None:
             return None
-        return self._boxes.native_end(
+        return self._boxes.native_endpoint(
             self._ring,
             self.source,
             identity,
@@ -274,7 +274,7 @@ class RecvEndpoint:
             return False
         ring = self._ring
         return (
-            self._wait((self._boxes.comes_at(self.source),), 1)
+            self._wait((self._boxes.appears_word(self.source),), 1)
             if ring is None
             else self._wait((ring.news_at,), self.seen + 1)
         )
@@ -367,7 +367,7 @@ class RecvEndpoint:
         # number grows.
         if entry.call < self._following(entry.stream) and key not in self.expected:
             return  # its receive has failed
-        if entry.form == Form.TOLD:
+        if entry.form == Form.ADDRESS:
             self._unexpected[key] = entry
             return
         message = np.empty(entry.shape, dtype_from_index(entry.dtype))
@@ -408,7 +408,7 @@ class RecvEndpoint:
         """
         ring = self._ring
         assert ring is not None
-        if ring.was_given_up(entry.number):
+        if ring.is_cancelled(entry.number):
             return None
         if entry.offset:
             created = self._landed(entry, landing, ring.resident(entry.offset - 1, entry.nbytes))
@@ -423,12 +423,12 @@ class RecvEndpoint:
             try:
                 is_alive = self._reach.read(0, entry.place, created)
             except SyncvarError:
-                if ring.was_given_up(entry.number):
+                if ring.is_cancelled(entry.number):
                     return None
                 raise
             if not is_alive:
                 return None
-        if ring.was_given_up(entry.number):
+        if ring.is_cancelled(entry.number):
             return None
         ring.taken(entry.number)
         return entry.kind, created

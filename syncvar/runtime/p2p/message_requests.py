@@ -69,7 +69,7 @@ class Sending:
         return self._number != 0
 
     @property
-    def is_told(self) -> bool:
+    def is_published(self) -> bool:
         """Whether the receiver may have seen the message."""
         return self._number != 0
 
@@ -95,7 +95,7 @@ class Sending:
         finally:
             outward.lock.release()
         if self._sent_nbytes == nbytes:
-            ring.give_up(self._number)  # its number becomes free
+            ring.cancel(self._number)  # its number becomes free
         return self._sent_nbytes == nbytes
 
     def look(self) -> bool:
@@ -111,14 +111,14 @@ class Sending:
     def abandon(self) -> None:
         """Withdraw the message of a failed call."""
         if self._number:
-            self._outward.give_up(self._number)
+            self._outward.cancel(self._number)
 
     def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             try:
                 goes_by_link = not self._number and not self._put()
                 if goes_by_link:
-                    self._outward.tell_link()
+                    self._outward.announce_link()
             except SyncvarError as error:  # an error of this message only
                 raise BodyError(error) from error
             if goes_by_link:
@@ -177,10 +177,10 @@ class Receiving:
     @property
     def needs_looks(self) -> bool:
         """Whether the message may come through the ring, which needs polling."""
-        return not self._inward.has_no_box
+        return not self._inward.is_without_ring
 
     @property
-    def is_told(self) -> bool:
+    def is_published(self) -> bool:
         """Return False: the sender does not see that this rank waits."""
         return False
 

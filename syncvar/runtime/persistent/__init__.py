@@ -1,1 +1,1 @@
-"""Persistent calls: build the parts of a call that repeat once, then run the call many times."""
+"""Persistent calls: what repeats in a call is done once, then the call is run many times."""

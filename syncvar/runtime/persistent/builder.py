@@ -18,7 +18,7 @@ from syncvar._native import slot_call
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_sites import site_of
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.runtime.programs.program_runner import DISAGREE
 from syncvar.runtime.programs.shm_reduce import is_separate
 from syncvar.runtime.request import Request
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from syncvar.core.pytree import PyTree
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.progress import ProgressEngine
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
     CallLabel = tuple[str, int]  # text and fingerprint of a call
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
@@ -77,7 +77,7 @@ class PersistentCallBuilder(NamedTuple):
     """Builds persistent calls, in Python and in C, and lets the engine continue them."""
 
     communicator: Communicator
-    channel: Channel
+    channel: GroupChannel
     engine: ProgressEngine
     told: CallInfo
 
@@ -124,7 +124,7 @@ class PersistentCallBuilder(NamedTuple):
                 while spinning. It returns (result, None, 0, None), or (_, steps, need, held) for
                 the engine: remaining steps, the publication to wait for first, and objects to keep
                     alive.
-            notes: Report the duration of waits, from which `crowd` detects contention for the GIL.
+            notes: Report the duration of waits, from which `gil_monitor` detects contention for the GIL.
         """
         communicator, channel, engine, told = self
         queue, busy, digest = channel.queue, communicator.busy, told.fingerprint
@@ -167,7 +167,7 @@ class PersistentCallBuilder(NamedTuple):
                     number, begin, steps, need, held, timeout=timeout
                 )
                 if notes:
-                    crowd.note((clock() - begin) / 1e9, told.nbytes)
+                    gil_monitor.note((clock() - begin) / 1e9, told.nbytes)
                 return made
 
         return call
@@ -206,13 +206,13 @@ class PersistentCallBuilder(NamedTuple):
             leaves: Example arrays of a call with several arrays, which are tuples within a call.
             kinds: Their dtypes; the vector then is bytes, or the long arrays of the first kind.
             copies: `input_form` and `output_form`; copies `puts`, `takes` and `terms`: (from, to,
-                nbytes, rank); `ring`; `parts`; `reads`; `crowd` of a long vector; `everyone`, False
+                nbytes, rank); `ring`; `parts`; `reads`; `gil_monitor` of a long vector; `everyone`, False
                 if not all ranks get all of it; `half`, the half type that is float32 in slots.
         """
         if not self.channel.is_native:
             return None
         layout: dict[str, Any] = {
-            "crowd": None,
+            "gil_monitor": None,
             "puts": (),
             "takes": (),
             "terms": (),
@@ -230,8 +230,8 @@ class PersistentCallBuilder(NamedTuple):
             made = self.with_label(label).continue_in_engine(
                 number, begin, steps, self.channel.last, timeout=timeout
             )
-            if layout["crowd"] is not None:
-                crowd.note((monotonic_ns() - begin) / 1e9, self.told.nbytes)
+            if layout["gil_monitor"] is not None:
+                gil_monitor.note((monotonic_ns() - begin) / 1e9, self.told.nbytes)
             return made
 
         def interrupt(
@@ -319,7 +319,7 @@ class PersistentCallBuilder(NamedTuple):
             begun=self.engine.begun,
             work=Work,
             adopt=None if steps is None else adopt,
-            crowd=layout["crowd"],
+            gil_monitor=layout["gil_monitor"],
             nothing=nothing,
         )
         return made
@@ -331,9 +331,9 @@ class PersistentCallBuilder(NamedTuple):
         self.engine.interrupted(operation, error)
 
 
-def run_while_spinning(channel: Channel, steps: Iterable[int], number: int) -> int | None:
+def run_while_spinning(channel: GroupChannel, steps: Iterable[int], number: int) -> int | None:
     """Run steps while spinning; return the publication to wait for, or None at the end."""
-    wait = channel.hold if crowd.holds() else channel.wait
+    wait = channel.hold if gil_monitor.holds() else channel.wait
     others, limit = channel.others, (number << 1) + 4
     with quiet():  # overflow gives infinity, on all ranks
         for need in steps:

@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from syncvar._native.constants import KINDS_MAX
 from syncvar.core.pytree import PyTree
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.runtime.persistent.builder import DtypeGroup, builder_for
 from syncvar.runtime.persistent.persistent_reduce import OutputSpec, has_segments, reducing, then
 from syncvar.runtime.programs.arithmetic import HALVES
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
 
 def prepare_kinds(
@@ -194,7 +194,7 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         return several.prepared_by(x, out) if has_segments(channel) else None
 
     def reduce(
-        channel: Channel, opening: tuple[int, int], vectors: list[ReduceBuffers]
+        channel: GroupChannel, opening: tuple[int, int], vectors: list[ReduceBuffers]
     ) -> Generator[int, None, bool]:
         return reduce_shared(channel, opening, vectors[0], vectors[1:])
 
@@ -233,7 +233,7 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         later,
         input_form=form,
         output_form=form,
-        crowd=crowd,
+        gil_monitor=gil_monitor,
         leaves=leaves,
         kinds=several.build_native(1),
     )

@@ -15,7 +15,7 @@ from syncvar.algorithms.reproducible import tree_order
 from syncvar.core.errors import SyncvarError
 from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import quiet_caller, reduction
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.runtime.persistent.builder import builder_for, run_while_spinning
 from syncvar.runtime.programs.arithmetic import HALVES, store_parts
 from syncvar.runtime.programs.block_transfer import NOTHING
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
     # Left operand, right operand, room; None stands for the array of the result.
     Levels = list[tuple[Any, Any, Any]]
@@ -308,7 +308,7 @@ def _small(
 
 
 def _levels(
-    channel: Channel,
+    channel: GroupChannel,
     side: int,
     terms: list[NDArray[Any]],
     shape: tuple[int, ...],
@@ -343,7 +343,7 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     held: list[Any] = list(terms)
     order = list(tree_order(0, len(terms)))
     # NumPy rounds an in-place product of one complex number differently.
-    is_apart = prod(shape) == 1 and dtype.kind == "c"
+    is_replica_local = prod(shape) == 1 and dtype.kind == "c"
     for left, right in order:
         room = (
             None
@@ -352,7 +352,7 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
             if held[left] is not terms[left]
             else np.empty(shape, dtype)
         )
-        if is_apart and (left, right) != order[-1]:
+        if is_replica_local and (left, right) != order[-1]:
             room = np.empty(shape, dtype)
         steps.append((held[left], held[right], room))
         held[left] = room
@@ -454,7 +454,7 @@ def _long(
         later,
         input_form=(kind, shape),
         output_form=made,
-        crowd=crowd,
+        gil_monitor=gil_monitor,
         everyone=ends == EVERYWHERE,
         nothing=nothing,
     )
@@ -466,7 +466,7 @@ def _long(
 
 def reducing(
     ground: PersistentCallBuilder,
-    reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]],
+    reduce: Callable[[GroupChannel, tuple[int, int], Any], Iterator[int]],
     arrays_of: Callable[[Any, Any], tuple[Any, Any] | None],
     output_spec: OutputSpec,
 ) -> PreparedCall:
@@ -484,7 +484,7 @@ def reducing(
     return ground.build_python(arrays_of, attempt, notes=True)
 
 
-def has_segments(channel: Channel) -> bool:
+def has_segments(channel: GroupChannel) -> bool:
     """Return whether there is memory for cells; the slow path reports why not."""
     try:
         channel.reserve_segments()

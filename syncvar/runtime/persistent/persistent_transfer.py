@@ -11,7 +11,7 @@ import numpy as np
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.flight_recorder.call_record import UNRECORDED
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.runtime.persistent.builder import (
     PersistentCallBuilder,
     builder_for,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import CollectiveSpec, Communicator, PreparedCall
     from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.request import Stage
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
     Front = Callable[[NDArray[Any], Any], Blocks | None]
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
@@ -175,7 +175,12 @@ def _build_native(
             return None
         puts = tuple([(start, 0, 0, channel.rank) for start in sources[: len(blocks.outgoing)]])
         native: Any = ground.build_native(
-            call, later, puts=puts, crowd=crowd, reads=layout.is_read(channel), **like_all
+            call,
+            later,
+            puts=puts,
+            gil_monitor=gil_monitor,
+            reads=layout.is_read(channel),
+            **like_all,
         )
         starts = (
             tuple([start // layout.dtype.itemsize for start in sources]),
@@ -218,7 +223,7 @@ class _SmallBlocks:
 
     __slots__ = ("_channel", "_checks", "_layout", "_mine", "_theirs")
 
-    def __init__(self, channel: Channel, layout: TransferLayout) -> None:
+    def __init__(self, channel: GroupChannel, layout: TransferLayout) -> None:
         shape, dtype, count = layout.shape, layout.dtype, layout.elements
         self._channel, self._layout = channel, layout
 

@@ -1,1 +1,1 @@
-"""Compile calls into programs over shared memory, and run them in Python or in C."""
+"""Compile a collective in shared memory to four instructions, and run it."""

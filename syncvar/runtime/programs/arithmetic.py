@@ -21,7 +21,7 @@ from syncvar._native import program as native_program
 from syncvar._native.constants import HalfType
 from syncvar.algorithms.reproducible import tree_order
 from syncvar.core.errors import InternalError
-from syncvar.runtime.gil_contention import PIECE, crowd, ufunc_holding
+from syncvar.runtime.gil_contention import PIECE, gil_monitor, ufunc_holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ def _suits_native(how: Arithmetic) -> bool:
 
 def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
     """Return a function that combines terms into an array, and divides."""
-    ufunc, divisor, hold = how.ufunc, how.divisor, crowd.holds()
+    ufunc, divisor, hold = how.ufunc, how.divisor, gil_monitor.holds()
     if ufunc is None:
         return _fold_nothing
     if how.wire != how.accumulate:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.programs.instructions import CompiledProgram
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
     Starts = tuple[tuple[int, ...], tuple[int, ...]]
     from syncvar.core.reduce_ops import Combiner
@@ -136,11 +136,11 @@ class TransferLayout(NamedTuple):
         """Whether the blocks of a rank fit into its small slot."""
         return self.nbytes <= SMALL_BYTES
 
-    def goes_by_slots(self, channel: Channel) -> bool:
+    def goes_by_slots(self, channel: GroupChannel) -> bool:
         """Return whether the blocks of a rank go into its small slot."""
         return fits_slots(self.nbytes, are_native=channel.are_native)
 
-    def is_read(self, channel: Channel) -> bool:
+    def is_read(self, channel: GroupChannel) -> bool:
         """Return whether long blocks are read from the memory of their ranks."""
         if channel.reach is None or self.ufunc is not None:
             return False
@@ -158,7 +158,7 @@ class TransferLayout(NamedTuple):
 
     def code(
         self,
-        channel: Channel,
+        channel: GroupChannel,
         blocks: Blocks,
         way: TransferPath,
         starts: Starts | None = None,
@@ -244,7 +244,9 @@ _READS, _RESIDENT, _LOCATED = map(int, BlockOffer)
 _OFFER = _READS | _RESIDENT | _LOCATED
 
 
-def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) -> Iterator[int]:
+def move_shared(
+    channel: GroupChannel, opening: tuple[int, int], movement: Movement
+) -> Iterator[int]:
     """Publish and take blocks; yield the publications to wait for, and set `movement.is_done`.
 
     `opening` is (call, check) of the call, which has published nothing yet.
@@ -260,7 +262,7 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
 
 
 def move_published(
-    channel: Channel, check: int, movement: Movement, run: Iterator[int] | None
+    channel: GroupChannel, check: int, movement: Movement, run: Iterator[int] | None
 ) -> Iterator[int]:
     """Continue a call of long blocks that the C extension has published, and perhaps begun."""
     mark = channel.arrays()[1][channel.rank]
@@ -269,7 +271,9 @@ def move_published(
             yield channel.last
             yield from take_blocks(channel, check, movement)
             return
-        told = ((peer, channel.told_place(peer, place)) for peer, place in movement.layout.takes)
+        told = (
+            (peer, channel.block_location(peer, place)) for peer, place in movement.layout.takes
+        )
         yield from reading(channel, run, ((peer, place) for peer, place in told if place & ADDRESS))
         movement.is_done = True
     except BaseException:
@@ -277,7 +281,7 @@ def move_published(
         raise
 
 
-def _keep_published(channel: Channel, check: int, movement: Movement, mark: int) -> None:
+def _keep_published(channel: GroupChannel, check: int, movement: Movement, mark: int) -> None:
     is_refused = channel.is_reached(channel.last) and channel.disagreeing(
         movement.layout.check_of(check)
     )
@@ -286,7 +290,7 @@ def _keep_published(channel: Channel, check: int, movement: Movement, mark: int)
 
 
 def add_native_programs(
-    channel: Channel, layout: TransferLayout, blocks: Blocks, starts: Starts, native: Any
+    channel: GroupChannel, layout: TransferLayout, blocks: Blocks, starts: Starts, native: Any
 ) -> bool:
     """Give the C extension the programs of a call of long blocks; return whether it takes them.
 
@@ -303,7 +307,7 @@ def add_native_programs(
     return True
 
 
-def _put_blocks(channel: Channel, movement: Movement) -> int:
+def _put_blocks(channel: GroupChannel, movement: Movement) -> int:
     """Write the blocks that go with phase 0; return the mark that is published with it."""
     layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
@@ -322,7 +326,7 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
     return side << 3 | offer
 
 
-def _tell(channel: Channel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]) -> int:
+def _tell(channel: GroupChannel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]) -> int:
     """Publish the locations of blocks, if others can read them; return the offer, 0 for cells."""
     offer = _OFFER if layout.is_read(channel) else _RESIDENT | _LOCATED
     places = []
@@ -335,11 +339,11 @@ def _tell(channel: Channel, layout: TransferLayout, blocks: Sequence[NDArray[Any
         if offer == _LOCATED:
             return 0
         places.append(place)
-    channel.tell_places(places)
+    channel.publish_locations(places)
     return offer if places else offer & ~_LOCATED
 
 
-def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[int]:
+def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterator[int]:
     """Take this rank's blocks after phase 0 of all ranks; write and publish the rest."""
     layout, blocks = movement.layout, movement.blocks
     sources, marks = channel.arrays()
@@ -366,7 +370,7 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side
 
     def location_of(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
-        told = channel.told_place(rank, place)
+        told = channel.block_location(rank, place)
         return RemoteRef(rank, told, layout.dtype) if told & ADDRESS else ShmRef(told, layout.dtype)
 
     yield from run_code(channel, code, layout.how, movement.arrays, sides, location_of=location_of)

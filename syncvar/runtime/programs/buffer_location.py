@@ -6,7 +6,7 @@ process with the bit `ADDRESS`. None: others cannot read the array, so its rank 
 
 Invariant: a published array must neither change nor be freed before all ranks have published that
 they are done with it. A rank that leaves such a call early keeps the array forever
-(`Channel.keep`).
+(`GroupChannel.keep`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from syncvar.core.errors import InternalError, SyncvarError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
 
 class ShmRef(NamedTuple):
@@ -48,7 +48,7 @@ class UnknownRef(Exception):  # noqa: N818  (no error: the launcher will report 
     """The process whose memory is read has ended."""
 
 
-def place_of(channel: Channel, array: NDArray[Any]) -> int | None:
+def place_of(channel: GroupChannel, array: NDArray[Any]) -> int | None:
     """Return the location of an array that this rank keeps alive; None if others cannot read it."""
     offset = channel.shm.locate(array)
     if offset is not None:
@@ -69,7 +69,7 @@ def place_of(channel: Channel, array: NDArray[Any]) -> int | None:
     return ADDRESS | address
 
 
-def read(channel: Channel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
+def read(channel: GroupChannel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
     """Copy from the memory of another rank into a contiguous array, keeping the GIL if `hold`.
 
     Raises:

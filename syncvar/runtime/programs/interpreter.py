@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.gil_contention import Copier
     from syncvar.runtime.programs.instructions import CompiledProgram
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
 
 def opened(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
@@ -33,7 +33,7 @@ def opened(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier
 
 
 def interpret(
-    channel: Channel,
+    channel: GroupChannel,
     steps: Iterable[tuple[Any, ...]],
     memories: Sequence[NDArray[Any]],
     copy: Copier,

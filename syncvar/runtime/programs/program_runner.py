@@ -10,7 +10,7 @@ from syncvar._native import open_program, run
 from syncvar._native import program as native_program
 from syncvar._native.constants import PEER_ENDED, UNREAD, MemoryKind
 from syncvar.core.errors import InternalError
-from syncvar.runtime.gil_contention import copier, crowd
+from syncvar.runtime.gil_contention import copier, gil_monitor
 from syncvar.runtime.programs.arithmetic import folder, storer
 from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, UnknownRef, read
 from syncvar.runtime.programs.interpreter import interpret, opened
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.gil_contention import Copier
     from syncvar.runtime.programs.arithmetic import Arithmetic
     from syncvar.runtime.programs.instructions import CompiledProgram
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
     # Flat input and output arrays of a rank.
     Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"
@@ -34,7 +34,7 @@ DISAGREE = 0
 """Yielded when the ranks do not make the same call: only the launcher can end the wait."""
 
 
-def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:
+def settled(channel: GroupChannel, *, to_its_end: bool = True) -> Iterator[int]:
     """After an abandoned call, wait until the others are past what this rank has published.
 
     Args:
@@ -50,7 +50,7 @@ def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:
         channel.is_settled = True
 
 
-def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
+def agreed(channel: GroupChannel, check: int, reached: int) -> Iterator[int]:
     """Wait for phase 0 of all ranks, and compare the checks."""
     yield reached
     if channel.disagreeing(check):
@@ -73,7 +73,7 @@ _MISSING = object()
 
 
 def open_code(
-    channel: Channel,
+    channel: GroupChannel,
     code: CompiledProgram,
     how: Arithmetic,
     arrays: Arrays,
@@ -84,13 +84,13 @@ def open_code(
     found = _found(channel, code, how, arrays, channel.own_side(side), slots)
     native = _native(channel, code, how, found)
     if native is not None:
-        open_program(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
+        open_program(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
     elif code.opening:
         opened(code, _views(channel, code, found), copier())
 
 
 def run_code(
-    channel: Channel,
+    channel: GroupChannel,
     code: CompiledProgram,
     how: Arithmetic,
     arrays: Arrays,
@@ -113,7 +113,7 @@ def run_code(
     found = _found(channel, code, how, arrays, sides, slots, location_of)
     native = _native(channel, code, how, found)
     if native is not None:
-        steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
+        steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
         yield from reading(
             channel, steps, [(one.rank, one.place) for one in found if type(one) is RemoteRef]
         )
@@ -131,7 +131,7 @@ def run_code(
 
 
 def reading(
-    channel: Channel, steps: Iterable[int], places: Iterable[tuple[int, int]]
+    channel: GroupChannel, steps: Iterable[int], places: Iterable[tuple[int, int]]
 ) -> Iterator[int]:
     """Continue a run of the C extension; raise the error if reading another process failed."""
     for need in steps:
@@ -146,9 +146,9 @@ def reading(
         raise InternalError("reading the memory of another rank failed once, but works now")
 
 
-def _reading(channel: Channel, store: Copier) -> Copier:
+def _reading(channel: GroupChannel, store: Copier) -> Copier:
     """Return a store that also reads from other processes; it may raise `UnknownRef`."""
-    hold = crowd.holds()
+    hold = gil_monitor.holds()
 
     def stored(target: NDArray[Any], value: Any) -> None:
         if type(value) is RemoteRef:
@@ -160,7 +160,7 @@ def _reading(channel: Channel, store: Copier) -> Copier:
 
 
 def _found(
-    channel: Channel,
+    channel: GroupChannel,
     code: CompiledProgram,
     how: Arithmetic,
     arrays: Arrays,
@@ -194,7 +194,7 @@ _FOUND_MAX = 1024
 
 
 def _found_shared(
-    channel: Channel,
+    channel: GroupChannel,
     code: CompiledProgram,
     sides: tuple[int, ...],
     dtype: np.dtype[Any],
@@ -218,7 +218,9 @@ def _found_shared(
     return found
 
 
-def _native(channel: Channel, code: CompiledProgram, how: Arithmetic, found: Sequence[Any]) -> Any:
+def _native(
+    channel: GroupChannel, code: CompiledProgram, how: Arithmetic, found: Sequence[Any]
+) -> Any:
     """Return the program for the C extension; None if it cannot run these arrays."""
     if not channel.is_native:
         return None
@@ -231,7 +233,7 @@ def _native(channel: Channel, code: CompiledProgram, how: Arithmetic, found: Seq
     return native_of(code, how)
 
 
-def _views(channel: Channel, code: CompiledProgram, found: Sequence[Any]) -> list[Any]:
+def _views(channel: GroupChannel, code: CompiledProgram, found: Sequence[Any]) -> list[Any]:
     return [
         channel.resident(one.offset, count, one.dtype)
         if isinstance(one, ShmRef)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Schedule
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.programs.instructions import CompiledProgram
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
 
 class Published(NamedTuple):
@@ -73,7 +73,7 @@ def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = N
 
 
 def run_rounds(
-    channel: Channel,
+    channel: GroupChannel,
     opening: tuple[int, int] | None,
     plan: Published,
     work: NDArray[Any],

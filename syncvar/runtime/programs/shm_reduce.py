@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.programs.instructions import CompiledProgram
-    from syncvar.shm.group_channel import Channel
+    from syncvar.shm.group_channel import GroupChannel
 
 # Published words; no array has one of these offsets, where shared memory has its header.
 _NOWHERE = 0
@@ -125,7 +125,7 @@ class ReduceBuffers(NamedTuple):
             targets=[self.targets[place] for place in places],
         )
 
-    def told(self, channel: Channel, side: int) -> tuple[int, int]:
+    def told(self, channel: GroupChannel, side: int) -> tuple[int, int]:
         """Return the words that publish the locations of the arrays; copies go to cells of `side`.
 
         Only `BufferLocations.from_words` may read such a word: it is not an offset.
@@ -185,7 +185,7 @@ def _are_known(places: Sequence[int]) -> bool:
 
 
 def reduce_shared(
-    channel: Channel,
+    channel: GroupChannel,
     opening: tuple[int, int] | None,
     vector: ReduceBuffers,
     riders: Sequence[ReduceBuffers] = (),
@@ -220,7 +220,7 @@ def reduce_shared(
 
 
 def _reduce_located(
-    channel: Channel, vector: ReduceBuffers, native: Any = None
+    channel: GroupChannel, vector: ReduceBuffers, native: Any = None
 ) -> Generator[int, None, bool]:
     """Continue after all ranks have published locations; show C this placement."""
     placed = BufferLocations.from_words(*channel.arrays())
@@ -231,7 +231,7 @@ def _reduce_located(
     return (yield from _reduce_with_locations(channel, vector, placed))
 
 
-def _reduce_later(channel: Channel, vector: ReduceBuffers) -> Generator[int, None, bool]:
+def _reduce_later(channel: GroupChannel, vector: ReduceBuffers) -> Generator[int, None, bool]:
     """Reduce a vector after phase 0: long arrays one by one in place, the rest together."""
     sides = (channel.next_parity(),) * channel.size
     alone, joined = _divided(vector.counts, vector.how.accumulate.itemsize)
@@ -260,7 +260,7 @@ def is_separate(array: NDArray[Any]) -> bool:
 
 
 def _reduce_separately(
-    channel: Channel, several: ReduceBuffers
+    channel: GroupChannel, several: ReduceBuffers
 ) -> Generator[int, None, tuple[int, ...]]:
     """Reduce long arrays one after another; return the side of each rank's next segment."""
     rank, size = channel.rank, channel.size
@@ -287,7 +287,7 @@ def _reduce_separately(
 
 
 def reduce_published(
-    channel: Channel,
+    channel: GroupChannel,
     check: int,
     vector: ReduceBuffers,
     native: Any,
@@ -300,7 +300,7 @@ def reduce_published(
 
 
 def add_native_program(
-    channel: Channel, vector: ReduceBuffers, places: BufferPlacement, native: Any
+    channel: GroupChannel, vector: ReduceBuffers, places: BufferPlacement, native: Any
 ) -> None:
     """Give the C extension the program of a call for a placement of vectors."""
     code = _code(channel, vector, places)
@@ -310,7 +310,7 @@ def add_native_program(
     native.learn(sources, places.into_all, places.by_owners, last_side, program)
 
 
-def _write_first(channel: Channel, vector: ReduceBuffers, side: int) -> None:
+def _write_first(channel: GroupChannel, vector: ReduceBuffers, side: int) -> None:
     """Write the first cells of a vector."""
     code = _code(channel, vector, _NOWHERE_ELSE)
     open_code(channel, code, vector.how, vector[:2], side)
@@ -322,7 +322,7 @@ _NOWHERE_ELSE = BufferPlacement()
 
 
 def _reduce_with_locations(
-    channel: Channel, vector: ReduceBuffers, placed: BufferLocations, *, goes_on: bool = False
+    channel: GroupChannel, vector: ReduceBuffers, placed: BufferLocations, *, goes_on: bool = False
 ) -> Generator[int, None, bool]:
     """Combine a vector after all ranks know all locations; yield the publications to wait for.
 
@@ -343,7 +343,7 @@ def _reduce_with_locations(
     return code.is_read
 
 
-def _code(channel: Channel, vector: ReduceBuffers, places: BufferPlacement) -> CompiledProgram:
+def _code(channel: GroupChannel, vector: ReduceBuffers, places: BufferPlacement) -> CompiledProgram:
     wire, is_everywhere = vector.how.wire, vector.ends == EVERYWHERE
     places = places._replace(
         into_all=places.into_all and is_everywhere,
@@ -411,7 +411,7 @@ def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
 
 
 def reduce_small(
-    channel: Channel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
+    channel: GroupChannel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
 ) -> Iterator[int]:
     """Combine small vectors of all ranks in one slot: a whole call, see `reduce_shared`."""
     call, check = opening
@@ -420,7 +420,7 @@ def reduce_small(
     yield from combine_small(channel, vectors, places_of([vector.nbytes for vector in vectors])[1])
 
 
-def _put_small(channel: Channel, vectors: Sequence[ReduceBuffers]) -> None:
+def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
     """Write small vectors into the slot that this rank publishes next."""
     side = channel.side ^ 1
     own, (starts, _) = (
@@ -433,7 +433,7 @@ def _put_small(channel: Channel, vectors: Sequence[ReduceBuffers]) -> None:
 
 
 def combine_small(
-    channel: Channel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
+    channel: GroupChannel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
 ) -> Iterator[int]:
     """Combine small vectors after all ranks have written theirs.
 
@@ -447,7 +447,9 @@ def combine_small(
         )
 
 
-def _code_of_small(channel: Channel, vector: ReduceBuffers) -> tuple[CompiledProgram, Arithmetic]:
+def _code_of_small(
+    channel: GroupChannel, vector: ReduceBuffers
+) -> tuple[CompiledProgram, Arithmetic]:
     how = vector.how._replace(wire=vector.how.accumulate)  # halves would save nothing in slots
     rank, size, counts = channel.rank, channel.size, vector.counts
     places = BufferPlacement(makes_first=_makes_first(vector, how.wire))
