@@ -139,6 +139,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from syncvar.bootstrap.launch_env.detection import started_with_others, wants_world_of_one
     from syncvar.core.settings import doubtful_variables
     from syncvar_launcher.job.job import Job
+    from syncvar_launcher.job.job_runner import run_job
     from syncvar_launcher.job.resource_limits import check_limits
     from syncvar_launcher.options.forwarded_signals import parse_signals
 
@@ -197,7 +198,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     clock.enter("looks for cores, and for the limits of the system")
     job = Job(chosen, arguments, os.environ)
     check_limits(chosen)
-    return job.run(ahead)
+    return run_job(job, ahead)
 
 
 def _end(number: int, _frame: object) -> None:

@@ -1,7 +1,7 @@
 """Synchronized variables over real processes.
 
-`import syncvar as sv`, then start the script with `syncvar-launch --workers N script.py`. Names are loaded when they
-are first used, so that importing the package costs next to nothing.
+`import syncvar as sv`, then start the script with `syncvar-launch --workers N script.py`.
+A name is loaded when it is first used, so importing the package is cheap.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether a module of this package is asked for before it is imported, as `from syncvar import testing` does."""
+    """Return whether a name is a module not imported yet, as in `from syncvar import data`."""
     return any(
         os.path.exists(os.path.join(folder, name + ending))
         for folder in __path__

@@ -18,6 +18,7 @@ from syncvar_launcher.hosts.staging import collect_files
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
+from syncvar_launcher.job.job_runner import run_job
 from syncvar_launcher.job.resource_limits import LimitTooLow
 from syncvar_launcher.local.start_method import ON_HOSTS
 from syncvar_launcher.options.launch_options import check_debugged
@@ -46,12 +47,8 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
         workers = sum(one.workers for one in host_group.sites)
         shown_ranks(chosen.output.selection, workers)
         check_debugged(chosen.ranks.debug, workers)
-        host_group.exit_code = Job(
-            chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1)),
-            arguments,
-            os.environ,
-            host_group,
-        ).run()
+        final = chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1))
+        host_group.exit_code = run_job(Job(final, arguments, os.environ, host_group))
         return host_group.exit_code
 
 

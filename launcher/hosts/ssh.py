@@ -6,11 +6,13 @@ settings of ssh stay in force: nothing weakens the check of host keys, and nothi
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
-from syncvar_launcher.hosts.install_hint import describe_installation
+import syncvar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,3 +168,41 @@ def ssh_error_text(
     return f"{who} ended with {status}" + (
         f": {' | '.join(last)}" if last else ", and said nothing"
     )
+
+
+def describe_installation(python: str, host: str) -> str:
+    """Return how to install the syncvar of this host for an interpreter of another one."""
+    return remedy(python, host, _origin())
+
+
+def remedy(python: str, host: str, origin: dict[str, Any]) -> str:
+    """Return the advice for a package from a given origin.
+
+    `origin` is pip's direct_url.json, or empty.
+
+    Example:
+        >>> words = remedy("python3", "n1", {"url": "file:///opt/syncvar", "dir_info": {}})
+        >>> words.removeprefix(f"install syncvar {syncvar.__version__} as on this host: ")
+        'copy /opt/syncvar to n1 and run there: python3 -m pip install /opt/syncvar'
+    """
+    begin = f"install syncvar {syncvar.__version__} as on this host: "
+    url = str(origin.get("url", ""))
+    source = origin.get("vcs_info")
+    if source:
+        place = f"{source['vcs']}+{url}@{source['commit_id']}"
+        return f"{begin}run on {host}: {python} -m pip install {shlex.quote(place)}"
+    if url.startswith("file:"):
+        path = shlex.quote(unquote(urlsplit(url).path))
+        return f"{begin}copy {path} to {host} and run there: {python} -m pip install {path}"
+    return f"{begin}copy its folder or wheel to {host} and run there: {python} -m pip install PATH"
+
+
+def _origin() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, distribution  # slow, and seldom needed
+
+    try:
+        text = distribution("syncvar").read_text("direct_url.json")
+        origin = json.loads(text or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        return {}
+    return origin if isinstance(origin, dict) else {}

@@ -9,12 +9,12 @@ O_NONBLOCK belongs to an open file, which we share with the shell and other prog
 terminal, so we never set it on an inherited descriptor. Each kind of outlet needs another way:
 
 pipe, terminal
-    We open it again through /proc, which makes an open file of our own. (`poll` alone is not
-    enough: a terminal with room for one byte is writable, and a write of two bytes blocks.) This
-    fails for the terminal of another user after `su` or in a container. Then /dev/tty serves if
-    that terminal controls us. Else each write follows a poll and has at most PIPE_BUF bytes, which
-    a writable pipe takes whole. That holds while no other program writes to the same pipe. Only
-    a terminal of another user that does not control us can still block.
+    We open it again through /proc, which makes an open file of our own. `poll` alone is not
+    enough: a terminal with room for one byte is writable, and a write of two bytes blocks there.
+    Opening fails for the terminal of another user after `su` or in a container. Then /dev/tty
+    serves if that terminal controls us. Else each write follows a poll and has at most PIPE_BUF
+    bytes, which a writable pipe takes whole. That holds while no other program writes to the same
+    pipe. Only a terminal of another user that does not control us can still block.
 socket
     Each send has the flag MSG_DONTWAIT.
 file, /dev/null and other devices

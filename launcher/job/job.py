@@ -1,12 +1,11 @@
 """One launch: what each worker gets, and the fork server.
 
-This module imports only what is needed before the fork server starts; `restart_loop` imports the
-rest.
+This module imports only what is needed before the fork server starts; `job_runner.run_job` imports
+the rest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ from syncvar.core.process_ids import (
 from syncvar_launcher.job.flight_records import FlightRecords
 from syncvar_launcher.job.lost_files import LostFiles
 from syncvar_launcher.job.resource_limits import cannot_start
-from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.local.affinity import Binding, blas_environment, blas_threads, plan_binding
 from syncvar_launcher.local.fork_client import ForkServer
 from syncvar_launcher.local.start_method import StartMethod, plan_start
@@ -157,7 +155,8 @@ class Job:
             ranks += f" and {servers} server{'s' * (servers > 1)}"
         if self.host_group is None:
             return f"{ranks} on {self.host}"
-        return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.host_group.sites)}"
+        hosts = [f"{one.name} ({one.workers})" for one in self.host_group.sites]
+        return f"{ranks} on {', '.join(hosts)}"
 
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host for messages; a fake host also has its number."""
@@ -314,21 +313,6 @@ class Job:
         return StartMethod(is_forked=False, reason=doubt) if doubt else self.beginning
 
     # -- running -----------------------------------------------------------------------------------
-
-    def run(self, ahead: ForkServer | None = None) -> int:
-        """Run the job, with restarts, and return the exit code.
-
-        `ahead` is a fork server that was started before the options were read, and may fit.
-        """
-        with contextlib.ExitStack() as stack:
-            clock.enter("starts the process that workers are forked from")
-            server = self.fork_server(ahead)
-            if server is not None:
-                stack.enter_context(server)
-            clock.enter("imports what starts ranks")
-            from syncvar_launcher.job import restart_loop  # meanwhile the fork server imports NumPy
-
-            return restart_loop.run(self, server)
 
     def fork_server(self, ahead: ForkServer | None = None) -> ForkServer | None:
         """Start the fork server; None for fresh processes and for hosts with agents.

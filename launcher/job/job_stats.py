@@ -47,11 +47,14 @@ def read_totals(folder: Path) -> dict[int, list[dict[str, Any]]]:
 def merged(told: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return one row for each kind of call, sorted by mean time, the longest first.
 
-    A row has "call", "ranks", "size" (of the group), "class" (upper end of the size class in
-    bytes), "calls" and "nbytes" (of the rank with most), "min_s", "mean_s" and "max_s" (time in
-    these calls, over the ranks), "waiting" (share of the mean time beyond the fastest rank's, a
-    lower bound of the waiting time), "algbw" and "busbw" in GB/s by the mean time (null if
-    unknown), and "failed" (calls).
+    The columns of a row:
+
+    - "call", "ranks", "size" of the group, "failed" calls.
+    - "class": upper end of the size class in bytes.
+    - "calls" and "nbytes": those of the rank with most.
+    - "min_s", "mean_s", "max_s": time in these calls, over the ranks.
+    - "waiting": share of the mean time beyond the fastest rank's. It is a lower bound.
+    - "algbw", "busbw": GB/s by the mean time; null if unknown.
     """
     cells: dict[tuple[str, str, int, int, int], list[dict[str, Any]]] = {}
     for rows in told.values():

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncvar.core.stack_dump import Thread
-    from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import Event, LocalWorkers
     from syncvar_launcher.local.stack_requests import StackRequest
 
@@ -180,7 +179,7 @@ class HostGroup(Protocol):
 
     def workers_of(
         self,
-        job: Job,
+        job: Any,
         here: LocalWorkers,
         folder: Path,
         rendezvous: str,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from syncvar.core.environment import PREFIX
 from syncvar_launcher.options import forwarded_signals
 from syncvar_launcher.options import option_values as read
-from syncvar_launcher.options.option_values import OUTPUT_MODES, Reader
+from syncvar_launcher.options.option_values import OUTPUT_MODES, OptionReader
 
 PROGRAM = "syncvar-launch"
 LAUNCH_PREFIX = PREFIX + "LAUNCH_"
@@ -55,7 +55,7 @@ class Option(NamedTuple):
     flags: tuple[str, ...]
     group: str
     field: str
-    read: Reader
+    read: OptionReader
     metavar: str
     text: str
     default: Any = None

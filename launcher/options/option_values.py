@@ -32,7 +32,7 @@ _WORDS = {
 }
 
 
-class Reader(Protocol):
+class OptionReader(Protocol):
     """A function that reads the value of one kind of option."""
 
     def __call__(self, value: Any, *, is_text: bool) -> Any:

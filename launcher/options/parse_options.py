@@ -1,8 +1,8 @@
 """From command line, environment and TOML file to `LaunchOptions`.
 
-A value comes from the command line, else from the environment (`SYNCVAR_LAUNCH_<OPTION>`, and
-`SYNCVAR_<SETTING>` for settings of the runtime), else from the tables [launch] and [runtime] of a
-TOML file, else it is the default. `origin` keeps where each value came from for `--dry-run`.
+The command line goes first, then the environment, then the tables [launch] and [runtime] of a
+TOML file, then the default. Variables are `SYNCVAR_LAUNCH_<OPTION>`, and `SYNCVAR_<SETTING>` for
+settings of the runtime. `origin` keeps where each value came from for `--dry-run`.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def carried_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the allow-list that other hosts get, as they mean the same there.
 
     Example:
-        >>> carried_variables({"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"})
+        >>> environ = {"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"}
+        >>> carried_variables(environ)
         {'LC_ALL': 'C', 'OMP_NUM_THREADS': '2'}
     """
     return {

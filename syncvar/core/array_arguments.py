@@ -197,7 +197,8 @@ def matching_word(given: Any, known: Iterable[str]) -> str | None:
 
     Example:
         >>> from enum import Enum
-        >>> matching_word("Mean", ["sum", "mean"]), matching_word(Enum("Op", "SUM MEAN").SUM, ["sum", "mean"])
+        >>> words = ["sum", "mean"]
+        >>> matching_word("Mean", words), matching_word(Enum("Op", "SUM MEAN").SUM, words)
         ('mean', 'sum')
     """
     texts = [given] if isinstance(given, str) else []

@@ -46,8 +46,8 @@ def failover_order(server: int, hosts: Sequence[int], replicas: int) -> tuple[in
     all its servers along. `hosts` is the host of each server.
 
     Example:
-        >>> failover_order(1, (0, 0, 0), 1), failover_order(0, (0, 0, 1, 1), 1), failover_order(0, (0, 0), 0)
-        ((2, 0), (2, 3, 1), ())
+        >>> failover_order(1, (0, 0, 0), 1), failover_order(0, (0, 0, 1, 1), 1)
+        ((2, 0), (2, 3, 1))
     """
     following = [(server + step) % len(hosts) for step in range(1, len(hosts))]
     following.sort(key=lambda other: hosts[other] == hosts[server])  # stable

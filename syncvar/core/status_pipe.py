@@ -1,7 +1,7 @@
 """Status records from a worker to its launcher or agent, over an inherited pipe.
 
-They report how the script ended, and that it handles SIGTERM as a notice. `send_status` does nothing if
-there is no launcher.
+They report how the script ended, and that it handles SIGTERM as a notice. `send_status` does
+nothing if there is no launcher.
 """
 
 from __future__ import annotations

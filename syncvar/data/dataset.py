@@ -52,10 +52,10 @@ def from_arrays(
         arrays: Array or pytree of arrays with first axes of one length. They are not copied;
             batches are copies.
         batch_size: Rows of a batch, at least 1; the last batch may be short. None: elements are
-            single rows, for `shuffle`, `shard`, `map` and `batch`. (`shuffle` and `shard` raise
-            after batches, because they would reorder whole batches.)
-        shuffle: Whether to read the rows in the order of (seed, epoch), which is the same on every
-            replica and for any number of replicas.
+            single rows, for `shuffle`, `shard`, `map` and `batch`. With batches `shuffle` and
+            `shard` raise an error: they would reorder whole batches.
+        shuffle: Whether to read the rows in an order that follows from (seed, epoch). It is the
+            same on every replica, for any number of replicas.
         seed: Seed of the order, at least 0.
         drop_remainder: Whether to leave out a short last batch.
 

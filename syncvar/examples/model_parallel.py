@@ -118,7 +118,7 @@ class NetworkStage:
         self.optimizer = sv.optimizers.Momentum(LEARNING_RATE, MOMENTUM)
 
     def step(self, batch: Batch) -> float:
-        """Train on this rank's part of a batch; return the mean loss on the right, 0 on the left."""
+        """Train on this rank's part of a batch; return the mean loss (0 on the left)."""
         inputs, targets = (
             np.array_split(np.array_split(part, self.rows_of_mesh)[self.row], MICRO_BATCHES)
             for part in (batch.inputs, batch.targets)

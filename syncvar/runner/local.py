@@ -24,7 +24,7 @@ from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError
 from syncvar.protocol.exception_codec import unpack_exception
 from syncvar.protocol.object_codec import may_travel, pack_object, unpack_object
-from syncvar.runner.launch_options import RunOptions, checked_options
+from syncvar.runner.run_options import RunOptions, checked_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

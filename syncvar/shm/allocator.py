@@ -26,7 +26,7 @@ RESERVE_BYTES = 16 << 20
 Range = tuple[int, int]
 
 
-class Allocation(NamedTuple):
+class AllocatedRange(NamedTuple):
     """An allocation.
 
     Args:
@@ -159,7 +159,7 @@ class RegionAllocator:
         """Bytes of free pages that are populated."""
         return self._kept.total
 
-    def allocate(self, nbytes: int) -> Allocation | None:
+    def allocate(self, nbytes: int) -> AllocatedRange | None:
         """Allocate at least one byte; return None if no free range is large enough."""
         if nbytes < PAGE_BYTES:
             return self._take_small(-(-max(1, nbytes) // LINE_BYTES) * LINE_BYTES, LINE_BYTES)
@@ -173,7 +173,7 @@ class RegionAllocator:
         self._release(offset)
         return self.trim(self.reserve_bytes)
 
-    def cancel(self, allocation: Allocation) -> list[Range]:
+    def cancel(self, allocation: AllocatedRange) -> list[Range]:
         """Undo an allocation whose missing pages the caller could not populate."""
         self._release(allocation.offset)
         for start, stop in allocation.missing:
@@ -198,25 +198,25 @@ class RegionAllocator:
         self._kept = Ranges()
         self._shared.clear()
 
-    def _take_small(self, size: int, align: int, begin: int = 0) -> Allocation | None:
+    def _take_small(self, size: int, align: int, begin: int = 0) -> AllocatedRange | None:
         """Allocate in a shared extent, `begin` bytes into the range."""
         for extent, room in self._shared.items():
             start = room.fit(size, align) if room.total >= size else -1
             if start >= 0:
                 room.remove(start, start + size)
                 self._small[start + begin] = (start, start + size), extent
-                return Allocation(start + begin, size - begin, (), ((start, start + size),))
+                return AllocatedRange(start + begin, size - begin, (), ((start, start + size),))
         pages = self._find(EXTENT_BYTES, PAGE_BYTES)
         if pages is None:
             return None
         start, stop = pages.offset, pages.offset + size
         self._shared[start] = Ranges((stop, start + EXTENT_BYTES))
         self._small[start + begin] = (start, stop), start
-        return Allocation(
+        return AllocatedRange(
             start + begin, size - begin, pages.missing, Ranges(*pages.dirty).inside(start, stop)
         )
 
-    def _take_pages(self, size: int) -> Allocation | None:
+    def _take_pages(self, size: int) -> AllocatedRange | None:
         allocation = self._find(size, HUGE_BYTES) if size >= HUGE_BYTES else None
         allocation = allocation or self._find(size, PAGE_BYTES)
         if allocation is None:
@@ -225,7 +225,7 @@ class RegionAllocator:
         self._large[offset] = allocation.offset, allocation.offset + size
         return allocation._replace(offset=offset, nbytes=size - LINE_BYTES)
 
-    def _find(self, size: int, align: int) -> Allocation | None:
+    def _find(self, size: int, align: int) -> AllocatedRange | None:
         """Take free pages, populated ones first."""
         offset = self._kept.fit(size, align)
         if offset < 0:
@@ -236,7 +236,7 @@ class RegionAllocator:
         missing, dirty = self._kept.outside(offset, stop), self._kept.inside(offset, stop)
         self._free.remove(offset, stop)
         self._kept.remove(offset, stop)
-        return Allocation(offset, size, missing, dirty)
+        return AllocatedRange(offset, size, missing, dirty)
 
     def _release(self, offset: int) -> None:
         if offset in self._large:

@@ -27,7 +27,7 @@ from syncvar.core.errors import (
     UsageError,
 )
 from syncvar.shm import segment_layout
-from syncvar.shm.allocator import Allocation, Range, RegionAllocator
+from syncvar.shm.allocator import AllocatedRange, Range, RegionAllocator
 from syncvar.shm.debug_check import AllocationMap
 from syncvar.shm.host_limits import MemoryLimits
 from syncvar.shm.segment_file import (
@@ -377,7 +377,7 @@ class SharedSegment:
             finally:
                 self._changer = 0
 
-    def _take(self, nbytes: int) -> Allocation:
+    def _take(self, nbytes: int) -> AllocatedRange:
         if self._fd < 0:
             raise UsageError("shared memory is closed")
         if self._is_quarantined:
@@ -392,7 +392,7 @@ class SharedSegment:
             self._give_back(kept)  # the reserve of free pages may be what is missing
             return self._take_populated(nbytes)
 
-    def _take_populated(self, nbytes: int) -> Allocation:
+    def _take_populated(self, nbytes: int) -> AllocatedRange:
         taken = self._extents.allocate(nbytes)
         if taken is None:
             raise SharedMemoryFull(self._no_room(nbytes))

@@ -145,7 +145,10 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _expected_thread() -> Iterator[None]:
-    """Tell `gil_monitor` that the waiting thread does not compete; several worlds may run at once."""
+    """Tell `gil_monitor` that the waiting thread does not compete.
+
+    Several worlds may run at once.
+    """
     beside = int(threading.current_thread() is not threading.main_thread())  # main counts already
     with _counting:
         gil_monitor.usual_threads += beside

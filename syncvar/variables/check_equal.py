@@ -54,10 +54,9 @@ def check_equal(
     """Compare a module or arrays with those of the other ranks, byte by byte. Collective.
 
     Args:
-        value: A module or optimizer of PyTorch (anything with `state_dict()`), a
-            model of Keras (anything with `get_weights()`), a variable (this replica's copy), an
-            array or tensor of any shape and dtype, a number or a text; also dicts, lists and tuples
-            of such values.
+        value: An array or tensor of any shape and dtype, a number, a text, or a variable (this
+            replica's copy). Also objects with `state_dict()`, as in PyTorch, or `get_weights()`, as
+            in Keras; and dicts, lists and tuples of such values.
         name: Name of the value in errors.
         every: Compare at the first call and then at every `every`-th one. Calls from one line with
             one name count together. Every rank makes each call; the calls between send nothing.

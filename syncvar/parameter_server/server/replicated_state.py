@@ -1,8 +1,8 @@
 """The replicated state machine of one server: equal entries in equal order make equal state.
 
-Primary and backup execute the same entries, which are maps with arrays: a worker's `request`, a
-`decision` about a transaction over several servers, or a `fence`, which ends an incarnation of a
-worker. Reads are no entries.
+Primary and backup execute the same entries, which are maps with arrays. An entry is a worker's
+`request`, a `decision` about a transaction over several servers, or a `fence`. A fence ends an
+incarnation of a worker. Reads are no entries.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class PersistentCallBuilder(NamedTuple):
                 while spinning. It returns (result, None, 0, None), or (_, steps, need, held) for
                 the engine: remaining steps, the publication to wait for first, and objects to keep
                     alive.
-            notes: Report the duration of waits, from which `gil_monitor` detects contention for the GIL.
+            notes: Report the duration of waits, from which `gil_monitor` detects contention.
         """
         communicator, channel, engine, told = self
         queue, busy, digest = channel.queue, communicator.busy, told.fingerprint
@@ -206,8 +206,9 @@ class PersistentCallBuilder(NamedTuple):
             leaves: Example arrays of a call with several arrays, which are tuples within a call.
             kinds: Their dtypes; the vector then is bytes, or the long arrays of the first kind.
             copies: `input_form` and `output_form`; copies `puts`, `takes` and `terms`: (from, to,
-                nbytes, rank); `ring`; `parts`; `reads`; `gil_monitor` of a long vector; `everyone`, False
-                if not all ranks get all of it; `half`, the half type that is float32 in slots.
+                nbytes, rank); `ring`; `parts`; `reads`; `gil_monitor` of a long vector;
+                `everyone`, False if not all ranks get all of it; `half`, the half type that is
+                float32 in slots.
         """
         if not self.channel.is_native:
             return None
