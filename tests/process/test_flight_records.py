@@ -178,7 +178,7 @@ def test_where_the_state_folder_cannot_be_used_another_private_one_takes_its_pla
     # Rank 1 raises when the launcher has said that rank 0 waits: what rank 0 does then is certain.
     ending = "if rank == 1:\n    probe.gate('raise')\n    raise ValueError('planted')\nsv.all_reduce(x)\n"
     job = launch(BEGIN + ending, workers=2, env=env | {"SYNCVAR_STALL_WARNING_S": "0.3"})
-    await_true(lambda: "waits" in job.report, what="the sentence about the wait")
+    await_true(lambda: "has been waiting" in job.report, what="the sentence about the wait")
     job.open_gate("raise")
     assert job.wait() == 1, str(job)
     (folder,) = (tmp_path / "tmp").glob("syncvar-state-*/*")
