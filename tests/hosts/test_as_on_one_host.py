@@ -72,7 +72,7 @@ def told(job, hosts):
     for name in (*hosts.names, socket.gethostname()):
         text = text.replace(f" on {name} ", " on HOST ")
     text = re.sub(
-        r"syncvar: ranks? [0-9, -]+ waits? since .*\n", "", text
+        r"syncvar: ranks? [0-9, -]+ ha(s|ve) been waiting .*\n", "", text
     )  # on a slow machine, while they meet
     text = re.sub(r"after [0-9.]+ s( in all_reduce\(.*? in <module>)?", "after S s", text)
     text = re.sub(r"job-\w+ \(syncvar explain \w+\)", "job-ID", text)

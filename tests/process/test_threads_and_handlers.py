@@ -295,6 +295,6 @@ def test_a_handler_that_asks_for_shared_memory_gets_it_or_is_refused(launch):
     assert job.wait(120) == 0, str(job)
     for event in job.events("over"):
         assert event["sum"] == 2.0
-        assert all("a signal's handler asks for shared memory" in one for one in event["said"]), (
-            str(job)
+        assert all("a signal handler asks for shared memory" in one for one in event["said"]), str(
+            job
         )

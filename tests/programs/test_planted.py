@@ -42,7 +42,7 @@ def sum_assigns_own_value(patch):
 def mean_divides_by_one_more(patch):
     right = ops_module.divide_mean
     for module in (ops_module, fused_module):
-        patch.setattr(module, "divided", lambda how, total, count: right(how, total, count + 1))
+        patch.setattr(module, "divide_mean", lambda how, total, count: right(how, total, count + 1))
 
 
 def split_loses_a_unit(patch):
@@ -84,23 +84,23 @@ def cross_writes_are_not_compared(patch):
 
 
 def rows_of_a_mean_are_not_scaled(patch):
-    right = writes_module.applied
+    right = writes_module.apply_rows
     patch.setattr(
         writes_module,
-        "applied",
+        "apply_rows",
         lambda operation, copy, rows, divisor=1: right(operation, copy, rows),
     )
 
 
 def row_update_takes_the_first_of_two(patch):
-    right = writes_module.applied
+    right = writes_module.apply_rows
 
     def wrong(operation, copy, rows, divisor=1):
         if operation is AccessKind.SCATTER_UPDATE:
             rows = type(rows)(rows.indices[::-1], rows.values[::-1])
         return right(operation, copy, rows, divisor)
 
-    patch.setattr(writes_module, "applied", wrong)
+    patch.setattr(writes_module, "apply_rows", wrong)
 
 
 def a_deep_copy_is_the_same_variable(patch):
