@@ -39,7 +39,7 @@ class Spent:
         self.now = 0.0
 
     def watch(self, name: str) -> None:
-        """Take the time of a method of the roster."""
+        """Take the time of a method of the registry."""
         method = getattr(VariableRegistry, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:

@@ -118,7 +118,7 @@ def test_a_failure_comes_back_with_its_traceback_and_the_engine_is_as_before(eng
     assert told["failed"].startswith("RankFailed: rank 2 on "), told
     assert "failed with exit code 1\nTraceback (most recent call last):\n" in told["failed"]
     assert told["failed"].strip().endswith("ValueError: of its own")
-    assert "syncvar/engines" not in told["failed"]
+    assert "syncvar/runner" not in told["failed"]
     assert len(told["then"]) == 3
 
 

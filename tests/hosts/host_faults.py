@@ -28,8 +28,8 @@ def body():
             probe.gate("never")
         import syncvar.bootstrap.context as joining
 
-        meet = joining.answer_roll_call
-        joining.answer_roll_call = lambda *arguments: (probe.note("ready"), meet(*arguments))[1]
+        meet = joining.join_handshake
+        joining.join_handshake = lambda *arguments: (probe.note("ready"), meet(*arguments))[1]
     sv.init()
     assert sv.all_reduce(1) == 4
     solo = sv.new_group([0])
