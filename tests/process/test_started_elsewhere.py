@@ -23,7 +23,7 @@ import os, signal, sys, time
 import numpy as np
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.gil_contention import gil_monitor
 try:
     sv.init()
     total = sv.all_reduce(np.arange(3.0))
@@ -31,7 +31,7 @@ try:
     if "idle" in sys.argv:
         begun = time.process_time()
         time.sleep(0.5)
-        print("took", time.process_time() - begun, "beside busy threads:", crowd.is_there(), flush=True)
+        print("took", time.process_time() - begun, "beside busy threads:", gil_monitor.is_there(), flush=True)
         sv.barrier()
     if "late" in sys.argv and sv.rank() == 1:
         until = time.monotonic() + 20
