@@ -36,7 +36,7 @@ def chosen(folder, *arguments):
 
 
 def test_no_answer_is_awaited_of_an_agent_that_is_gone(gone, monkeypatch, tmp_path):
-    monkeypatch.setattr(provision, "polled", refuse)
+    monkeypatch.setattr(provision, "poll_hosts", refuse)
     job = provision.JobHosts(chosen(tmp_path), print)
     job.sites = [provision.HostSlot(gone, "node1", 2, "127.0.0.1", {})]
     with pytest.raises(HostUnreachable, match="node1"):
@@ -45,8 +45,10 @@ def test_no_answer_is_awaited_of_an_agent_that_is_gone(gone, monkeypatch, tmp_pa
 
 def test_a_copy_for_a_host_that_is_gone_is_given_up_at_once(gone, monkeypatch, tmp_path):
     asked = []
-    polled = staging.polled
-    monkeypatch.setattr(staging, "polled", lambda *given: asked.append(given[1]) or polled(*given))
+    poll_hosts = staging.poll_hosts
+    monkeypatch.setattr(
+        staging, "poll_hosts", lambda *given: asked.append(given[1]) or poll_hosts(*given)
+    )
     why = staging.stage([gone], staging.collect_files(chosen(tmp_path, "--stage")))
     assert list(why) == ["node1"]
     assert set(asked) == {0.0}
