@@ -317,7 +317,7 @@ CALLS = """
 import json, re, sys, threading
 from syncvar.core import stack_dump as stacks
 
-stacks.listen(sys.argv[1])
+stacks.answer_signals(sys.argv[1])
 
 
 def deep(depth):
