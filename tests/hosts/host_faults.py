@@ -1,6 +1,6 @@
 """A job of four ranks on three hosts, in a phase of the table of faults, for tests that hurt its last host or the way to it.
 
-Rank 0 is on the launcher's host, rank 1 on the second, ranks 2 and 3 share memory on the third. Phases: R roll call (rank 0
+Rank 0 is on the launcher's host, rank 1 on the second, ranks 2 and 3 share memory on the third. Phases: R rendezvous (rank 0
 does not come), C the third host computes and the others wait in a call, X all are inside a call that rank 0 holds back,
 K rank 3 is in the middle of writing its part of a checkpoint. Survivors are the ranks of the other two hosts.
 """
@@ -26,10 +26,10 @@ def body():
         if rank == 0:
             probe.note("ready")
             probe.gate("never")
-        import syncvar.bootstrap.context as joining
+        import syncvar.bootstrap.context as context
 
-        meet = joining.join_handshake
-        joining.join_handshake = lambda *arguments: (probe.note("ready"), meet(*arguments))[1]
+        meet = context.join_handshake
+        context.join_handshake = lambda *arguments: (probe.note("ready"), meet(*arguments))[1]
     sv.init()
     assert sv.all_reduce(1) == 4
     solo = sv.new_group([0])
@@ -120,7 +120,7 @@ def phases(letters):
 
 
 def survivors(phase):
-    """Return the ranks of the first two hosts that are in a call: rank 0 does not come to the roll call."""
+    """Return the ranks of the first two hosts that are in a call: rank 0 does not come to the rendezvous."""
     return [1] if phase == "R" else [0, 1]
 
 

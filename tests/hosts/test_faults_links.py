@@ -148,12 +148,12 @@ def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
         key, ranks = (
             secrets.token_hex(32),
             range(3) if phase == "X" else (0, 2),
-        )  # the roll call waits for rank 1
+        )  # the rendezvous waits for rank 1
         with contextlib.ExitStack() as stack:
             running = [
                 stack.enter_context(started_elsewhere(hosts, folder, rank, key)) for rank in ranks
             ]
-            word = "met" if phase == "X" else "2 of 3 are here"
+            word = "met" if phase == "X" else "joined: 2 of 3"
             needed = ranks if phase == "X" else [0]
             await_true(
                 lambda: all(word in (folder / f"out{rank}").read_text() for rank in needed),  # noqa: B023
