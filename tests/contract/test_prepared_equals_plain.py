@@ -18,6 +18,7 @@ from syncvar.testing import run_ranks
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_shm="on")
 SHORT_BYTES = 96 << 10
 CASES = 120
+DEADLINE_S = 1800  # more than ten times what the longest world takes beside other tests
 MIB = 1 << 20
 
 
@@ -61,7 +62,7 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
         return rank.number, bool(held)
 
     register_ops()
-    done = run_ranks(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]})
+    done = run_ranks(size, fn, timeout_s=DEADLINE_S, **{"config": CONFIG, **LAYOUTS[layout]})
     errors = [one for one in done if isinstance(one, BaseException)]
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
@@ -264,7 +265,7 @@ def test_scans_in_place_of_several_ranks(short_segments, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("layout", "size"),
@@ -287,7 +288,7 @@ def test_thousands_of_random_calls(short_segments, layout, size, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
@@ -307,7 +308,7 @@ def test_every_pair_of_manners_in_every_layout(short_segments, layout, size):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("size", [2, 3])
 def test_with_segments_as_they_are(size):
     make_calls("shm", size, 3, cases=60, pairs=PREPARED[:1])
@@ -322,7 +323,7 @@ def make_everyday_calls(layout, size, seed, cases):
         return rank.number
 
     assert (
-        everywhere(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]})
+        everywhere(size, fn, timeout_s=DEADLINE_S, **{"config": CONFIG, **LAYOUTS[layout]})
         == [cases] * size
     )
 
@@ -342,7 +343,7 @@ def test_numbers_and_writes_in_every_context(layout, size):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize(
     ("layout", "size"),
     [

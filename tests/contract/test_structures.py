@@ -24,7 +24,11 @@ from syncvar.runtime.communicator import Communicator
 from syncvar.runtime.gil_contention import gil_monitor
 from syncvar.runtime.programs import shm_reduce
 
+DEADLINE_S = 600  # more than ten times what the longest world takes beside other tests
+LONG_TEST = pytest.mark.timeout(DEADLINE_S + 60)
 
+
+@LONG_TEST
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
@@ -48,9 +52,10 @@ def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
         check_every_structure(8, LONG, 4)
         return bool(held)
 
-    everywhere(size, fn, timeout_s=90, **{"config": CONFIG, **LAYOUTS[layout]})
+    everywhere(size, fn, timeout_s=DEADLINE_S, **{"config": CONFIG, **LAYOUTS[layout]})
 
 
+@LONG_TEST
 @pytest.mark.parametrize(
     ("layout", "size", "turns"),
     [("kernel", 2, 30), ("python", 3, 10), pytest.param("kernel", 4, 100, marks=pytest.mark.slow)],
@@ -59,11 +64,12 @@ def test_results_lie_over_other_arrays(layout, size, turns):
     everywhere(
         size,
         lambda: check_results_over_other_arrays(9, turns),
-        timeout_s=90,
+        timeout_s=DEADLINE_S,
         **{"config": CONFIG, **LAYOUTS[layout]},
     )
 
 
+@LONG_TEST
 @pytest.mark.parametrize(
     ("layout", "size", "turns"),
     [
@@ -86,11 +92,12 @@ def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
     everywhere(
         size,
         lambda: check_arrays_of_several_kinds(11, turns),
-        timeout_s=100,
+        timeout_s=DEADLINE_S,
         **{"config": CONFIG, **LAYOUTS[layout]},
     )
 
 
+@LONG_TEST
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [2, 4])
@@ -99,7 +106,7 @@ def test_many_structures(monkeypatch, size, seed):
     everywhere(
         size,
         lambda: check_every_structure(100 + seed, SMALL + LONG, 12),
-        timeout_s=110,
+        timeout_s=DEADLINE_S,
         **{"config": CONFIG, **LAYOUTS["kernel"]},
     )
 
