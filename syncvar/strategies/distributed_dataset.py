@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
-from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspect_batch, no_rows
 from syncvar.data.dataset import Dataset
@@ -383,11 +383,12 @@ def _agreed_dataset(
             found = type(dataset).__name__
             raise ConfigError(f"strategy.{method} takes an iterable of batches, not {found}")
 
+    trace = None if error is None else error.__traceback__
     try:
         meet(strategy.communicator, f"strategy.{method}", (method,), strategy.timeout, check)
-    except SyncvarError:
+    except Exception:
         if error is None:
             raise
-    if error is not None:  # even if another rank failed before it came here
-        raise error
+    if error is not None:  # also if another rank failed before; then without the frames of `meet`
+        raise error.with_traceback(trace)
     return DistributedDataset(Feed(strategy, dataset, is_global=is_global))
