@@ -60,7 +60,8 @@ class Several:
             case "openmpi":
                 root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
                 way = ["--mca", "plm_rsh_agent", f"ssh -F {self.made.config}"]
-                # Hosts of one name share /dev/shm, and Open MPI's files there would be one another's: so no shared memory.
+                # Hosts of one name share /dev/shm, and Open MPI's files there would be one
+                # another's: so no shared memory.
                 nic = [
                     "--mca",
                     "btl",
