@@ -22,7 +22,7 @@ from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.core.status_pipe import STARTED
-from syncvar.protocol.failure_detector import Health
+from syncvar.protocol.membership import Health
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
 from syncvar_launcher.job.attempt_report import AttemptReport
 from syncvar_launcher.job.direct_workers import DirectWorkers

@@ -22,7 +22,7 @@ import numpy as np
 from syncvar.bootstrap.process import current
 from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.save_plan import LeafHeader
-from syncvar.collectives.sync_points import gather_objects
+from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from syncvar.collectives import nan_check
-from syncvar.collectives.sharded_all_reduce import shards_request
-from syncvar.collectives.sync_points import meet
+from syncvar.collectives.reduce_args import check_finite
+from syncvar.collectives.sharded_sums import shards_request
+from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin, attribute_hint
 from syncvar.core.reduce_ops import quiet
@@ -562,9 +562,7 @@ class Optimizer(MigrationHintsMixin):
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
-            nan_check.look(
-                gradient, f"the step, as the gradient of variable {part.variable.name!r}"
-            )
+            check_finite(gradient, f"the step, as the gradient of variable {part.variable.name!r}")
             factor = None if calls == 1 and part.is_replica_local else weight
             part.load(gradient, factor, number, calls, mean=mean)
         if self._nonfinite == "error":

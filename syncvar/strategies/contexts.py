@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives.sync_points import meet
+from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.pytree import children_of, is_structure, rebuild

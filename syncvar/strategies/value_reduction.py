@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_persistent, native_dispatch
+from syncvar.collectives.gather import gather_request
 from syncvar.collectives.reduce_args import ReduceArgs, form_of
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array

@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 
-from syncvar.protocol.message_limits import UNPROVED_NBYTES_MAX
+from syncvar.protocol.frame import UNPROVED_NBYTES_MAX
 
 WAITING_MAX = 16
 """Number of connections that may stay without authentication after PROVE_S."""

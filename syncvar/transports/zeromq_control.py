@@ -11,7 +11,7 @@ import zmq
 
 from syncvar.core.errors import HandshakeError
 from syncvar.protocol.control_messages import Message, parse_message
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX
 from syncvar.transports.disconnect_reasons import CLOSED, ConnectionCopy
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.core.errors import ConfigError
-from syncvar.protocol.message_limits import FRAMING_NBYTES
+from syncvar.protocol.frame import FRAMING_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

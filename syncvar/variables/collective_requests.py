@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.buckets import reduce_together
 from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError

@@ -13,7 +13,7 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.collectives.sync_points import gather_objects
+from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.output_files import AUTO_LOG, check_file
 from syncvar.variables.deferral_log import DeferralChange, ProgramPoint, append, read
 

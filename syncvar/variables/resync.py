@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.broadcast import broadcast_request
-from syncvar.collectives.sync_points import gather_objects
+from syncvar.collectives.stage_builders import gather_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.shared_array import SharedArraySpec, memory_in_common
-from syncvar.collectives.sync_points import meet
+from syncvar.collectives.shm_arrays import SharedArraySpec, memory_in_common
+from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.variables.storage import Storage, warn_shm_is_full
 

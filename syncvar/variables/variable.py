@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from syncvar.collectives.sync_points import meet
+from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.variables import variable_reads, variable_writes

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives import nan_check
-from syncvar.collectives.reduce_args import persistent_reduction
+from syncvar.collectives.reduce_args import check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
@@ -62,7 +61,7 @@ def checked_operand(
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
     if type(x) is np.ndarray and x.dtype == dtype and x.shape == shape and not is_bool:
-        nan_check.look(x, what)
+        check_finite(x, what)
         return x
     if is_bool and operation is not AccessKind.ASSIGN:
         raise ConfigError(
@@ -71,7 +70,7 @@ def checked_operand(
     if is_reduced:
         target.check_sum(what)
     array = operand_array(_value_of(x), shape, dtype, what)
-    nan_check.look(array, what)
+    check_finite(array, what)
     return array
 
 

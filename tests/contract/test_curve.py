@@ -18,8 +18,13 @@ from syncvar.bootstrap.job_secret import job_secret
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.protocol.frame import FrameType, pack_header
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES, UNPROVED_NBYTES_MAX
+from syncvar.protocol.frame import (
+    CONTROL_NBYTES_MAX,
+    FRAMING_NBYTES,
+    UNPROVED_NBYTES_MAX,
+    FrameType,
+    pack_header,
+)
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.unauthenticated_peers import WAITING_MAX
 from syncvar.transports.zeromq_control import ZeromqControl

@@ -72,7 +72,7 @@ class Pair:
 
 def barrier_operation(engine, call):
     from syncvar.algorithms.builders import build
-    from syncvar.algorithms.compile_messages import compile_for_links
+    from syncvar.algorithms.compile_schedule import compile_for_links
 
     def body():
         yield Stage(

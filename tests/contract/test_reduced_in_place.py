@@ -8,7 +8,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build
-from syncvar.algorithms.compile_messages import compile_for_links
+from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.core.errors import MismatchError
 from syncvar.core.settings import RuntimeConfig
 

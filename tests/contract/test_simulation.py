@@ -6,7 +6,7 @@ from collective_contracts import contract_of
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
-from syncvar.algorithms.compile_messages import compile_for_links
+from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, Send
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.request import Stage

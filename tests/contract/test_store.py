@@ -11,7 +11,7 @@ import zmq
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.control_messages import pack_message, parse_message
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX, FRAMING_NBYTES
 from syncvar.transports.zeromq_control import control_identity
 
 

@@ -14,7 +14,7 @@ from harness import caught, covering, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.collectives.sync_points import gather_objects
+from syncvar.collectives.stage_builders import gather_objects
 from syncvar.testing import run_ranks
 
 WORLDS = {"shm": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}

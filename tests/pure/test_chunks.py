@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
-from syncvar.algorithms.schedule import Buffer, Chunk
+from syncvar.algorithms.schedule import Buffer, Chunk, consecutive_chunks, even_chunks
 
 
 @given(count=st.integers(0, 10_000), parts=st.integers(1, 300))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
 from syncvar.protocol.control_messages import pack_message, parse_message
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX
 
 GOOD = {
     "join": {

@@ -5,8 +5,16 @@ from math import ceil, floor, log2
 import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
-from syncvar.algorithms.chunks import PIECES
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Schedule, Send
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Schedule,
+    Send,
+)
+from syncvar.algorithms.tree import PIECES
 from syncvar.cli.plan_cost import LINKS, SHM, CostModel, predicted_seconds
 
 A, B, G = (

@@ -1,6 +1,6 @@
 """Silence: suspicion, then loss, each told once; a sign of life ends it."""
 
-from syncvar.protocol.failure_detector import Health
+from syncvar.protocol.membership import Health
 
 
 def test_silence_is_suspected_then_lost_and_each_is_told_once():

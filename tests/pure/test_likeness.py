@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from syncvar.bootstrap.handshake import compatibility_fields
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.protocol.compatibility import check_about, compare_abouts
+from syncvar.protocol.membership import check_about, compare_abouts
 
 
 def world(**differing):

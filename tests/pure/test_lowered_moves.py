@@ -7,9 +7,9 @@ import pytest
 from test_lowered_programs import World, perform, tree
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
+from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Buffer, Recv, RecvReduce, Send
 from syncvar.algorithms.schedule import Copy as CopyStep
-from syncvar.algorithms.shm_rounds import publications
 from syncvar.runtime.programs.compile_reduce import (
     BufferPlacement,
     Cells,

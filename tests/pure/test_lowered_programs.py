@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from syncvar.algorithms.reproducible import tree_order
+from syncvar.algorithms.reproducible_tree import tree_order
 from syncvar.runtime.programs.compile_reduce import (
     EVERYWHERE,
     BufferPlacement,

@@ -4,8 +4,8 @@ import pytest
 from collective_contracts import contract_of
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
+from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Schedule
-from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
 
 CASES = [

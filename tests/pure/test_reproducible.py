@@ -7,10 +7,14 @@ from hypothesis import strategies as st
 from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.chunks import even_chunks
-from syncvar.algorithms.reproducible import reproducible_all_reduce, tree_order
-from syncvar.algorithms.schedule import Copy, Reduce, ScheduleArgs, Send
-from syncvar.algorithms.shard_tree import runs_of, split, whole_nodes
+from syncvar.algorithms.reproducible_tree import (
+    runs_of,
+    split,
+    tree_order,
+    whole_nodes,
+)
+from syncvar.algorithms.ring import reproducible_all_reduce
+from syncvar.algorithms.schedule import Copy, Reduce, ScheduleArgs, Send, even_chunks
 
 
 def by_order(lo, hi):

@@ -5,9 +5,8 @@ from collective_contracts import contract_of
 from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.chunks import even_chunks
 from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
-from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, ScheduleArgs, Send
+from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, ScheduleArgs, Send, even_chunks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 12])

@@ -13,7 +13,7 @@ from syncvar.parameter_server.transport.framing import (
     packed,
     unpacked,
 )
-from syncvar.protocol.message_limits import FRAME_NBYTES
+from syncvar.protocol.frame import FRAME_NBYTES
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 HERE = SegmentId(2, 3, 4)

@@ -8,8 +8,8 @@ from collective_contracts import contract_of
 from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Chunk, Copy
-from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
 
 RANKS_MAX = 64

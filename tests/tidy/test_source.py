@@ -404,7 +404,7 @@ SHOWN_TIMES = {
     "launcher/job/restart_loop.py": {"time.time"},
     "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/folder_lock.py": {"time.strftime", "time.gmtime"},
-    "syncvar/protocol/standard_type_codec.py": {"datetime"},
+    "syncvar/protocol/object_codec.py": {"datetime"},
 }
 
 
@@ -436,7 +436,7 @@ def test_the_wall_clock_decides_nothing():
     assert {name: words for name, words in found.items() if words} == SHOWN_TIMES
     assert not re.search(
         r"\b(now|utcnow|today|fromtimestamp)\(",
-        (REPOSITORY / "syncvar/protocol/standard_type_codec.py").read_text(),
+        (REPOSITORY / "syncvar/protocol/object_codec.py").read_text(),
     )
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from syncvar.algorithms.chunks import consecutive_chunks, exchange_blocks
-from syncvar.algorithms.schedule import Chunk
+from syncvar.algorithms.schedule import Chunk, consecutive_chunks, exchange_blocks
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Contract:
 def tree_expression(lo: int, hi: int) -> Expression:
     """Return the tree T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two < hi - lo.
 
-    Written down from the definition, and so a check of `syncvar.algorithms.reproducible.tree_order`.
+    Written down from the definition, and so a check of `syncvar.algorithms.reproducible_tree.tree_order`.
 
     Args:
         lo: First rank.

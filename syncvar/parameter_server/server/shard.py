@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.tree_sum import tree_combined
+from syncvar.collectives.sharded_sums import tree_combined
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.rules.update_rule import compute_dtype

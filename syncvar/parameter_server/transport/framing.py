@@ -7,7 +7,7 @@
   message, or *lent*, in the segment.
 
 ZeroMQ sockets carry the message and each separate part in frames of `FRAME_NBYTES`. The last frame
-of a part is shorter, and may be empty (`syncvar.protocol.message_limits`).
+of a part is shorter, and may be empty (`syncvar.protocol.frame`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import InternalError
-from syncvar.protocol.message_limits import FRAME_NBYTES
+from syncvar.protocol.frame import FRAME_NBYTES
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 if TYPE_CHECKING:

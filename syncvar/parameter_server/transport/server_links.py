@@ -24,7 +24,7 @@ from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.parameter_server.transport.framing import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.parameter_server.transport.poller import SocketPoller
 from syncvar.parameter_server.transport.unix_stream import Pipe, UnixListener
-from syncvar.protocol.message_limits import FRAME_NBYTES, HELLO_NBYTES_MAX
+from syncvar.protocol.frame import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
