@@ -99,12 +99,11 @@ if TYPE_CHECKING:
     from syncvar.strategies.value_reduction import ReduceOp
     from syncvar.variables import partitioners
     from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
-    from syncvar.variables.check_equal import check_equal
-    from syncvar.variables.mode_explanation import Explanation
+    from syncvar.variables.create import ShardInfo
     from syncvar.variables.policy import VariableAggregation, VariableSynchronization
-    from syncvar.variables.sharded_init import ShardInfo
+    from syncvar.variables.replica_check import check_equal
     from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
-    from syncvar.variables.variable import Variable
+    from syncvar.variables.variable import Explanation, Variable
 
 __version__ = "0.1.0"
 
@@ -165,13 +164,12 @@ _HOMES = {
     "syncvar.strategies.value_reduction": ("ReduceOp",),
     "syncvar.parameter_server.server_variables": ("ShardedVariable",),
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
-    "syncvar.variables.sharded_init": ("ShardInfo",),
-    "syncvar.variables.check_equal": ("check_equal",),
-    "syncvar.variables.mode_explanation": ("Explanation",),
+    "syncvar.variables.create": ("ShardInfo",),
+    "syncvar.variables.replica_check": ("check_equal",),
     "syncvar.variables.assign_all": ("assign_add_all", "assign_all", "assign_sub_all"),
     "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
-    "syncvar.variables.variable": ("Variable",),
+    "syncvar.variables.variable": ("Explanation", "Variable"),
 }  # fmt: skip
 _MODULES = {
     "data": "syncvar.data",

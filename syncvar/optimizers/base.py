@@ -43,10 +43,10 @@ from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.variables.coercion import operand_array
-from syncvar.variables.in_place_update import change_copies, copy_of
+from syncvar.variables.assign_all import change_copies, copy_of
 from syncvar.variables.policy import CallContext
-from syncvar.variables.scope import context_of, current_owner
+from syncvar.variables.values import operand_array
+from syncvar.variables.variable_owner import context_of, current_owner
 from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:

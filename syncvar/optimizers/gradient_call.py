@@ -14,8 +14,6 @@ from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.variables.coercion import operand_array
-from syncvar.variables.collective_requests import request_of
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -23,8 +21,10 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.scope import current_owner
+from syncvar.variables.replica_call import request_of
+from syncvar.variables.values import operand_array
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import current_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

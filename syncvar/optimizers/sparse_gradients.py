@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.row_updates import check_rows
+from syncvar.variables.values import check_rows
 
 if TYPE_CHECKING:
     from syncvar.variables.variable import Variable

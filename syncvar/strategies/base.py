@@ -22,9 +22,15 @@ from syncvar.strategies.scope_check import model_ids, refuse_new_models
 from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
 from syncvar.variables.policy import CallContext
 from syncvar.variables.registry import VariableRegistry
-from syncvar.variables.scope import ScopeEntry, ScopeStack, current_scope, scope_stack, stacks_of
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
+from syncvar.variables.variable_owner import (
+    ScopeEntry,
+    ScopeStack,
+    current_scope,
+    scope_stack,
+    stacks_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,6 +85,8 @@ class Strategy(MigrationHintsMixin):
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.registry: VariableRegistry | None = None
+        self.variable_class = self._variable_class  # for variables
+        self.create_storage = self._create_storage
         world = self.context.world
         # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members

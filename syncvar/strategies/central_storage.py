@@ -9,7 +9,7 @@ from syncvar.core.lazy_import import unexpected_keyword
 from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.mirrored import MirroredStrategy
 from syncvar.variables.policy import VariableSynchronization
-from syncvar.variables.shared_copy import shared_copy
+from syncvar.variables.storage import shared_copy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

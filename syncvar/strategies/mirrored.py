@@ -10,7 +10,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.core.lazy_import import unexpected_keyword
 from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.base import Strategy
-from syncvar.variables.scope import set_default
+from syncvar.variables.variable_owner import set_default
 
 if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
