@@ -84,7 +84,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.wait_many import wait_all, wait_any
     from syncvar.runtime.work import Work
     from syncvar.strategies.base import Strategy
-    from syncvar.strategies.central_storage import CentralStorageStrategy
     from syncvar.strategies.contexts import (
         ReplicaContext,
         get_replica_context,
@@ -92,11 +91,18 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
-    from syncvar.strategies.distributed_dataset import DistributedDataset, DistributedIterator
+    from syncvar.strategies.distributed_dataset import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+    )
     from syncvar.strategies.join_uneven import Uneven, uneven
-    from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-    from syncvar.strategies.replica_group import InputContext, ValueContext
-    from syncvar.strategies.value_reduction import ReduceOp
+    from syncvar.strategies.mirrored import (
+        CentralStorageStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+    )
+    from syncvar.strategies.value_reduction import ReduceOp, ValueContext
     from syncvar.variables import partitioners
     from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
     from syncvar.variables.create import ShardInfo
@@ -151,17 +157,19 @@ _HOMES = {
     "syncvar.core.reduce_ops": ("register_op",),
     "syncvar.collectives.shm_empty": ("empty", "zeros"),
     "syncvar.strategies.base": ("Strategy",),
-    "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
     "syncvar.strategies.contexts": (
         "ReplicaContext", "get_replica_context", "get_strategy", "has_strategy",
         "in_cross_replica_context",
     ),
     "syncvar.parameter_server.task_coordinator": ("ClusterCoordinator", "RemoteValue"),
-    "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
-    "syncvar.strategies.replica_group": ("InputContext", "ValueContext"),
-    "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
+    "syncvar.strategies.distributed_dataset": (
+        "DistributedDataset", "DistributedIterator", "InputContext",
+    ),
+    "syncvar.strategies.value_reduction": ("ReduceOp", "ValueContext"),
+    "syncvar.strategies.mirrored": (
+        "CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy",
+    ),
     "syncvar.parameter_server.strategy": ("ParameterServerStrategy",),
-    "syncvar.strategies.value_reduction": ("ReduceOp",),
     "syncvar.parameter_server.server_variables": ("ShardedVariable",),
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
     "syncvar.variables.create": ("ShardInfo",),

@@ -26,21 +26,22 @@ from syncvar.optimizers.gradient_call import (
     checked_shards,
     combine_cached,
     combining_request,
+    dense_gradient,
     describe_variables,
     strategy_of_pairs,
 )
-from syncvar.optimizers.hyperparameters import (
+from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
+from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
+from syncvar.optimizers.update_rules import (
     Options,
+    UpdateRule,
     checked_choice,
     checked_count,
     checked_name,
     checked_number,
     checked_rate,
+    compute_dtype,
 )
-from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
-from syncvar.optimizers.rules.update_rule import UpdateRule, compute_dtype
-from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
-from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.assign_all import change_copies, copy_of
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.hyperparameters import Rate
+    from syncvar.optimizers.update_rules import Rate
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 

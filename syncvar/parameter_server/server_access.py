@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.optimizers.rules.update_rule import compute_dtype
-from syncvar.optimizers.sparse_gradients import rows_of
+from syncvar.optimizers.gradient_call import rows_of
+from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.variables.create import Names
 from syncvar.variables.policy import AccessKind

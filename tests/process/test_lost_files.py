@@ -136,7 +136,7 @@ with sv.CheckpointManager(checkpoint, sys.argv[1] + "/runs/a") as manager:
     if sv.rank() == 0:
         sv.save(sys.argv[1] + "/saved/model.safetensors", {"w": 1})
         change = decisions.DeferralChange(decisions.ProgramPoint("begin", 1, "step"), "w", "a", "b", "")
-        decisions.append(sys.argv[1] + "/auto", 1, [change], begins=True)
+        decisions.append_changes(sys.argv[1] + "/auto", 1, [change], begins=True)
 print("done")
 probe.note("ready")
 probe.gate("look")
