@@ -29,7 +29,7 @@ from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
-from syncvar.variables.scope import scope_stack
+from syncvar.variables.variable_owner import scope_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.wait_many import wait_all, wait_any
     from syncvar.runtime.work import Work
     from syncvar.strategies.base import Strategy
-    from syncvar.strategies.central_storage import CentralStorageStrategy
     from syncvar.strategies.contexts import (
         ReplicaContext,
         get_replica_context,
@@ -85,19 +84,25 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
-    from syncvar.strategies.distributed_dataset import DistributedDataset, DistributedIterator
+    from syncvar.strategies.distributed_dataset import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+    )
     from syncvar.strategies.join_uneven import Uneven, uneven
-    from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-    from syncvar.strategies.replica_group import InputContext, ValueContext
-    from syncvar.strategies.value_reduction import ReduceOp
+    from syncvar.strategies.mirrored import (
+        CentralStorageStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+    )
+    from syncvar.strategies.value_reduction import ReduceOp, ValueContext
     from syncvar.variables import partitioners
     from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
-    from syncvar.variables.check_equal import check_equal
-    from syncvar.variables.mode_explanation import Explanation
+    from syncvar.variables.create import ShardInfo
     from syncvar.variables.policy import VariableAggregation, VariableSynchronization
-    from syncvar.variables.sharded_init import ShardInfo
+    from syncvar.variables.replica_check import check_equal
     from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
-    from syncvar.variables.variable import Variable
+    from syncvar.variables.variable import Explanation, Variable
 
 __version__ = "0.1.0"
 
@@ -136,26 +141,27 @@ _HOMES = {
     "syncvar.runner.local": ("run",),
     "syncvar.core.reduce_ops": ("register_op",),
     "syncvar.strategies.base": ("Strategy",),
-    "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
     "syncvar.strategies.contexts": (
         "ReplicaContext", "get_replica_context", "get_strategy", "has_strategy",
         "in_cross_replica_context",
     ),
     "syncvar.parameter_server.task_coordinator": ("ClusterCoordinator", "RemoteValue"),
-    "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
-    "syncvar.strategies.replica_group": ("InputContext", "ValueContext"),
-    "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
+    "syncvar.strategies.distributed_dataset": (
+        "DistributedDataset", "DistributedIterator", "InputContext",
+    ),
+    "syncvar.strategies.value_reduction": ("ReduceOp", "ValueContext"),
+    "syncvar.strategies.mirrored": (
+        "CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy",
+    ),
     "syncvar.parameter_server.strategy": ("ParameterServerStrategy",),
-    "syncvar.strategies.value_reduction": ("ReduceOp",),
     "syncvar.parameter_server.server_variables": ("ShardedVariable",),
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
-    "syncvar.variables.sharded_init": ("ShardInfo",),
-    "syncvar.variables.check_equal": ("check_equal",),
-    "syncvar.variables.mode_explanation": ("Explanation",),
+    "syncvar.variables.create": ("ShardInfo",),
+    "syncvar.variables.replica_check": ("check_equal",),
     "syncvar.variables.assign_all": ("assign_add_all", "assign_all", "assign_sub_all"),
     "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
-    "syncvar.variables.variable": ("Variable",),
+    "syncvar.variables.variable": ("Explanation", "Variable"),
 }  # fmt: skip
 _MODULES = {
     "data": "syncvar.data",

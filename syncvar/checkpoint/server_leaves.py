@@ -23,7 +23,7 @@ from syncvar.checkpoint.trackables import (
     require_kind,
 )
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.rules.update_rule import compute_dtype
+from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.parameter_server.server.server_rules import rule_of, slot_names
 from syncvar.parameter_server.server.shard import ShardSlots
 from syncvar.parameter_server.server_variables import ServerVariable

@@ -26,8 +26,8 @@ from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator
-from syncvar.variables.exact_split import share_of
-from syncvar.variables.in_place_update import are_parts, replace_copy
+from syncvar.variables.assign_all import are_parts, replace_copy
+from syncvar.variables.create import share_of
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -36,8 +36,8 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.scope import scope_stack
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import scope_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

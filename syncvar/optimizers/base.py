@@ -26,27 +26,28 @@ from syncvar.optimizers.gradient_call import (
     checked_shards,
     combine_cached,
     combining_request,
+    dense_gradient,
     describe_variables,
     strategy_of_pairs,
 )
-from syncvar.optimizers.hyperparameters import (
+from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
+from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
+from syncvar.optimizers.update_rules import (
     Options,
+    UpdateRule,
     checked_choice,
     checked_count,
     checked_name,
     checked_number,
     checked_rate,
+    compute_dtype,
 )
-from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
-from syncvar.optimizers.rules.update_rule import UpdateRule, compute_dtype
-from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
-from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.variables.coercion import operand_array
-from syncvar.variables.in_place_update import change_copies, copy_of
+from syncvar.variables.assign_all import change_copies, copy_of
 from syncvar.variables.policy import CallContext
-from syncvar.variables.scope import context_of, current_owner
+from syncvar.variables.values import operand_array
+from syncvar.variables.variable_owner import context_of, current_owner
 from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.hyperparameters import Rate
+    from syncvar.optimizers.update_rules import Rate
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 

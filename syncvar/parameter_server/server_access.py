@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.optimizers.rules.update_rule import compute_dtype
-from syncvar.optimizers.sparse_gradients import rows_of
+from syncvar.optimizers.gradient_call import rows_of
+from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.variables.coercion import operand_array
+from syncvar.variables.create import Names
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.row_updates import check_rows
-from syncvar.variables.scope import current_scope
-from syncvar.variables.unique_names import Names
+from syncvar.variables.values import check_rows, operand_array
+from syncvar.variables.variable_owner import current_scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError, DeadlineExceeded
-from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
+from syncvar.optimizers.update_rules import compute_dtype, is_half
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.server_rules import rule_of
 from syncvar.parameter_server.server.shard import ShardSlots, Spec

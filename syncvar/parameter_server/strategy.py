@@ -20,7 +20,7 @@ from syncvar.parameter_server.server_variables import PullBatch, ServerVariable
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.base import Strategy
 from syncvar.variables.policy import CallContext, VariableSynchronization
-from syncvar.variables.scope import ScopeEntry, current_stacks, keep_scopes_when_joining
+from syncvar.variables.variable_owner import ScopeEntry, current_stacks, keep_scopes_when_joining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -99,6 +99,8 @@ class ParameterServerStrategy(Strategy):
         self.strict = self.check_cross_writes = self.is_default = False
         self.reproducible = True
         self._check_every = 0
+        self.variable_class = self._variable_class
+        self.create_storage = self._create_storage
         self._aligned = ()  # `run` is no collective
         self._replica = ScopeEntry(self, CallContext.REPLICA)
         self.queue = self.registry = None

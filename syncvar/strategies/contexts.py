@@ -11,15 +11,15 @@ from syncvar.core.pytree import children_of, is_structure, rebuild
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import CallContext
-from syncvar.variables.scope import (
+from syncvar.variables.values import DistributedValues, PerReplica
+from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import (
     ScopeEntry,
     context_of,
     current_owner,
     current_scope,
     scope_stack,
 )
-from syncvar.variables.values import DistributedValues, PerReplica
-from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,9 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageE
 from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of
 from syncvar.variables.policy import CallContext
-from syncvar.variables.resync import resynchronize
-from syncvar.variables.scope import current_scope
+from syncvar.variables.registry import resynchronize
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import current_scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,10 +10,6 @@ from syncvar.collectives.reduce_args import check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
-from syncvar.variables.array_protocol import ArrayProtocol
-from syncvar.variables.coercion import number_array, operand_array
-from syncvar.variables.collective_requests import request_of, rows_request
-from syncvar.variables.persistent_access import WriteResult, cached_write, uncached_write
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -21,12 +17,18 @@ from syncvar.variables.policy import (
     Travel,
     VariableSynchronization,
 )
-from syncvar.variables.replica_call import combine
-from syncvar.variables.row_updates import RowSelection, apply_rows, check_rows
-from syncvar.variables.scope import context_here, context_of
-from syncvar.variables.shared_copy import SharedCopy, write_once
-from syncvar.variables.storage import marked_as_written
-from syncvar.variables.variable_state import UFUNCS
+from syncvar.variables.replica_call import combine, request_of, rows_request
+from syncvar.variables.storage import SharedCopy, marked_as_written, write_once
+from syncvar.variables.values import (
+    ArrayProtocol,
+    RowSelection,
+    apply_rows,
+    check_rows,
+    number_array,
+    operand_array,
+)
+from syncvar.variables.variable_owner import context_here, context_of
+from syncvar.variables.variable_state import UFUNCS, WriteResult, cached_write, uncached_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

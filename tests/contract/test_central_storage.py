@@ -11,7 +11,7 @@ from syncvar.bootstrap.process import current
 from syncvar.core.errors import MismatchError, SharedMemoryFull, UsageError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
-from syncvar.variables.shared_copy import SharedCopy
+from syncvar.variables.storage import SharedCopy
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05)
 WORLDS = [{"shared": True}, {"shared": True, "hosts": 2}, {}]

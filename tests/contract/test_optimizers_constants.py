@@ -132,7 +132,7 @@ def test_a_large_variable_is_stepped_in_blocks_like_a_small_one(name):
 
 
 def test_the_power_is_that_of_mathematics():
-    from syncvar.optimizers.rules.exact_math import power
+    from syncvar.optimizers.update_rules import power
 
     for exponent in (0, 1, 2, 3, 10, 1000, 123_457):
         assert power(0.999, exponent) == pytest.approx(0.999**exponent, rel=1e-11)

@@ -9,7 +9,7 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.variables.persistent_access import uncached_look
+from syncvar.variables.variable_state import uncached_look
 
 ON_WRITE, ON_READ, NONE = (
     sv.VariableSynchronization.ON_WRITE,

@@ -12,9 +12,9 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
-from syncvar.variables import collective_requests
-from syncvar.variables.persistent_access import WriteResult
+from syncvar.variables import replica_call
 from syncvar.variables.policy import AccessKind
+from syncvar.variables.variable_state import WriteResult
 
 FALLBACK, STORED, SAMPLE = WriteResult
 ADD = AccessKind.ASSIGN_ADD
@@ -504,7 +504,7 @@ def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(
 ):
     """In cross context all write the same. Where one makes the call the long way, or brings something else, all come to the same end."""
     if unusual == "a full table":
-        monkeypatch.setattr(collective_requests, "_ALIKE_MAX", 0)
+        monkeypatch.setattr(replica_call, "_ALIKE_MAX", 0)
 
     def fn():
         strategy = sv.MirroredStrategy()

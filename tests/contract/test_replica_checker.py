@@ -11,8 +11,8 @@ import pytest
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
-from syncvar.variables.block_digests import BLOCK_BYTES
 from syncvar.variables.replica_check import compare
+from syncvar.variables.storage import BLOCK_BYTES
 
 
 @pytest.fixture(params=["links", "shm"])

@@ -8,7 +8,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.testing import run_ranks
-from syncvar.variables.exact_split import share_of
+from syncvar.variables.create import share_of
 
 
 def values_of(dtype, seed):

@@ -7,8 +7,8 @@ from worlds import Worlds
 
 import syncvar.collectives.buckets as fused_module
 import syncvar.core.reduce_ops as ops_module
-import syncvar.variables.collective_requests as requests_module
 import syncvar.variables.create as creation_module
+import syncvar.variables.replica_call as requests_module
 import syncvar.variables.variable as variable_module
 import syncvar.variables.variable_state as state_module
 import syncvar.variables.variable_writes as writes_module

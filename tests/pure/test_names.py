@@ -3,7 +3,7 @@
 import random
 import sys
 
-from syncvar.variables.unique_names import Names
+from syncvar.variables.create import Names
 
 
 class Plain:

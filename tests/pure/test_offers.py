@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from syncvar.protocol.fixed_records import pack_record, unpack_record
-from syncvar.strategies.batch_agreement import BatchHeader, is_unanimous, verdict
+from syncvar.strategies.distributed_dataset import BatchHeader, decide_step, is_unanimous
 
 BATCH, LONGER, OTHER = (
     BatchHeader(True, rows, 0, 3, kind) for rows, kind in ((4, 11), (5, 11), (4, 12))
@@ -19,7 +19,7 @@ ALL = [BATCH, LONGER, OTHER, ENDED, FORGOT, NEVER, AHEAD, NEXT_EPOCH]
 @pytest.mark.parametrize("is_global", [False, True])
 def test_every_triple_of_offers(is_global):
     for offers in product(ALL, repeat=3):
-        made = verdict(offers, is_global=is_global)
+        made = decide_step(offers, is_global=is_global)
         live = [one for one in offers if one.has_batch]
         agree = (
             len({(one.epoch, one.position) for one in offers}) == 1
@@ -36,16 +36,16 @@ def test_every_triple_of_offers(is_global):
 
 
 def test_who_tells_the_kind_of_a_batch():
-    assert verdict([ENDED, BATCH], is_global=False).teacher is None
-    assert verdict([NEVER, ENDED, BATCH, BATCH], is_global=False).teacher == 2
-    assert verdict([BATCH, FORGOT], is_global=False).teacher == 0
+    assert decide_step([ENDED, BATCH], is_global=False).teacher is None
+    assert decide_step([NEVER, ENDED, BATCH, BATCH], is_global=False).teacher == 2
+    assert decide_step([BATCH, FORGOT], is_global=False).teacher == 0
 
 
 def test_contents_count_for_global_batches_only():
     one, other = BATCH._replace(content=5), BATCH._replace(content=6)
-    assert verdict([one, other], is_global=True).differs
-    assert not verdict([one, one], is_global=True).differs
-    assert not verdict([one, other], is_global=False).differs
+    assert decide_step([one, other], is_global=True).differs
+    assert not decide_step([one, one], is_global=True).differs
+    assert not decide_step([one, other], is_global=False).differs
 
 
 @pytest.mark.parametrize("is_global", [False, True])
@@ -55,7 +55,7 @@ def test_offers_are_unanimous_where_nothing_has_to_be_settled(is_global):
         same = [offer._replace(rows=0) if not is_global else offer for offer in offers]
         assert is_unanimous(largest) == (same[0] == same[1])
         if is_unanimous(largest):
-            made = verdict(offers, is_global=is_global)
+            made = decide_step(offers, is_global=is_global)
             assert not made.disagreement
             assert made.teacher is None
             assert not made.differs

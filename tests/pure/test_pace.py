@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.variables.block_digests import BLOCK_BYTES, block_count, block_digests, combined
 from syncvar.variables.deferral_tuner import (
     COSTS,
     IDLE_RUNS,
@@ -15,6 +14,7 @@ from syncvar.variables.deferral_tuner import (
     choose,
     period,
 )
+from syncvar.variables.storage import BLOCK_BYTES, block_count, block_digests, combined
 
 LINKS = COSTS["links", False]
 SHM = Costs(

@@ -10,25 +10,26 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.hyperparameters import checked_number
-from syncvar.optimizers.rules.builtin_rules import (
+from syncvar.optimizers.custom_rules import CustomRule
+from syncvar.optimizers.update_rules import (
+    BLOCK,
     AdagradRule,
     AdamRule,
     AdamWRule,
     MomentumRule,
     RMSPropRule,
     SGDRule,
+    checked_number,
+    compute_dtype,
+    is_half,
 )
-from syncvar.optimizers.rules.custom_rules import CustomRule
-from syncvar.optimizers.rules.exact_math import BLOCK
-from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.rules.update_rule import UpdateRule
+    from syncvar.optimizers.update_rules import UpdateRule
 
 _REASON_MAX = 4000  # characters of a traceback
 

@@ -15,10 +15,10 @@ import numpy as np
 from syncvar.collectives.sharded_sums import tree_combined
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.rules.update_rule import compute_dtype
+from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.parameter_server.server.server_rules import ServerRule, is_users, rule_of, slot_names
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.row_updates import RowSelection, apply_rows
+from syncvar.variables.values import RowSelection, apply_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.hyperparameters import checked_number
-from syncvar.optimizers.rules.update_rule import UpdateRule
+from syncvar.optimizers.update_rules import UpdateRule, checked_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.rules.update_rule import Arrays, SteppedVariable
+    from syncvar.optimizers.update_rules import Arrays, SteppedVariable
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _WORD = re.compile("[a-z_][a-z_0-9]*")
