@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.checkpoint.restore import CheckpointInfo, refused_state, stage_leaves
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
-from syncvar.checkpoint.server_leaves import restore_record
+from syncvar.checkpoint.server_leaves import give_back, read_report, restore_record
 from syncvar.core.errors import CheckpointError, MismatchError, SyncvarError, TransportError
-from syncvar.parameter_server.snapshot import give_back, read_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable

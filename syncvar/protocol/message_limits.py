@@ -6,7 +6,7 @@ a longer message travels in several frames.
 
 Unauthenticated peers have two more limits. `transports.unauthenticated_peers` closes a connection
 after `UNPROVED_NBYTES_MAX` bytes without authentication. On a stream with our own framing the
-first message has at most `HELLO_NBYTES_MAX` bytes (`parameter_server.transport.unix_stream`).
+first message has at most `HELLO_NBYTES_MAX` bytes (`parameter_server.same_host_links`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The network delays, drops, duplicates and reorders messages. The cluster drives 
 machines as the processes of a job. The seed decides everything: the same seed gives the same
 messages at the same times, so a failure can be reproduced.
     >>> import numpy as np
-    >>> from syncvar.parameter_server.client.request_builder import RequestBuilder
-    >>> from syncvar.parameter_server.server.shard import Spec
+    >>> from syncvar.parameter_server.request_client import RequestBuilder
+    >>> from syncvar.parameter_server.shard import Spec
     >>> def program(rank, incarnation):
     ...     asking = RequestBuilder()
     ...     asking.create(0, "v", Spec((), "int64", "NONE", (), 0), None, np.zeros((), np.int64))
@@ -26,18 +26,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.process_ids import failover_order
-from syncvar.parameter_server.client.request_client import Client
 from syncvar.parameter_server.messages import frames_of, message_of
-from syncvar.parameter_server.server.server_machine import Server
+from syncvar.parameter_server.request_client import Client
+from syncvar.parameter_server.server_machine import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.parameter_server.client.request_builder import RequestBuilder
-    from syncvar.parameter_server.client.request_client import Ticket
     from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
+    from syncvar.parameter_server.request_client import RequestBuilder, Ticket
 
 _RESEND_S = 0.05
 

@@ -10,7 +10,7 @@ import syncvar as sv
 from syncvar.checkpoint.file_names import MANIFEST
 from syncvar.checkpoint.manifest import Manifest
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=60.0)
