@@ -2,6 +2,9 @@
 
 One worker saves them from one snapshot and restores them in one transaction; the other workers
 continue. Their keys are those of the same program under any other strategy.
+
+Rank 0 restores, and server 0 keeps its report under the number of the restore, which is the same on
+all workers. The other workers, and a rank 0 that was restarted alone, read the report.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import ManifestEntry, Stored
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
     from syncvar.checkpoint.trackables import Together
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.request_client import ResultRef
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
 
 _HOME = 0  # the server that keeps the reports of restores
+_MODE = "ON_WRITE NONE"  # mode of such a variable under other strategies
+_STEPS = "steps"
 
 
 class SavedVariable(NamedTuple):
@@ -185,10 +190,6 @@ def read_report(
 
 def _key(number: int) -> str:
     return f"restoring {number}"  # names of variables have no blank
-
-
-_MODE = "ON_WRITE NONE"  # mode of such a variable under other strategies
-_STEPS = "steps"
 
 
 class _ArrayLeaf:

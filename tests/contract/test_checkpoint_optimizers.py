@@ -7,8 +7,7 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.checkpoint.file_names import MANIFEST
-from syncvar.checkpoint.manifest import Manifest
+from syncvar.checkpoint.checkpoint_format import MANIFEST, Manifest
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks

@@ -8,8 +8,8 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
+from syncvar.checkpoint.checkpoint_reader import read_manifest
 from syncvar.checkpoint.folder import CheckpointFolder
-from syncvar.checkpoint.shard_reader import read_manifest
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.discovery import (
     PushCounter,
