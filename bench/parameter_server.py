@@ -38,9 +38,9 @@ import zmq
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.client.worker_session import WorkerSession
-from syncvar.parameter_server.server.shard import Spec
+from syncvar.parameter_server.request_client import RequestBuilder
+from syncvar.parameter_server.shard import Spec
+from syncvar.parameter_server.worker_session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

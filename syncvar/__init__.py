@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         world_size,
     )
     from syncvar.bootstrap.process import init, is_initialized, shutdown
-    from syncvar.checkpoint.async_save import PendingSave
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
+    from syncvar.checkpoint.save import PendingSave
     from syncvar.checkpoint.single_file import load, save
     from syncvar.collectives.all_reduce import all_reduce
     from syncvar.collectives.barrier import barrier
@@ -110,7 +110,7 @@ _HOMES = {
     "syncvar.checkpoint.single_file": ("load", "save"),
     "syncvar.checkpoint.checkpoint": ("Checkpoint",),
     "syncvar.checkpoint.manager": ("CheckpointManager",),
-    "syncvar.checkpoint.async_save": ("PendingSave",),
+    "syncvar.checkpoint.save": ("PendingSave",),
     "syncvar.collectives.gather": ("all_gather", "gather"),
     "syncvar.collectives.all_reduce": ("all_reduce",),
     "syncvar.collectives.sharded_sums": ("all_reduce_shards", "tree_sum"),

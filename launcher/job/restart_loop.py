@@ -17,7 +17,7 @@ from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
-from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
+from syncvar.parameter_server.discovery import put_tallies, take_tallies
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.io.output import OutputForwarder, Sink
 from syncvar_launcher.io.signal_watch import SignalWatch

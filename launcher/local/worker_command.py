@@ -46,11 +46,11 @@ def server_command(kind: str, target: str, server: int) -> list[str]:
 
     Example:
         >>> server_command("script", "train.py", 1)[2:]
-        ['syncvar.parameter_server.server.server_main', 'server', '1', 'train.py']
+        ['syncvar.parameter_server.server_main', 'server', '1', 'train.py']
     """
     beside = {"module": ["-m", target], "script": [target], "command": []}[kind]
     return [
-        *command_of("syncvar.parameter_server.server.server_main"),
+        *command_of("syncvar.parameter_server.server_main"),
         "server",
         str(server),
         *beside,

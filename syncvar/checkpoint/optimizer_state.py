@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import ManifestEntry, Stored
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
     from syncvar.checkpoint.trackables import Leaf, Together
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot

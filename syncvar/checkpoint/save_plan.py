@@ -8,8 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.checkpoint.manifest import ManifestEntry, Piece, ShardFile, Stored
-from syncvar.checkpoint.safetensors_header import itemsize_of
+from syncvar.checkpoint.checkpoint_format import (
+    ManifestEntry,
+    Piece,
+    ShardFile,
+    Stored,
+    itemsize_of,
+)
 from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
 if TYPE_CHECKING:

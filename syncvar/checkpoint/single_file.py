@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.checkpoint.checkpoint import Checkpoint
-from syncvar.checkpoint.file_names import MANIFEST, checked_path
-from syncvar.checkpoint.folder import CheckpointFolder, make_folder, read_into
-from syncvar.checkpoint.manifest import DIGEST_BYTES
-from syncvar.checkpoint.safetensors_header import (
+from syncvar.checkpoint.checkpoint_format import (
     CODES,
+    DIGEST_BYTES,
+    MANIFEST,
     Tensor,
+    checked_path,
     header_bytes,
     header_length,
     parse_header,
     stored_shape,
 )
+from syncvar.checkpoint.checkpoint_reader import bytes_of
+from syncvar.checkpoint.folder import CheckpointFolder, make_folder, read_into
 from syncvar.checkpoint.server_leaves import snapshot_for_file
-from syncvar.checkpoint.shard_reader import bytes_of
 from syncvar.core.array_arguments import as_array
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.manifest import digest_of
+from syncvar.checkpoint.checkpoint_format import digest_of
 from syncvar.checkpoint.save_plan import LeafHeader
 from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import ManifestEntry, Stored
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
 
 
 _log = logging.getLogger("syncvar")

@@ -27,7 +27,7 @@ from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, M
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.parameter_server.client.local_servers import LocalServers
+    from syncvar.parameter_server.session import LocalServers
     from syncvar.shm.segment_file import CreatedSegment
 
 _SHM_BYTES = 64 << 30  # virtual; pages are allocated at first use

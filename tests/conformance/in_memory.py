@@ -14,7 +14,7 @@ from conductor import Outcome
 
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
 
 _CONFIG = RuntimeConfig(collective_timeout_s=5.0)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.server.shard import Spec
+from syncvar.parameter_server.request_client import RequestBuilder
+from syncvar.parameter_server.shard import Spec
 from syncvar.testing import Ask, Cluster
 
 _NUMBER = np.int64

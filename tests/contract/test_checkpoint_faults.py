@@ -299,7 +299,7 @@ def test_damage_is_seen_on_every_rank_and_nothing_is_restored(tmp_path, what):
 
 
 def newer_version(path):
-    from syncvar.checkpoint.manifest import digest_of
+    from syncvar.checkpoint.checkpoint_format import digest_of
 
     body = json.loads((path / "manifest.json").read_text()) | {"version": 2}
     del body["digest"]
@@ -417,7 +417,7 @@ def test_no_name_reaches_outside_the_folder(tmp_path):
 )
 def test_a_manifest_that_names_files_elsewhere_opens_none(tmp_path, where, monkeypatch):
     """Even where the other file is whole and its digest right."""
-    from syncvar.checkpoint.manifest import digest_of
+    from syncvar.checkpoint.checkpoint_format import digest_of
 
     path = tmp_path / "c"
     sv.Checkpoint(v=sv.Variable(np.arange(5.0)), n=3).save(path)
@@ -477,7 +477,7 @@ def test_memory_is_not_taken_for_what_a_manifest_claims(tmp_path):
     path = tmp_path / "c"
     sv.Checkpoint(v=sv.Variable(np.arange(5.0)), n=3).save(path)
     text = (path / "manifest.json").read_text()
-    from syncvar.checkpoint.manifest import digest_of
+    from syncvar.checkpoint.checkpoint_format import digest_of
 
     body = json.loads(text)
     del body["digest"]

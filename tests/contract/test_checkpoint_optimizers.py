@@ -7,10 +7,9 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.checkpoint.file_names import MANIFEST
-from syncvar.checkpoint.manifest import Manifest
+from syncvar.checkpoint.checkpoint_format import MANIFEST, Manifest
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=60.0)

@@ -8,7 +8,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.checkpoint import restore
-from syncvar.checkpoint.file_names import MANIFEST
+from syncvar.checkpoint.checkpoint_format import MANIFEST
 from syncvar.testing import run_ranks
 
 RANKS = 3

@@ -8,17 +8,16 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
+from syncvar.checkpoint.checkpoint_reader import read_manifest
 from syncvar.checkpoint.folder import CheckpointFolder
-from syncvar.checkpoint.shard_reader import read_manifest
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.client.push_counter import (
+from syncvar.parameter_server.discovery import (
     PushCounter,
     put_tallies,
     take_tallies,
     tally_path,
 )
-from syncvar.parameter_server.server_access import ServersHere
+from syncvar.parameter_server.session import LocalServers, ServersHere
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
 from syncvar.variables.assign_all import replace_copy
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.task_queue import TaskQueue, TaskResult
+from syncvar.parameter_server.replicated_state import TaskQueue, TaskResult
+from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
 
 seen = {}

@@ -5,13 +5,12 @@ import pytest
 
 import syncvar as sv
 from syncvar.core.errors import PeerLost
-from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.client.request_client import Client
-from syncvar.parameter_server.server.replicated_state import ReplicatedState
-from syncvar.parameter_server.server.replication import ReplicationStream, seed_of, state_of_seed
-from syncvar.parameter_server.server.server_machine import Server
-from syncvar.parameter_server.server.shard import Spec
+from syncvar.parameter_server.primary import ReplicationStream, seed_of, state_of_seed
+from syncvar.parameter_server.replicated_state import ReplicatedState
+from syncvar.parameter_server.request_client import Client, RequestBuilder
+from syncvar.parameter_server.server_machine import Server
+from syncvar.parameter_server.session import LocalServers
+from syncvar.parameter_server.shard import Spec
 from syncvar.testing import run_ranks
 
 HEIRS = [(1, 2), (2, 0), (0, 1)]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.server.shard import Spec
+from syncvar.parameter_server.request_client import RequestBuilder
+from syncvar.parameter_server.session import LocalServers
+from syncvar.parameter_server.shard import Spec
 from syncvar.testing import run_ranks
 
 

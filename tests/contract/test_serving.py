@@ -17,13 +17,16 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import InternalError
 from syncvar.core.process_ids import SERVER_0, failover_order
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.messages import frames_of, message_of
-from syncvar.parameter_server.server.server_machine import Server
-from syncvar.parameter_server.server.server_main import Serving
-from syncvar.parameter_server.transport.framing import packed, unpacked
-from syncvar.parameter_server.transport.server_links import ServerLinks
-from syncvar.parameter_server.transport.shm_buffers import LEND_NBYTES_MIN, ShmBufferPool
-from syncvar.parameter_server.transport.unix_stream import Pipe, UnixListener
+from syncvar.parameter_server.messages import frames_of, message_of, packed, unpacked
+from syncvar.parameter_server.same_host_links import (
+    LEND_NBYTES_MIN,
+    Pipe,
+    ShmBufferPool,
+    UnixListener,
+)
+from syncvar.parameter_server.server_links import ServerLinks
+from syncvar.parameter_server.server_machine import Server
+from syncvar.parameter_server.server_main import Serving
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create

@@ -5,7 +5,7 @@ import pytest
 import rules_of_users as rules
 
 import syncvar as sv
-from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
 
 ONES = np.ones(4, np.float32)

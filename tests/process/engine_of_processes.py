@@ -8,7 +8,7 @@ import sys
 
 WORKER = """
 import os, struct, sys
-from syncvar.runner.engine_worker import arrive, play
+from syncvar.runner.remote_call import arrive, play
 source, sink = int(sys.argv[1]), int(sys.argv[2])
 while head := os.read(source, 5):
     kind, size = struct.unpack("<BI", head)

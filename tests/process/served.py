@@ -6,8 +6,8 @@ import numpy as np
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.request_client import ServerPart
-from syncvar.parameter_server.client.worker_session import WorkerSession
+from syncvar.parameter_server.request_client import ServerPart
+from syncvar.parameter_server.worker_session import WorkerSession
 
 ME = RankEnvironment.from_mapping(os.environ)
 

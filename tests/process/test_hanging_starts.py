@@ -98,7 +98,7 @@ def test_a_rank_does_not_reach_python(held):
 @pytest.mark.slow
 def test_a_server_does_not_reach_python(held):
     job = held(
-        "syncvar.parameter_server.server.server_main",
+        "syncvar.parameter_server.server_main",
         "time.sleep(600)",
         script="import time; time.sleep(60)",
         options=("--servers", "1"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.runner.run_options import checked_options
+from syncvar.runner.local import checked_options
 
 
 def world():

@@ -8,30 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.checkpoint.file_names import (
-    checked_path,
-    is_left_over,
-    is_shard,
-    shard_name,
-    step_name,
-    step_of,
-)
-from syncvar.checkpoint.manifest import (
+from syncvar.checkpoint.checkpoint_format import (
+    CODES,
     Label,
     Manifest,
     ManifestEntry,
     Piece,
     ShardFile,
     Stored,
+    checked_path,
     digest_of,
-)
-from syncvar.checkpoint.safetensors_header import (
-    CODES,
     header_bytes,
     header_length,
+    is_left_over,
+    is_shard,
     itemsize_of,
     parse_header,
+    shard_name,
+    step_name,
+    step_of,
 )
+from syncvar.checkpoint.checkpoint_reader import RetainedCheckpoint, best_of, removable
 from syncvar.checkpoint.save_plan import (
     LeafHeader,
     entries_of,
@@ -40,7 +37,6 @@ from syncvar.checkpoint.save_plan import (
     raise_failures,
     shares,
 )
-from syncvar.checkpoint.step_folders import RetainedCheckpoint, best_of, removable
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 

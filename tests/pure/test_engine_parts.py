@@ -9,8 +9,8 @@ import zmq
 
 import syncvar as sv
 from syncvar.bootstrap.launch_env.detection import launcher_info
-from syncvar.runner.call_parts import CallPart, End, EngineSlot, packed, parts, unpacked
-from syncvar.runner.engine_worker import _release_port, arrive
+from syncvar.runner.engines import CallPart, End, EngineSlot, packed, parts, unpacked
+from syncvar.runner.remote_call import _release_port, arrive
 
 
 def told(grounds, **more):

@@ -492,7 +492,7 @@ def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys)
     ]
     stack = [
         ["/x/syncvar/parameter_server/server/replicated_state.py", 5, "execute"],
-        [f"{PACKAGE}/parameter_server/server/server_main.py", 9, "run"],
+        [f"{PACKAGE}/parameter_server/server_main.py", 9, "run"],
     ]
     left = [
         *mismatch(),

@@ -76,7 +76,7 @@ def test_servers_are_shown_with_their_copies_and_a_command_line_that_names_them(
     )
     assert "server  host  copies on\n0       a     1\n1       b     0\n" in text
     assert "command of server 0:\n" in text
-    assert "syncvar.parameter_server.server.server_main server 0 -m train\n" in text
+    assert "syncvar.parameter_server.server_main server 0 -m train\n" in text
     assert "copies on" not in dry_run_text(chosen, [None], [{}], ["x"])
 
 

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from syncvar.parameter_server.script_order import RunningModule, late_names, line_of
+from syncvar.parameter_server.task_coordinator import RunningModule, late_names, line_of
 
 HEAD = "import syncvar as sv\n"
 MADE = "coordinator = sv.ClusterCoordinator(strategy)\n"
@@ -95,7 +95,7 @@ def test_names_that_come_too_late(case):
 
 MODULE = """
     import sys
-    from syncvar.parameter_server.script_order import running_modules
+    from syncvar.parameter_server.task_coordinator import running_modules
 
     def main():
         found.extend(running_modules(sys._getframe()))

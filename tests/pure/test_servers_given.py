@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from syncvar.parameter_server.server.shard import Push, Shard, Spec
+from syncvar.parameter_server.shard import Push, Shard, Spec
 
 PUSHES = {
     "assign": Push("assign", np.full(6, 9.0)),

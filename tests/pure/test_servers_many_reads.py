@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from syncvar.core.process_ids import SERVER_0
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.client.request_client import Client
-from syncvar.parameter_server.server.server_machine import Server
-from syncvar.parameter_server.server.shard import Spec
+from syncvar.parameter_server.request_client import Client, RequestBuilder
+from syncvar.parameter_server.server_machine import Server
+from syncvar.parameter_server.shard import Spec
 
 
 def answered(client, server, asking):

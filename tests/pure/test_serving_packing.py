@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from syncvar.core.errors import InternalError
-from syncvar.parameter_server.transport.framing import (
+from syncvar.parameter_server.messages import (
     NBYTES_MAX,
     cut,
     joined,

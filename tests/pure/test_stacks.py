@@ -27,7 +27,7 @@ START = [
     StackFrame(f"{PACKAGE}/bootstrap/worker_main.py", 130, "_run"),
     StackFrame("<frozen runpy>", 88, "_run_code"),
 ]
-LOOP = [StackFrame(f"{PACKAGE}/parameter_server/server/server_main.py", 9, "run")]
+LOOP = [StackFrame(f"{PACKAGE}/parameter_server/server_main.py", 9, "run")]
 
 
 def user(*lines, file="/job/train.py"):
@@ -101,7 +101,7 @@ def test_dumps_are_read_with_their_names():
         (
             [
                 StackFrame("/v/site-packages/zmq/poll.py", 3, "poll"),
-                *ours(4, file="parameter_server/transport/poller.py"),
+                *ours(4, file="parameter_server/server_links.py"),
                 *LOOP,
             ],
             "waiting for requests",
@@ -183,7 +183,7 @@ def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
 def test_servers_are_shown_beside_ranks_with_their_own_frames():
     waiting = [
         StackFrame("/v/site-packages/zmq/poll.py", 3, "poll"),
-        *ours(4, file="parameter_server/transport/poller.py"),
+        *ours(4, file="parameter_server/server_links.py"),
         *LOOP,
     ]
     answers = [
@@ -195,8 +195,8 @@ def test_servers_are_shown_beside_ranks_with_their_own_frames():
     assert text.split("\n")[3:-1] == [
         "servers 0, 1: waiting for requests",
         "  /v/site-packages/zmq/poll.py:3 in poll",
-        f"  {PACKAGE}/parameter_server/transport/poller.py:4 in wait",
-        f"  {PACKAGE}/parameter_server/server/server_main.py:9 in run",
+        f"  {PACKAGE}/parameter_server/server_links.py:4 in wait",
+        f"  {PACKAGE}/parameter_server/server_main.py:9 in run",
     ]
 
 

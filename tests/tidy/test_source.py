@@ -403,7 +403,7 @@ SHOWN_TIMES = {
     "launcher/io/output.py": {"datetime"},
     "launcher/job/restart_loop.py": {"time.time"},
     "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
-    "syncvar/checkpoint/folder_lock.py": {"time.strftime", "time.gmtime"},
+    "syncvar/checkpoint/folder.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/object_codec.py": {"datetime"},
 }
 

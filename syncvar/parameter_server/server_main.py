@@ -1,6 +1,6 @@
 """The process of a parameter server: it holds variables, and runs only registered update rules.
 
-The launcher starts it as `worker_entry.py syncvar.parameter_server.server.server_main server 1
+The launcher starts it as `worker_entry.py syncvar.parameter_server.server_main server 1
 train.py`. It does not run the script, but can import modules beside it. It ends on SIGTERM, after
 all workers have ended.
 """
@@ -36,9 +36,9 @@ from syncvar.core.stack_dump import frames_before
 from syncvar.core.state_folder import write_record
 from syncvar.parameter_server.discovery import Directory
 from syncvar.parameter_server.messages import frames_of, message_of
-from syncvar.parameter_server.server.server_machine import Server
-from syncvar.parameter_server.transport.server_links import ServerLinks
-from syncvar.parameter_server.transport.shm_buffers import lender_of
+from syncvar.parameter_server.same_host_links import lender_of
+from syncvar.parameter_server.server_links import ServerLinks
+from syncvar.parameter_server.server_machine import Server
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_stats import size_class
 from syncvar.runtime.flight_recorder.recorder import Recorder
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.discovery import ProcessChange
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message, OutgoingMessage
-    from syncvar.parameter_server.transport.server_links import ReceivedMessage, Route
+    from syncvar.parameter_server.server_links import ReceivedMessage, Route
 
 _log = logging.getLogger("syncvar")
 _BATCH = 64  # messages that it takes from one socket before it looks at the others

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.parameter_server.messages import OutgoingMessage
-from syncvar.parameter_server.server.primary import PrimaryReplica
-from syncvar.parameter_server.server.replicated_state import ReplicatedState
-from syncvar.parameter_server.server.replication import state_of_seed
+from syncvar.parameter_server.primary import PrimaryReplica, state_of_seed
+from syncvar.parameter_server.replicated_state import ReplicatedState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message
-    from syncvar.parameter_server.server.shard import Room
+    from syncvar.parameter_server.shard import Room
 
 # Messages between two processes about a state; a takeover does not redirect them.
 _BETWEEN_SERVERS = ("seed", "copy", "copied", "retired")

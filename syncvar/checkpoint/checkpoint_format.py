@@ -1,7 +1,14 @@
-"""The manifest of a checkpoint as data, its bytes, and the checks on untrusted bytes. Pure.
+"""The format of a checkpoint: names of its files, safetensors headers, and the manifest. Pure.
 
-Its presence is the commit. It lists every shard and, for each entry, the location and digest of its
-pieces. Names in it are compared, never opened: identity and rank give the file name of a shard.
+No file is ever opened or removed whose name has another form.
+
+A shard is a safetensors file: 8 bytes (length of the header, little endian), the header (JSON), and
+the tensors side by side. Not every reader knows complex numbers: they are stored as real ones with
+a last axis of 2. The presence of the manifest is the commit. It lists every shard and, for each
+entry, the location and digest of its pieces. Names in it are compared, never opened: identity and
+rank give the file name of a shard.
+
+Source: the format's description, github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -9,14 +16,48 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from syncvar.checkpoint.file_names import shard_name
-from syncvar.checkpoint.safetensors_header import CODES, itemsize_of, strict_json
-from syncvar.core.errors import CheckpointError, Corrupt
+from syncvar.core.errors import CheckpointError, ConfigError, Corrupt
 
+HEADER_BYTES_MAX = 16 << 20
+_NDIM_MAX = 65
+_PREFIX = 8
+CODES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "complex64": "F32",
+    "complex128": "F64",
+}
+_CODE_BYTES = {
+    "BOOL": 1,
+    "I8": 1,
+    "I16": 2,
+    "I32": 4,
+    "I64": 8,
+    "U8": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "F16": 2,
+    "F32": 4,
+    "F64": 8,
+    "BF16": 2,
+}
 FORMAT = "syncvar.checkpoint"
 VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20
@@ -24,6 +65,184 @@ DIGEST_BYTES = 16
 KINDS = ("variable", "generator", "state", "value")
 _REPLICAS_MAX = 1 << 20
 _HEX = re.compile(r"[0-9a-f]+")
+MANIFEST = "manifest.json"
+LOCK = "lock.json"
+_SHARD = re.compile(r"shard-([0-9a-f]{16})-(\d{5,7})-of-(\d{5,7})\.safetensors")
+_TEMPORARY = re.compile(r"(?P<name>.+)\.tmp-[0-9a-f]{16}")
+_STEP = re.compile(r"step-(\d{10,19})")
+_STEP_MAX = 10**19 - 1
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file.
+
+    Args:
+        name: Its key.
+        dtype: Code of the format.
+        shape: Shape of the stored numbers.
+        start: First byte, counted from the end of the header.
+        stop: Byte after the last.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def itemsize_of(dtype: str) -> int:
+    """Return the bytes of an element of a NumPy dtype."""
+    return _CODE_BYTES[CODES[dtype]] * (2 if dtype.startswith("complex") else 1)
+
+
+def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape under which an array is stored."""
+    return (*shape, 2) if dtype.startswith("complex") else shape
+
+
+def header_bytes(
+    arrays: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
+) -> tuple[bytes, list[Tensor]]:
+    """Return the header of a file and its tensors, in the order of `arrays`."""
+    tensors, end = [], 0
+    for name, dtype, shape in arrays:
+        start, end = end, end + math.prod(shape) * itemsize_of(dtype)
+        tensors.append(Tensor(name, CODES[dtype], stored_shape(dtype, shape), start, end))
+    head: dict[str, Any] = {"__metadata__": metadata}
+    head |= {
+        t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.stop]}
+        for t in tensors
+    }
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        raise CheckpointError(
+            f"a shard's header takes {len(text)} bytes, more than {HEADER_BYTES_MAX}: save fewer "
+            f"variables"
+        )
+    return len(text).to_bytes(_PREFIX, "little") + text, tensors
+
+
+def header_length(prefix: bytes, file_nbytes: int) -> int:
+    """Return the length of prefix and header."""
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) != _PREFIX or length > min(HEADER_BYTES_MAX, file_nbytes - _PREFIX):
+        raise CheckpointError(f"its header claims {length} bytes of a file of {file_nbytes}")
+    return _PREFIX + length
+
+
+def parse_header(data: bytes, file_nbytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file."""
+    head = strict_json(data[_PREFIX:], "the header")
+    metadata = head.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
+        raise CheckpointError("the header's metadata are not texts")
+    tensors = {name: _tensor(name, fields) for name, fields in head.items()}
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda one: (one.start, one.stop)):
+        if tensor.start != end:
+            raise CheckpointError(
+                f"tensor {tensor.name!r} begins at {tensor.start}, not at {end}: a hole or an "
+                "overlap"
+            )
+        end = tensor.stop
+    end += len(data)
+    if end != file_nbytes:
+        raise CheckpointError(f"the tensors end at byte {end} of a file of {file_nbytes}")
+    return tensors, metadata
+
+
+def _tensor(name: str, fields: Any) -> Tensor:
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"tensor {name!r:.80} has not dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    sizes_are_right = (
+        isinstance(shape, list)
+        and len(shape) <= _NDIM_MAX
+        and isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(type(number) is int and 0 <= number < 1 << 62 for number in shape + offsets)
+    )
+    if not isinstance(dtype, str) or dtype not in _CODE_BYTES or not sizes_are_right:
+        raise CheckpointError(f"tensor {name!r:.80} has a wrong dtype, shape or offsets")
+    start, stop = offsets
+    if stop - start != math.prod(shape) * _CODE_BYTES[dtype]:
+        raise CheckpointError(
+            f"tensor {name!r:.80} of shape {shape} and dtype {dtype} does not take {stop - start} "
+            f"bytes"
+        )
+    return Tensor(name, dtype, tuple(shape), start, stop)
+
+
+def strict_json(data: bytes, what: str) -> dict[str, Any]:
+    """Parse a JSON object; reject duplicate keys, NaN and infinities."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise CheckpointError(f"{what} has a key twice")
+        return found
+
+    def refuse(name: str) -> Any:
+        raise CheckpointError(f"{what} has the number {name}")
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is not a JSON object")
+    return value
+
+
+def checked_path(path: Any, instead: str = "checkpoint.save('folder/name')") -> str:
+    """Return a path as a str; raise ConfigError, which suggests `instead`, if it is not one."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be a text or a Path, not {path!r:.80}: write {instead}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"path must be a text, not empty and without NUL, not {text!r:.80}")
+    return text
+
+
+def shard_name(identity: str, rank: int, count: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"shard-{identity}-{rank:05d}-of-{count:05d}.safetensors"
+
+
+def is_shard(name: str, identity: str | None = None) -> bool:
+    """Return whether a name is that of a shard (of one checkpoint, with `identity`)."""
+    found = _SHARD.fullmatch(name)
+    return found is not None and (identity is None or found[1] == identity)
+
+
+def temporary_name(name: str, nonce: str) -> str:
+    """Return the name of a file until it is renamed."""
+    return f"{name}.tmp-{nonce}"
+
+
+def is_left_over(name: str, identity: str | None) -> bool:
+    """Return whether a file belongs to an unfinished save or to an older checkpoint."""
+    temporary = _TEMPORARY.fullmatch(name)
+    if temporary is not None:
+        return temporary["name"] == MANIFEST or is_shard(temporary["name"])
+    return is_shard(name) and (identity is None or not is_shard(name, identity))
+
+
+def step_name(step: int) -> str:
+    """Return the folder name of a step, ordered like the steps; raise ConfigError otherwise."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _STEP_MAX:
+        raise ConfigError(
+            f"step must be an integer of at least 0, not {step!r}: write manager.save(step=100)"
+        )
+    return f"step-{step:010d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a folder name, or None."""
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def digest_of(data: Any) -> str:

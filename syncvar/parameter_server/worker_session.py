@@ -19,21 +19,20 @@ from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
 from syncvar.core.process_ids import SERVER_0, failover_order, is_server, server_hosts
-from syncvar.parameter_server.client.pending_answers import Session
-from syncvar.parameter_server.client.push_counter import PushCounter, tally_path
-from syncvar.parameter_server.client.request_client import Client
-from syncvar.parameter_server.discovery import Directory
+from syncvar.parameter_server.discovery import Directory, PushCounter, tally_path
 from syncvar.parameter_server.messages import frames_of, message_of
-from syncvar.parameter_server.transport.server_links import ServerLinks
-from syncvar.parameter_server.transport.shm_buffers import lender_of
+from syncvar.parameter_server.request_client import Client
+from syncvar.parameter_server.same_host_links import lender_of
+from syncvar.parameter_server.server_links import ServerLinks
+from syncvar.parameter_server.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.parameter_server.client.request_client import ServerPart, Ticket
     from syncvar.parameter_server.messages import OutgoingMessage
+    from syncvar.parameter_server.request_client import ServerPart, Ticket
 
 _POLL_EVERY_S = 0.02  # of the background thread
 _WAIT_MAX_S = 0.05  # another thread may have read the message that this one waits for

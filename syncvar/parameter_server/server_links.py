@@ -1,17 +1,18 @@
 """The links between workers and servers.
 
-Within a host they are Unix sockets (`unix_stream`); between hosts, or without shared memory, ZeroMQ
-sockets: each server binds a ROUTER, and its peers connect a DEALER. Unlike a link between ranks,
-such a link may break and be connected again, by the same process or by its successor. Messages in
-transit are then lost, and the client repeats them. The routing identity names job, attempt,
-process and incarnation, so that a server ignores processes of other jobs and attempts, and prefers
-the later incarnation of a worker.
+Within a host they are Unix sockets (`same_host_links`). Between hosts, or without shared memory,
+they are ZeroMQ sockets: each server binds a ROUTER, and its peers connect a DEALER. Unlike a link
+between ranks, such a link may break and be connected again, by the same process or by its
+successor. Messages in transit are then lost, and the client repeats them. The routing identity
+names job, attempt, process and incarnation, so that a server ignores processes of other jobs and
+attempts, and prefers the later incarnation of a worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import struct
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,9 +22,8 @@ import zmq
 from syncvar.core.errors import TransportError
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
-from syncvar.parameter_server.transport.framing import NBYTES_MAX, cut, joined, packed, unpacked
-from syncvar.parameter_server.transport.poller import SocketPoller
-from syncvar.parameter_server.transport.unix_stream import Pipe, UnixListener
+from syncvar.parameter_server.messages import NBYTES_MAX, cut, joined, packed, unpacked
+from syncvar.parameter_server.same_host_links import Pipe, UnixListener
 from syncvar.protocol.frame import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.parameter_server.transport.shm_buffers import ShmBufferPool
+    from syncvar.parameter_server.same_host_links import ShmBufferPool
     from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
-
 _IDENTITY = struct.Struct("<c8sIII4s")
 _MAGIC = b"p"
 # ZeroMQ: below this size, a copy is cheaper than a frame of its own.
@@ -51,6 +50,64 @@ _ZERO_COPY_NBYTES_MIN = 128 << 10  # as between ranks: below, a copy is cheaper
 
 Frames = list[Any]
 Route = bytes | Pipe
+
+
+class SocketPoller:
+    """An epoll of ZeroMQ sockets, other sockets and descriptors.
+
+    The descriptor of a ZeroMQ socket only signals what arrives after the last call of the socket.
+    So a caller that has sent on the socket, or left messages in it, calls `touch`. The socket then
+    counts as readable until `is_empty`.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._ones: dict[int, Any] = {}
+        self._touched: dict[int, Any] = {}
+
+    def add(self, one: Any) -> None:
+        """Wait for a socket or descriptor too."""
+        descriptor = _descriptor(one)
+        self._ones[descriptor] = one
+        self._epoll.register(descriptor, select.EPOLLIN)
+        if isinstance(one, zmq.Socket):
+            self._touched[descriptor] = one
+
+    def remove(self, one: Any) -> None:
+        """Stop waiting for it; call this before closing it."""
+        descriptor = _descriptor(one)
+        if self._ones.pop(descriptor, None) is not None:
+            self._touched.pop(descriptor, None)
+            self._epoll.unregister(descriptor)
+
+    def write(self, one: Any, *, waits: bool) -> None:
+        """Start or stop waiting until a socket takes more bytes."""
+        self._epoll.modify(_descriptor(one), select.EPOLLIN | (select.EPOLLOUT if waits else 0))
+
+    def touch(self, socket: Any) -> None:
+        """Count a socket as readable."""
+        self._touched[_descriptor(socket)] = socket
+
+    def is_empty(self, socket: Any) -> None:
+        """Note that a socket is empty."""
+        if self._touched:
+            self._touched.pop(_descriptor(socket), None)
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        """Return what may be readable, after at most `timeout_s`; some may turn out to be empty."""
+        polled = self._epoll.poll(0.0 if self._touched else max(0.0, timeout_s))
+        descriptors = dict.fromkeys([*self._touched, *(descriptor for descriptor, _ in polled)])
+        return [self._ones[descriptor] for descriptor in descriptors if descriptor in self._ones]
+
+    def close(self) -> None:
+        """Close the epoll."""
+        self._epoll.close()
+
+
+def _descriptor(one: Any) -> int:
+    if isinstance(one, zmq.Socket):
+        return int(one.getsockopt(zmq.FD))
+    return one if isinstance(one, int) else int(one.fileno())
 
 
 class ReceivedMessage(NamedTuple):

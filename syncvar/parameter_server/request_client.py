@@ -1,4 +1,4 @@
-"""The client state machine of a worker: it numbers requests, repeats them, and takes the answers.
+"""A worker's requests: `RequestBuilder` collects operations, `Client` numbers and repeats them.
 
 One request goes to all its servers at once and is over when all have answered, so the variables of
 a step cost one round trip. After a request that reads, the client sends nothing until it is over:
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from syncvar.core.errors import (
     ConfigError,
@@ -21,9 +23,8 @@ from syncvar.core.errors import (
 )
 from syncvar.core.process_ids import server_number
 from syncvar.parameter_server.messages import SHARED, OutgoingMessage, changes, reads
-from syncvar.parameter_server.server.primary import WINDOW
-from syncvar.parameter_server.server.replication import PATIENCE
-from syncvar.parameter_server.server.server_machine import RESEND_S
+from syncvar.parameter_server.primary import PATIENCE, WINDOW
+from syncvar.parameter_server.server_machine import RESEND_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message
+    from syncvar.parameter_server.shard import RuleKey, ShardSlots, Spec
 
 _NEVER = float("inf")
 _ERRORS = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
+ResultRef = tuple[int, int]  # the position of a result: server, and number of the operation there
 
 
 class ServerPart(NamedTuple):
@@ -41,6 +44,113 @@ class ServerPart(NamedTuple):
 
     operations: list[dict[str, Any]]
     arrays: Arrays = ()
+
+
+class RequestBuilder:
+    """Collects the operations of one request; each method returns the position of its result.
+
+    `messages` lists the operations. Arrays must not change until the request is over.
+
+    Example:
+        >>> request = RequestBuilder()
+        >>> request.pull(1, "weights/0")
+        (1, 0)
+        >>> request.add(1, "tick", clock=3)
+        (1, 1)
+        >>> sorted(request.parts())
+        [1]
+    """
+
+    def __init__(self) -> None:
+        self._operations: dict[int, list[dict[str, Any]]] = {}
+        self._arrays: dict[int, list[NDArray[Any]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._operations)
+
+    def parts(self) -> dict[int, ServerPart]:
+        """Return the part of each server."""
+        return {
+            server: ServerPart(operations, tuple(self._arrays.get(server, ())))
+            for server, operations in self._operations.items()
+        }
+
+    def add(self, server: int, operation: str, **fields: Any) -> ResultRef:
+        """Add an operation without arrays."""
+        operations = self._operations.setdefault(server, [])
+        operations.append({"do": operation, **fields})
+        return server, len(operations) - 1
+
+    def on_all(self, servers: int, operation: str, **fields: Any) -> list[ResultRef]:
+        """Add an operation without arrays for each of the servers."""
+        return [self.add(server, operation, **fields) for server in range(servers)]
+
+    def create(
+        self, server: int, key: str, spec: Spec, staleness: int | None, value: NDArray[Any]
+    ) -> ResultRef:
+        """Create a shard with a value, unless it exists."""
+        number = self._array(server, value)
+        return self.add(
+            server, "create", key=key, value=number, staleness=staleness, **spec._asdict()
+        )
+
+    def expect(self, server: int, key: str, spec: Spec) -> ResultRef:
+        """Wait until a shard exists, and compare its spec."""
+        return self.add(server, "expect", key=key, **spec._asdict())
+
+    def push(
+        self,
+        server: int,
+        key: str,
+        method: str,
+        value: NDArray[Any],
+        rows: NDArray[Any] | None = None,
+        **step: Any,
+    ) -> ResultRef:
+        """Change a shard; a "step" also has `rule`, `rate` and `combine`; see `shard.Push`."""
+        step |= {"how": method, "value": self._array(server, value)}
+        step["rows"] = None if rows is None else self._array(server, rows)
+        return self.add(server, "push", key=key, **step)
+
+    def pull(self, server: int, key: str, rows: NDArray[Any] | None = None) -> ResultRef:
+        """Read a shard, or rows of it."""
+        number = None if rows is None else self._array(server, rows)
+        return self.add(server, "pull", key=key, rows=number)
+
+    def restore(
+        self,
+        server: int,
+        key: str,
+        spec: Spec,
+        staleness: int | None,
+        value: NDArray[Any],
+        rules: Mapping[RuleKey, ShardSlots] | None = None,
+    ) -> ResultRef:
+        """Create or overwrite a shard, on all servers of the request or on none."""
+        saved = []
+        for (name, settings), one in (rules or {}).items():
+            slots = {slot: self._array(server, array) for slot, array in one.slots.items()}
+            saved.append([[name, dict(settings)], one.steps, slots])
+        fields = {"value": self._array(server, value), "staleness": staleness, "rules": saved}
+        return self.add(server, "restore", key=key, **fields, **spec._asdict())
+
+    def slots(self, server: int, key: str, rule: RuleKey) -> ResultRef:
+        """Read the slots that an optimizer keeps of a shard."""
+        return self.add(server, "slots", key=key, rule=[rule[0], dict(rule[1])])
+
+    def put(self, server: int, task: int, call: NDArray[Any]) -> ResultRef:
+        """Add a task to the queue."""
+        return self.add(server, "put", task=task, value=self._array(server, call))
+
+    def finish(self, server: int, task: int, value: NDArray[Any], *, failed: bool) -> ResultRef:
+        """Report the result or error of this worker's task."""
+        number = self._array(server, value)
+        return self.add(server, "finish", task=task, value=number, failed=failed)
+
+    def _array(self, server: int, array: NDArray[Any]) -> int:
+        arrays = self._arrays.setdefault(server, [])
+        arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+        return len(arrays) - 1
 
 
 class Ticket:
