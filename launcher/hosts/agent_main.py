@@ -9,18 +9,25 @@ workers' sessions and removes the private folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import select
 import signal
+import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import syncvar
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
 from syncvar.core.exit_codes import CONFIGURATION, LIMITS
+from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     Message,
+    PipeOutbox,
     RankSpec,
     Reader,
     StartRequest,
@@ -28,15 +35,59 @@ from syncvar_launcher.hosts.agent_protocol import (
     pack,
 )
 from syncvar_launcher.hosts.agent_workers import CannotFork, HostRanks
-from syncvar_launcher.hosts.host_facts import facts_of
-from syncvar_launcher.hosts.network_proof import Listeners, reachable
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.hosts.staged_copy import HostCopy
-from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow
+from syncvar_launcher.hosts.file_transfer import HostCopy
+from syncvar_launcher.hosts.host_checks import Listeners, interfaces, reachable
+from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, tasks_left
 from syncvar_launcher.local.local_workers import Event, WorkerExited, WorkerOutput, WorkerStatus
+from syncvar_launcher.options.usable_cores import core_count, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
+    """Return the facts that the launcher needs about this host, for a target and its folder."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "python": platform.python_version(),
+        "syncvar": syncvar.__version__,
+        "numpy": _version_of_numpy(),
+        "protocol": PROTOCOL_VERSION,
+        "byte_order": sys.byteorder,
+        "cores": list(usable_cores()),
+        "cpu_count": os.cpu_count() or 1,
+        "core_count": core_count(),
+        "processor": os.uname().machine,
+        "interfaces": [list(one) for one in interfaces()],
+        "launcher_at": connection[0] if len(connection) == 4 else "",
+        "reached_at": connection[2] if len(connection) == 4 else "",
+        "has_folder": Path(cwd).is_dir(),
+        "has_target": kind != "script" or (Path(cwd) / target).exists(),
+        "pid": os.getpid(),
+        "tasks_left": tasks_left(),
+    }
+
+
+def _machine() -> str:
+    parts = [os.uname().nodename]
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        with contextlib.suppress(OSError):
+            parts.append(Path(path).read_text("ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def _version_of_numpy() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("numpy")
+    except PackageNotFoundError:
+        return ""
+
 
 _CHUNK = 1 << 18
 _UNSENT_MAX = 8 << 20

@@ -17,8 +17,8 @@ from syncvar.core.process_ids import SERVER_0, is_server
 from syncvar.core.state_folder import RECORDS, TOTALS
 from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
-from syncvar_launcher.hosts.call_transfer import result_parts
-from syncvar_launcher.io.terminal import open_terminal, resize
+from syncvar_launcher.hosts.file_transfer import result_parts
+from syncvar_launcher.io.standard_streams import open_terminal, resize
 from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.status_socket import ANSWER_S
 from syncvar_launcher.local.fork_client import ForkServer, ForkUnsupported, ServerEnded

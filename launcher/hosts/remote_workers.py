@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from syncvar.core.errors import WireError
 from syncvar.core.exit_codes import INTERNAL
@@ -17,10 +17,14 @@ from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, poll_hosts
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
-from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, keep_result
-from syncvar_launcher.hosts.staging import folder_and_target
+from syncvar_launcher.hosts.file_transfer import (
+    call_parts,
+    folder_and_target,
+    forget_results,
+    keep_result,
+)
 from syncvar_launcher.io.output import escape
-from syncvar_launcher.io.terminal import Input
+from syncvar_launcher.io.standard_streams import Input
 from syncvar_launcher.local.local_workers import (
     Event,
     Spared,
@@ -38,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from syncvar_launcher.hosts.agent_connection import HostSlot
     from syncvar_launcher.hosts.agent_protocol import Message
-    from syncvar_launcher.hosts.provision import HostSlot, JobHosts
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import LocalWorkers
 
@@ -70,6 +74,21 @@ class _RemoteProcess(NamedTuple):
 _UNHEARD = _RemoteProcess()
 
 
+class AgentHosts(Protocol):
+    """What the workers need of the hosts of a job."""
+
+    secret: bytes
+    sites: list[HostSlot]
+
+    def free_port(self) -> int:
+        """Return a free port at the first host's address."""
+        ...
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        ...
+
+
 class RemoteWorkers:
     """The workers of one attempt, each started by the agent of its host.
 
@@ -91,7 +110,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        host_group: JobHosts,
+        host_group: AgentHosts,
         job: Job,
         here: LocalWorkers,
         folder: Path,

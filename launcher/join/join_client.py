@@ -27,12 +27,8 @@ from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.agent_connection import start_agent
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.hosts.ssh import AGENT
-from syncvar_launcher.io.output import escape
-from syncvar_launcher.io.signal_watch import SignalWatch
-from syncvar_launcher.join.join_handshake import (
+from syncvar_launcher.hosts.agent_connection import AGENT, start_agent
+from syncvar_launcher.hosts.agent_protocol import (
     CHUNK,
     DONE,
     END_INPUT,
@@ -45,8 +41,11 @@ from syncvar_launcher.join.join_handshake import (
     START,
     WORDS,
     Hello,
+    PipeOutbox,
 )
-from syncvar_launcher.join.join_key import join_secret
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.io.standard_streams import SignalWatch
+from syncvar_launcher.join.join_rendezvous import join_secret
 from syncvar_launcher.options.join_options import parse_address
 from syncvar_launcher.options.worker_environment import inherited_variables
 

@@ -23,8 +23,7 @@ from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.network import bracket_ipv6, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.join.join_handshake import (
+from syncvar_launcher.hosts.agent_protocol import (
     CHUNK,
     DONE,
     END_INPUT,
@@ -38,6 +37,7 @@ from syncvar_launcher.join.join_handshake import (
     START,
     WORDS,
     Hello,
+    PipeOutbox,
 )
 
 if TYPE_CHECKING:

@@ -431,8 +431,8 @@ def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, limit
     silent.chmod(0o755)
     script = f"""
         import sys
-        from syncvar_launcher.hosts import provision
-        provision._LOGIN_S = {30.0 if limit else 1.0}
+        from syncvar_launcher.hosts import multi_host
+        multi_host._LOGIN_S = {30.0 if limit else 1.0}
         from syncvar_launcher.main import main
         sys.exit(main(["--ssh", {str(silent)!r}, "-H", "one:1,two:1", *{limit!r}, "-m", "nothing"]))
     """

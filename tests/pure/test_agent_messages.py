@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
+from syncvar_launcher.hosts.agent_main import facts_of
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     MESSAGE_NBYTES_MAX,
@@ -16,7 +17,6 @@ from syncvar_launcher.hosts.agent_protocol import (
     checked_list,
     pack,
 )
-from syncvar_launcher.hosts.host_facts import facts_of
 
 ORDER = {
     "job": "1a2b",

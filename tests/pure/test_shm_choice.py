@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts.agent_protocol import Reader, StartRequest, pack
-from syncvar_launcher.hosts.provision import HostSlot
+from syncvar_launcher.hosts.multi_host import HostSlot
 from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
