@@ -86,8 +86,14 @@ class Collection(NamedTuple):
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages from which an agent makes the copy."""
-        for path, kind, mode, leads_to in self.entries:
-            yield {"kind": "stage", "path": path, "what": kind, "mode": mode, "leads_to": leads_to}
+        for path, kind, mode, link_target in self.entries:
+            yield {
+                "kind": "stage",
+                "path": path,
+                "type": kind,
+                "mode": mode,
+                "link_target": link_target,
+            }
             if kind == "file":
                 try:
                     with open(self.folder / path, "rb", opener=_opened) as file:
@@ -278,17 +284,17 @@ class HostCopy:
                 place.chmod(mode & 0o777)
             self._modes.clear()
             return
-        path, what = PurePosixPath(message["path"]), message["what"]
+        path, kind = PurePosixPath(message["path"]), message["type"]
         place = self._inside(path)
-        if what == "folder":
+        if kind == "folder":
             place.mkdir(mode=0o700)
             self._modes.append((place, message["mode"] | 0o700))
-        elif what == "file":
+        elif kind == "file":
             self._file = create_file(place, PRIVATE)
             self._modes.append((place, message["mode"] | 0o400))
-        elif what == "link":
-            self._inside(PurePosixPath(os.path.normpath(path.parent / message["leads_to"])))
-            place.symlink_to(message["leads_to"])
+        elif kind == "link":
+            self._inside(PurePosixPath(os.path.normpath(path.parent / message["link_target"])))
+            place.symlink_to(message["link_target"])
         else:
             raise WireError("what is to be copied is no folder, file or link")
 

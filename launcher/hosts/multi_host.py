@@ -365,7 +365,7 @@ class JobHosts:
             self._options.hosts.scheduled is not None and self._party is None
         ):  # it does not say from where it was started
             return self._is_without_ssh(one.host)
-        return one.facts["launcher_at"] in ("", "127.0.0.1", "::1")
+        return one.facts["launcher_address"] in ("", "127.0.0.1", "::1")
 
     def _environment_for(self, host: Host) -> dict[str, str] | None:
         """Return the environment of the program that leads to a host; None for our own."""
@@ -401,7 +401,7 @@ class JobHosts:
     def _ask(self, one: RemoteHost) -> None:
         options, runtime = self._options, self._options.runtime
         one.send(
-            "ask",
+            "get_facts",
             kind_of_target=options.program.kind,
             target=options.program.target,
             cwd=one.host.cwd or str(options.program.cwd),
@@ -521,12 +521,12 @@ class JobHosts:
             for place, addresses in enumerate(candidates):
                 targets += zip(addresses, ports[place], strict=True)
             for one in self._remotes:
-                one.send("reach", targets=targets, token=token, timeout_s=_REACH_S)
+                one.send("connect", targets=targets, token=token, timeout_s=_REACH_S)
 
             def keep_answers(one: RemoteHost, said: dict[str, Any]) -> None:
-                answers[places[id(one)]] = checked_list(said["answers"], bool, len(targets))
+                answers[places[id(one)]] = checked_list(said["results"], bool, len(targets))
 
-            self._await(self._remotes, "reached", keep_answers, _ANSWER_S, listeners=listeners)
+            self._await(self._remotes, "connected", keep_answers, _ANSWER_S, listeners=listeners)
             self._refuse_silent(
                 one for place, one in enumerate(self._remotes) if place not in answers
             )
@@ -586,17 +586,21 @@ class JobHosts:
         named = (
             one.host.name if any(each.address == one.host.name for each in found) else ""
         )  # without ssh
-        reached_at = _for_links(one.facts["reached_at"]) or named or ("127.0.0.1" if near else None)
+        reached_at = (
+            _for_links(one.facts["login_address"]) or named or ("127.0.0.1" if near else None)
+        )
         return allowed_addresses(found, self._options.hosts.iface, reached_at)[:_ADDRESSES_MAX]
 
     def _own_candidates(self) -> list[str]:
         seen = list(
             dict.fromkeys(
-                at for one in self._remotes if (at := _for_links(one.facts["launcher_at"]))
+                at for one in self._remotes if (at := _for_links(one.facts["launcher_address"]))
             )
         )
         found = self._own_interfaces
-        all_here = all(self._is_near(one) and not one.facts["launcher_at"] for one in self._remotes)
+        all_here = all(
+            self._is_near(one) and not one.facts["launcher_address"] for one in self._remotes
+        )
         first = "127.0.0.1" if all_here else None
         if seen and any(one.address == seen[0] for one in found):
             first = seen[0]

@@ -179,7 +179,9 @@ class JoinGroup:
         if way is not None:
             self._ways[host.name] = way
             one = RemoteHost(
-                host, way, {"launcher_at": self._address, "reached_at": self._addresses[host.name]}
+                host,
+                way,
+                {"launcher_address": self._address, "login_address": self._addresses[host.name]},
             )
             self._ask(one)
             return one
@@ -227,7 +229,7 @@ class JoinGroup:
             if now >= beat_at:
                 beat_at = now + _BEAT_S
                 for one in came:
-                    one.send("beat")
+                    one.send("heartbeat")
             present = [*came, *asked]
             said, _ = poll_hosts(present, min(until - now, 1.0), [self._door.descriptor()])
             asked += filter(None, map(self._met, self._door.take()))
@@ -263,12 +265,12 @@ class JoinGroup:
         """Ask a new host for its facts; None if its greeting is enough to reject it."""
         hello = joined.hello
         name = self._free_name(hello.name)
-        known = {"launcher_at": self._address, "reached_at": hello.at}
+        known = {"launcher_address": self._address, "login_address": hello.address}
         one = RemoteHost(
             Host(name, hello.slots, cwd=hello.cwd, origin=joined.address), joined.way, known
         )
         self._ways[name] = joined.way
-        self._addresses[name] = hello.at
+        self._addresses[name] = hello.address
         if why := version_mismatch(
             hello.syncvar, hello.protocol, hello.byte_order, hello.python, "join by the same Python"
         ):

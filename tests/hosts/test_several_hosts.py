@@ -380,15 +380,22 @@ def test_why_a_rank_shows_no_stack_is_told_of_other_hosts_too(tmp_path):
     ("words", "told"),
     [
         (
-            b"syncvar-agent 1\n\xff\xff\xff\xff",
+            b"syncvar-agent 2\n\xff\xff\xff\xff",
             "its agent is not understood: a message of 4294967295 bytes is above",
         ),
         (
-            b"syncvar-agent 1\n" + pack("facts", facts={"host": "n"}),
+            b"syncvar-agent 2\n" + pack("facts", facts={"host": "n"}),
             "its agent is not understood: what it says of its host has other fields",
         ),
+        (
+            b"syncvar-agent 1\n",
+            (
+                "its agent is not understood: it speaks version 1 of the agent protocol, and the "
+                "launcher speaks version 2; install the same syncvar on all"
+            ),
+        ),
     ],
-    ids=["no messages", "of another version"],
+    ids=["no messages", "other facts", "another version"],
 )
 def test_an_agent_that_is_not_understood_is_told_as_such(tmp_path, words, told):
     (tmp_path / "words").write_bytes(words)

@@ -166,7 +166,13 @@ def test_an_agent_makes_nothing_outside_the_copy(tmp_path, runtime, entry):
     try:
         with pytest.raises(WireError):
             copy.take(
-                {"kind": "stage", "path": path, "what": what, "mode": 0o644, "leads_to": leads_to}
+                {
+                    "kind": "stage",
+                    "path": path,
+                    "type": what,
+                    "mode": 0o644,
+                    "link_target": leads_to,
+                }
             )
     finally:
         copy.close()
@@ -177,8 +183,8 @@ def test_an_agent_makes_nothing_outside_the_copy(tmp_path, runtime, entry):
 def test_a_copy_that_has_no_room_is_told_with_the_reason(runtime):
     copy = HostCopy()
     try:
-        copy.take({"kind": "stage", "path": "x", "what": "file", "mode": 0o644, "leads_to": ""})
-        copy.take({"kind": "stage", "path": "x", "what": "file", "mode": 0o644, "leads_to": ""})
+        copy.take({"kind": "stage", "path": "x", "type": "file", "mode": 0o644, "link_target": ""})
+        copy.take({"kind": "stage", "path": "x", "type": "file", "mode": 0o644, "link_target": ""})
         answer = copy.take({"kind": "stage_end"})
     finally:
         copy.close()

@@ -112,7 +112,7 @@ def test_a_greeting_is_read_as_it_was_packed():
     [
         {"name": ""},
         {"name": "a\x1b[2J"},
-        {"at": "nowhere"},
+        {"address": "nowhere"},
         {"slots": 0},
         {"slots": True},
         {"name": 3},
