@@ -23,7 +23,7 @@ from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.core.status_pipe import STARTED
 from syncvar.protocol.membership import Health
-from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
+from syncvar_launcher.io.standard_streams import Outlets, await_readers, patience_s
 from syncvar_launcher.job.attempt_report import AttemptReport
 from syncvar_launcher.job.direct_workers import DirectWorkers
 from syncvar_launcher.job.failure_report import (
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.job_directory import JobDirectory
     from syncvar_launcher.io.output import OutputForwarder, Stream
-    from syncvar_launcher.io.signal_watch import SignalWatch
+    from syncvar_launcher.io.standard_streams import SignalWatch
     from syncvar_launcher.job.event_log import EventLog
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.workers import Workers

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.rendezvous_server import RendezvousServer
     from syncvar_launcher.io.output import OutputForwarder
-    from syncvar_launcher.io.signal_watch import SignalWatch
+    from syncvar_launcher.io.standard_streams import SignalWatch
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.supervisor import FailureCause, JobOutcome, Supervisor
     from syncvar_launcher.job.workers import Workers

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.private_files import REQUESTED
-from syncvar_launcher.io.nonblocking_writer import NonblockingWriter
+from syncvar_launcher.io.standard_streams import NonblockingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

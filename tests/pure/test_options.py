@@ -10,7 +10,7 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.hosts.placement import HostCapacity, place_workers
+from syncvar_launcher.hosts.multi_host import HostCapacity, place_workers
 from syncvar_launcher.options import usable_cores as cores_module
 from syncvar_launcher.options.forwarded_signals import parse_signals
 from syncvar_launcher.options.option_help import help_text, hosts_help_text

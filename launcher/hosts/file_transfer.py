@@ -1,25 +1,35 @@
-"""`--stage`: copies the script's folder to hosts, through the connections to their agents.
+"""Copies files between the launcher and its hosts, through the connections to their agents.
 
-It finds and counts all files before it sends any. It never follows links. A link within the folder
-stays a link. It leaves out links that lead out of the folder, and names them. `staged_copy`
-receives the copy.
+`--stage` copies the script's folder. It finds and counts all files before it sends any. It never
+follows links. A link within the folder stays a link. It leaves out links that lead out of the
+folder, and names them. The copy ends with the agent; if the agent is killed, its cleanup process
+removes the copy.
+
+A call of `sv.run` travels to the hosts, and its results back, in parts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
 import time
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.errors import ConfigError
+from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.core.errors import ConfigError, SyncvarError, WireError
+from syncvar.core.private_files import PRIVATE, create_file
 from syncvar_launcher.hosts.agent_connection import poll_hosts
+from syncvar_launcher.hosts.agent_protocol import CALL_PART_NBYTES
+from syncvar_launcher.local.local_workers import LocalWorkers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from syncvar_launcher.hosts.agent_connection import RemoteHost
+    from syncvar_launcher.hosts.agent_protocol import Message
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 NBYTES_MAX = 100 << 20
@@ -76,8 +86,14 @@ class Collection(NamedTuple):
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages from which an agent makes the copy."""
-        for path, kind, mode, leads_to in self.entries:
-            yield {"kind": "stage", "path": path, "what": kind, "mode": mode, "leads_to": leads_to}
+        for path, kind, mode, link_target in self.entries:
+            yield {
+                "kind": "stage",
+                "path": path,
+                "type": kind,
+                "mode": mode,
+                "link_target": link_target,
+            }
             if kind == "file":
                 try:
                     with open(self.folder / path, "rb", opener=_opened) as file:
@@ -209,3 +225,148 @@ def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, 
         remote.host.cwd or remote.staged,
         f"{remote.staged}/{os.path.basename(options.program.target)}",
     )
+
+
+class HostCopy:
+    """The copy that the launcher sends."""
+
+    def __init__(self) -> None:
+        self._directory: JobDirectory | None = None
+        self._keeper: LocalWorkers | None = None
+        self._folder = Path()
+        self._modes: list[tuple[Path, int]] = []
+        self._file = -1
+        self._why_not = ""
+
+    def take(self, message: Message) -> Message | None:
+        """Handle a message; return the answer after the last one."""
+        try:
+            if not self._why_not:
+                self._make()
+                self._do(message)
+        except WireError:
+            raise
+        except (OSError, SyncvarError) as error:
+            self._why_not = str(error)
+        if message["kind"] != "stage_end":
+            return None
+        return {"folder": "" if self._why_not else str(self._folder), "reason": self._why_not}
+
+    def close(self) -> None:
+        """Remove the copy. Idempotent."""
+        self._end_file()
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            list(keeper.close())
+        if self._directory is not None:
+            self._directory.remove()
+
+    def _make(self) -> None:
+        if self._directory is None:
+            self._directory = JobDirectory(os.environ)
+            self._keeper = LocalWorkers(
+                self._directory.path, self._directory.lock
+            )  # without workers: its guardian removes the folder
+            self._folder = self._directory.path / "stage"
+            self._folder.mkdir(mode=0o700)
+
+    def _do(self, message: Message) -> None:
+        if message["kind"] == "stage_data":
+            if self._file < 0:
+                raise WireError("there is no file to write to")
+            view = memoryview(message["data"])
+            while view:
+                view = view[os.write(self._file, view) :]
+            return
+        self._end_file()
+        if message["kind"] == "stage_end":
+            for place, mode in reversed(self._modes):
+                place.chmod(mode & 0o777)
+            self._modes.clear()
+            return
+        path, kind = PurePosixPath(message["path"]), message["type"]
+        place = self._inside(path)
+        if kind == "folder":
+            place.mkdir(mode=0o700)
+            self._modes.append((place, message["mode"] | 0o700))
+        elif kind == "file":
+            self._file = create_file(place, PRIVATE)
+            self._modes.append((place, message["mode"] | 0o400))
+        elif kind == "link":
+            self._inside(PurePosixPath(os.path.normpath(path.parent / message["link_target"])))
+            place.symlink_to(message["link_target"])
+        else:
+            raise WireError("what is to be copied is no folder, file or link")
+
+    def _inside(self, path: PurePosixPath) -> Path:
+        if path.is_absolute() or ".." in path.parts or "\0" in str(path):
+            raise WireError("a path of the copy leads out of it")
+        return self._folder / path
+
+    def _end_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+_OF_THE_CALL = ("SYNCVAR_CALL_FD", "SYNCVAR_RESULT_DIR", "SYNCVAR_OUTCOME_FILE", "SYNCVAR_PASS_FDS")
+_RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
+
+
+def without_call(environ: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the environment of the program that reaches a host, without the call of `sv.run`.
+
+    Messages carry the call to that host.
+    """
+    chosen = os.environ if environ is None else environ
+    return {name: value for name, value in chosen.items() if name not in _OF_THE_CALL}
+
+
+def call_parts(environ: Mapping[str, str]) -> Iterator[bytes]:
+    """Yield the call that `sv.run` passed to the launcher, in parts; nothing without a call."""
+    descriptor = int(environ.get("SYNCVAR_CALL_FD", "-1"))
+    if descriptor < 0:
+        return
+    at = 0
+    while part := os.pread(descriptor, CALL_PART_NBYTES, at):
+        at += len(part)
+        yield part
+
+
+def forget_results(environ: Mapping[str, str]) -> None:
+    """Remove what an earlier attempt has left for the caller: partial results, and exceptions."""
+    folder = environ.get("SYNCVAR_RESULT_DIR")
+    for path in Path(folder).glob("*") if folder is not None else ():
+        if path.suffix == ".part" or path.name.startswith("error."):
+            path.unlink(missing_ok=True)
+
+
+def result_parts(folder: Path) -> Iterator[tuple[str, bytes, bool]]:
+    """Yield what ranks have left in a folder, in parts.
+
+    Each part is the name of a file, some bytes of it, and whether they are its last. After the
+    last part of a file this function removes it.
+    """
+    for path in sorted(folder.iterdir()):
+        if not _RESULT.fullmatch(path.name):
+            continue  # still being written
+        with path.open("rb") as file:
+            part = file.read(CALL_PART_NBYTES)
+            while following := file.read(CALL_PART_NBYTES):
+                yield path.name, part, False
+                part = following
+            yield path.name, part, True
+        path.unlink()
+
+
+def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: bool) -> None:
+    """Append a part to a result, in the folder where the caller of `sv.run` looks for it."""
+    folder = environ.get("SYNCVAR_RESULT_DIR")
+    if folder is None or not _RESULT.fullmatch(name):
+        raise WireError(f"a result {name[:40]!r} was not asked for")
+    partial = Path(folder, f"{name}.part")
+    with contextlib.suppress(FileNotFoundError):  # the caller has gone, and its folder with it
+        with partial.open("ab") as file:
+            file.write(data)
+        if is_last:
+            partial.rename(Path(folder, name))
