@@ -1,8 +1,8 @@
 """Kill servers and workers while a job starts: from its first process on, at random moments.
 
-    python tests/process/killed_starts.py          # 100 runs, seeds 0 to 99
-    python tests/process/killed_starts.py 20 1000  # 20 runs from seed 1000
-    python tests/process/killed_starts.py 20 0 helpers  # kill what the launcher starts for itself
+    python -m tests.fuzz.killed_starts          # 100 runs, seeds 0 to 99
+    python -m tests.fuzz.killed_starts 20 1000  # 20 runs from seed 1000
+    python -m tests.fuzz.killed_starts 20 0 helpers  # kill what the launcher starts for itself
 
 The seed chooses the layout, the victims and the moments. Each run ends in one of two ways. Either
 all workers read the exact sums, or the launcher names a process that was killed and ends with
@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-PROFILE = HERE.parents[1] / "configs" / "ci.toml"
+from tests.support.paths import PROFILE
+
 WORKERS, SERVERS, STEPS = 2, 2, 4
 LIMIT_S = 60.0  # of a run that takes about 2 s
 AT_ONCE = 4

@@ -1,7 +1,7 @@
 """Run all fault tests several times in a row and check that nothing is left behind.
 
-    python tests/process/repeat_faults.py          # ten times
-    python tests/process/repeat_faults.py 3 -x     # three times; further arguments go to pytest
+    python -m tests.fuzz.repeat_faults          # ten times
+    python -m tests.fuzz.repeat_faults 3 -x     # three times; further arguments go to pytest
 
 Each run is a pytest of its own. Between runs it looks for what none of them may leave: processes that carry the mark
 of the tests, private directories of jobs, names in /dev/shm. At the end it prints the longest time of each bound.
@@ -16,8 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
+from tests.support.paths import REPOSITORY, TESTS
 
 
 def marked():
@@ -51,7 +50,9 @@ def main():
     for run in range(1, times + 1):
         began, before = time.monotonic(), look(place)
         with tempfile.NamedTemporaryFile("r", suffix=".tsv") as bounds:
-            files = sorted(str(path) for path in HERE.glob("test_faults_*.py"))
+            files = sorted(
+                str(path) for path in (TESTS / "integration" / "faults").glob("test_faults_*.py")
+            )
             ended = subprocess.run(
                 [
                     sys.executable,

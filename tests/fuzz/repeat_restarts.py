@@ -1,5 +1,5 @@
 """Kill ranks of the example at random moments, let the launcher start them again, and compare the last weights with those of a run
-that was left alone. A script: python tests/process/repeat_restarts.py [SEED [SECONDS [LAUNCH OPTION...]]], for instance 1 600 --fake-hosts 2
+that was left alone. A script: python -m tests.fuzz.repeat_restarts [SEED [SECONDS [LAUNCH OPTION...]]], for instance 1 600 --fake-hosts 2
 
 A line for each run: workers, who was sent which signal, how often they were started again. Ends with 1 at the first difference.
 """
@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "ci.toml"
+from tests.support.paths import PROFILE
+
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 LIMIT_S = 120.0
 
@@ -40,7 +41,7 @@ def run(workers, folder, draw, kills, options):
         "-m",
         "syncvar_launcher",
         "--config",
-        str(CONFIG),
+        str(PROFILE),
         "--no-timestamps",
         "-n",
         str(workers),

@@ -1,6 +1,6 @@
 """Start jobs of all kinds beside busy loops, again and again, and look for one that does not end.
 
-    python tests/process/repeat_starts.py --starts 20000 --load 20 --seed 1
+    python -m tests.fuzz.repeat_starts --starts 20000 --load 20 --seed 1
 
 Each job is small and ends by itself. For one that has not ended in time, the program prints what it has written, the
 stacks that `syncvar stacks` shows, the state of each of its processes, and the stacks that Python writes on SIGABRT.
@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0  # of a job that takes about a second
 SUM = "import syncvar as sv\nassert sv.all_reduce(1) == sv.world_size()\nprint('exact')\n"
 FAILS_ONCE = (

@@ -1,7 +1,7 @@
 """Kill any server or worker of a job at random moments, over and over; what was pushed must be there exactly once.
 
-    python tests/process/server_faults.py          # 200 runs, seeds 0 to 199
-    python tests/process/server_faults.py 50 1000  # 50 runs from seed 1000
+    python -m tests.fuzz.server_faults          # 200 runs, seeds 0 to 199
+    python -m tests.fuzz.server_faults 50 1000  # 50 runs from seed 1000
 
 Each run is a job of three workers and three servers with copies. Its seed says who is killed and when: from the first moment of
 the job, before anybody serves, to its last. At most one server is killed, for with one copy a second one would take variables
@@ -18,13 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from tests.support.paths import PROFILE, RANK_SCRIPTS
+
 WORKERS, SERVERS, STEPS, RESTARTS = 3, 3, 40, 8
 
 SCRIPT = f"""
 import os, time
 import numpy as np
-from served import *
+from server_arrays import *
 
 way, servers = edge(), range(ME.servers)
 for count in range(begun(way, servers, np.zeros(100, np.int64)), {STEPS}):
@@ -85,7 +86,7 @@ def run(seed, folder):
         "-m",
         "syncvar_launcher",
         "--config",
-        str(HERE.parents[1] / "configs" / "ci.toml"),
+        str(PROFILE),
         "--workers",
         str(WORKERS),
         "--servers",
@@ -101,7 +102,7 @@ def run(seed, folder):
         "--no-timestamps",
         str(script),
     ]
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(RANK_SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {**os.environ, "PYTHONPATH": path, "SYNCVAR_RESTART_DELAY_S": "0.05"}
     began, done = time.monotonic(), []
     with (Path(folder) / "out").open("w+b") as out:

@@ -1,7 +1,8 @@
 """Servers and workers are killed while a job starts: it is exact, or fails and names a victim."""
 
-import killed_starts
 import pytest
+
+from tests.fuzz import killed_starts
 
 RUNS = 100
 PER_CASE = 10

@@ -1,7 +1,8 @@
 """Jobs of all kinds start again and again, alone and beside busy loops, and each ends as it should."""
 
 import pytest
-import repeat_starts
+
+from tests.fuzz import repeat_starts
 
 STARTS = 200
 

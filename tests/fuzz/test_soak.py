@@ -6,12 +6,13 @@ The default run makes 1 200 calls on 2 ranks and 500 on 4, and kills 3 ranks; th
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from launching import await_true, check_bound, last_exception
 
-SOAK = (Path(__file__).parent / "soak.py").read_text()
+from tests.support.launching import await_true, check_bound, last_exception
+from tests.support.paths import RANK_SCRIPTS
+
+SOAK = (RANK_SCRIPTS / "soak.py").read_text()
 LOST_S = 3.0
 CALLS = 10_000
 KILLS = 200

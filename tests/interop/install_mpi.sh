@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs what the tests with the marker mpi need: both MPIs from Debian, side by side (mpirun.openmpi and mpirun.mpich), and
 # mpi4py into the Python that runs the tests. One wheel of mpi4py serves both: MPI4PY_MPIABI says which.
-#   tests/engines/install_mpi.sh [python]
+#   tests/interop/install_mpi.sh [python]
 set -eu
 as_root=$([ "$(id -u)" = 0 ] || echo sudo)
 $as_root apt-get update -q

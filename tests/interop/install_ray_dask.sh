@@ -5,4 +5,4 @@ folder=${1:?a folder for the virtual environment}
 cd "$(dirname "$0")/../.."
 python3 -m venv "$folder"
 "$folder/bin/pip" install --quiet -e '.[test,ray,dask]'
-exec "$folder/bin/python" -m pytest -m 'ray or dask' tests/engines/test_ray_dask.py "${@:2}"
+exec "$folder/bin/python" -m pytest -m 'ray or dask' tests/interop/test_ray_dask.py "${@:2}"

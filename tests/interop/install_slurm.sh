@@ -7,4 +7,4 @@ cd "$(dirname "$0")/../.."
 command -v slurmctld >/dev/null && command -v munged >/dev/null || {
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge
 }
-exec "$python" -m pytest -m slurm tests/engines/test_slurm.py "${@:2}"
+exec "$python" -m pytest -m slurm tests/interop/test_slurm.py "${@:2}"

@@ -2,14 +2,14 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
-from kubernetes_pods import manifests, pods_of_job, pods_of_set
 
 from syncvar.bootstrap.launch_env.detection import launcher_info
+from tests.support.kubernetes_pods import manifests, pods_of_job, pods_of_set
+from tests.support.paths import TESTS
 
-SCHEMAS = json.loads(Path(__file__).with_name("kubernetes_fields.json").read_text())
+SCHEMAS = json.loads((TESTS / "support" / "kubernetes_fields.json").read_text())
 KINDS = {
     "string": str,
     "integer": int,

@@ -1,6 +1,6 @@
 """Pods of the manifests of configs/, played on this machine: names that are known late, pods that come late, one that is killed.
 
-The processes have the environments that Kubernetes and the JobSet controller make (tests/process/kubernetes_pods.py); a pod's
+The processes have the environments that Kubernetes and the JobSet controller make (tests/support/kubernetes_pods.py); a pod's
 name is known once it has begun. Whoever plays the controller starts again what has failed, as the manifest says.
 """
 
@@ -11,8 +11,9 @@ import sys
 import time
 
 import pytest
-from kubernetes_pods import pods_of_job, pods_of_set
-from launching import await_true, free_ports
+
+from tests.support.kubernetes_pods import pods_of_job, pods_of_set
+from tests.support.launching import await_true, free_ports
 
 pytestmark = pytest.mark.slow
 

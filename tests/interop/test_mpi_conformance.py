@@ -1,18 +1,15 @@
 """What a program must see, it sees under mpirun too, whether MPI carries the data or our own links: `pytest -m mpi`."""
 
 import sys
-from pathlib import Path
 
 import pytest
-from mpi_jobs import MPIS, command, environment
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-import collection
-import conductor
+from tests.support.mpi_jobs import MPIS, command, environment
+from tests.verification.conformance import case_collection, case_launcher
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(590)]
 
-_CASES = [case for case in collection.load() if not collection.waits(case)]
+_CASES = [case for case in case_collection.load() if not case_collection.waits(case)]
 
 
 @pytest.mark.parametrize("replicas", sorted({case["replicas"] for case in _CASES}))
@@ -27,7 +24,7 @@ def test_all_cases_pass_under_mpirun(mpi, transport, replicas):
 
     cases = [case for case in _CASES if case["replicas"] == replicas]
     launches = []
-    found = conductor.conduct(cases, launches=launches, start=start)
+    found = case_launcher.conduct(cases, launches=launches, start=start)
     failed = [one for one in found.values() if not one.passed]
     assert not failed, f"{len(failed)} of {len(found)} failed\n" + "\n".join(map(str, failed))
     assert len(found) == len(cases)

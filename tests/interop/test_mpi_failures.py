@@ -4,7 +4,8 @@ import re
 import time
 
 import pytest
-from mpi_jobs import MPIS, MpiJob, environment, notes, run, script
+
+from tests.support.mpi_jobs import MPIS, MpiJob, environment, notes, run, script
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from mpi_jobs import MPIS, notes, run, script
+
+from tests.support.mpi_jobs import MPIS, notes, run, script
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

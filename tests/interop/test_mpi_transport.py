@@ -1,24 +1,24 @@
 """The transport over MPI fulfils the contract of every transport: between real processes, with Open MPI and with MPICH.
 
-`pytest -m mpi` after tests/engines/install_mpi.sh. The processes of MPI are agents that do what the test's process says.
+`pytest -m mpi` after tests/interop/install_mpi.sh. The processes of MPI are agents that do what the test's process says.
 """
 
 import contextlib
 import itertools
 import threading
 from multiprocessing.connection import Client
-from pathlib import Path
 
 import pytest
-from mpi_jobs import MPIS, MpiJob, await_true
 
 from syncvar.protocol.frame import FrameType, pack_header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import Frame, PeerDisconnected
+from tests.support.mpi_jobs import MPIS, MpiJob, await_true
+from tests.support.paths import RANK_SCRIPTS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
-AGENT = Path(__file__).with_name("mpi_agent.py")
+AGENT = RANK_SCRIPTS / "mpi_agent.py"
 SIZE = 12
 NBYTES_MAX = 1 << 20
 _tags, _keys = itertools.count(1), itertools.count()

@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from mpi_jobs import MPIS, MpiJob, notes, run, script
+
+from tests.support.mpi_jobs import MPIS, MpiJob, notes, run, script
 
 DIGITS = ["-m", "syncvar.examples.digits", "--epochs", "6"]
 PATHS = {  # name -> setting, and how many ranks are on each host, of four

@@ -8,11 +8,11 @@ import sys
 import tempfile
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
-JOBS = Path(__file__).resolve().parents[1] / "process"  # where engine_jobs.py is
+from tests.support.paths import RANK_SCRIPTS
+
 ENGINES = [pytest.param("ray", marks=pytest.mark.ray), pytest.param("dask", marks=pytest.mark.dask)]
 LIMITS = {
     "LOST_AFTER_S": 5,
@@ -60,7 +60,7 @@ def session(tmp_path, nothing_left_behind):
     }
     environ |= {f"SYNCVAR_{name}": str(value) for name, value in LIMITS.items()}
     environ |= {
-        "PYTHONPATH": str(JOBS),
+        "PYTHONPATH": str(RANK_SCRIPTS),
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

@@ -10,7 +10,8 @@ import tempfile
 import textwrap
 
 import pytest
-from slurm_cluster import Cluster
+
+from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slurm
 

@@ -5,10 +5,10 @@ import re
 import warnings
 
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.core.migration_hints import hint_for
+from tests.support.harness import caught, everywhere
 
 pytestmark = pytest.mark.tensors
 

@@ -1,14 +1,9 @@
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "process")
-)  # for `launching`, also where only this folder is collected
-
-from loopback import why_no_sshd  # noqa: E402
-from testbed import Hosts, why_none  # noqa: E402
+from tests.support.host_testbed import Hosts, why_none
+from tests.support.loopback_sshd import why_no_sshd
 
 
 def pytest_collection_modifyitems(config, items):

@@ -11,8 +11,10 @@ import textwrap
 import time
 
 import pytest
-from launching import PROBE, PROFILE
 from test_several_hosts import at, start
+
+from tests.support.launching import PROBE
+from tests.support.paths import PROFILE
 
 pytestmark = pytest.mark.slow
 

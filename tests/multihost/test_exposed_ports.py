@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from besieging import LASTING, SUMS, besiege
-from strangers import KINDS
 from test_several_hosts import WORLD, at, start
+
+from tests.support.intruder_attacks import LASTING, SUMS, besiege
+from tests.support.rank_scripts.intruders import KINDS
 
 pytestmark = pytest.mark.slow
 

@@ -3,16 +3,19 @@
 import contextlib
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from host_faults import check_old_checkpoint, check_survivors, over_and_over, phases, silence_s
-from launching import check_bound
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
-from fault_table import ROWS  # noqa: E402
+from tests.support.fault_table import ROWS
+from tests.support.host_faults import (
+    check_old_checkpoint,
+    check_survivors,
+    over_and_over,
+    phases,
+    silence_s,
+)
+from tests.support.launching import check_bound
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,11 @@ import secrets
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from host_faults import (
+
+from tests.support.fault_table import ROWS
+from tests.support.host_faults import (
     DEFAULTS,
     TIMES,
     begin,
@@ -21,10 +22,8 @@ from host_faults import (
     phases,
     silence_s,
 )
-from launching import PROFILE, await_true, check_bound
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
-from fault_table import ROWS  # noqa: E402
+from tests.support.launching import await_true, check_bound
+from tests.support.paths import PROFILE
 
 pytestmark = pytest.mark.slow
 

@@ -1,16 +1,13 @@
 """Hosts that cannot be used, and files of hosts that make no sense: all of it is told at once, and nothing is started anywhere."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from host_faults import TIMES
-from launching import Job, check_bound
-from testbed import Hosts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
-from fault_table import ROWS  # noqa: E402
+from tests.support.fault_table import ROWS
+from tests.support.host_faults import TIMES
+from tests.support.host_testbed import Hosts
+from tests.support.launching import Job, check_bound
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,10 @@ import tempfile
 import textwrap
 
 import pytest
-from besieging import LASTING, SUMS, besiege
-from launching import Job, await_true
 from test_several_hosts import WORLD, start
+
+from tests.support.intruder_attacks import LASTING, SUMS, besiege
+from tests.support.launching import Job, await_true
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from joined import Joined
-from launching import await_true
+
+from tests.support.joined_jobs import Joined
+from tests.support.launching import await_true
 
 WORLD = """
     import os
@@ -83,7 +84,7 @@ def test_hosts_that_joined_meet_and_listen_at_their_own_address_only(hosts, star
 
 @pytest.mark.slow
 def test_strangers_at_the_port_disturb_nobody(hosts, start, tmp_path):
-    program = tmp_path / "strangers.py"
+    program = tmp_path / "intruders.py"
     program.write_text("""
 import os, socket, sys
 import zmq

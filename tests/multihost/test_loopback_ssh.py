@@ -7,8 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launching import LIMIT_S, Job, await_true, free_ports
-from loopback import Sshd
+
+from tests.support.launching import LIMIT_S, Job, await_true, free_ports
+from tests.support.loopback_sshd import Sshd
 
 WORLD = """
     import os

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import await_true, check_bound
 from test_several_hosts import at, start
-from test_unread_output import FULL, unread
+
+from tests.integration.launch.test_unread_output import FULL, unread
+from tests.support.launching import await_true, check_bound
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,9 @@ import signal
 import socket
 
 import pytest
-from launching import Job, check_bound
 from test_several_hosts import at, start
+
+from tests.support.launching import Job, check_bound
 
 pytestmark = pytest.mark.slow
 

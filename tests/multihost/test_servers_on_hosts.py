@@ -5,10 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from joined import Joined
-from launching import Job
-from test_every_size import SCRIPT as EVERY_SIZE
-from test_servers import ENV, SCRIPT, check_sums
+
+from tests.integration.collectives.test_every_size import SCRIPT as EVERY_SIZE
+from tests.integration.parameter_server.test_servers import ENV, SCRIPT, check_sums
+from tests.support.joined_jobs import Joined
+from tests.support.launching import Job
+from tests.support.paths import PROFILE
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +36,7 @@ def test_a_server_on_another_host_is_replaced_by_its_copy_on_the_next(hosts, tmp
         SCRIPT,
         workers=2,
         prefix=hosts.prefix,
-        config=Path(__file__).parents[2] / "configs" / "ci.toml",
+        config=PROFILE,
         options=(
             *hosts.ssh,
             "-H",

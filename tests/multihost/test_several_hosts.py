@@ -9,10 +9,10 @@ import textwrap
 import time
 
 import pytest
-from launching import Job, await_true
-from test_stopped_job import SCRIPT, Terminal, stopped
 
 from syncvar_launcher.hosts.agent_protocol import pack
+from tests.integration.launch.test_suspended_job import SCRIPT, Terminal, stopped
+from tests.support.launching import Job, await_true
 
 WORLD = """
     import os

@@ -6,9 +6,10 @@ import signal
 import uuid
 
 import pytest
-from launching import Job
-from test_restarts import digests, training
 from test_several_hosts import at, start
+
+from tests.integration.restart.test_restarts import digests, training
+from tests.support.launching import Job
 
 pytestmark = pytest.mark.slow
 

@@ -1,14 +1,14 @@
 """Hosts with different numbers of slots: all collectives right there, and each byte over the network once a host."""
 
-from pathlib import Path
-
 import pytest
-from launching import Job
 from test_several_hosts import at, start
+
+from tests.support.launching import Job
+from tests.support.paths import RANK_SCRIPTS
 
 pytestmark = pytest.mark.slow
 
-EVERY = Path(__file__).parents[1] / "process" / "every_collective.py"
+EVERY = RANK_SCRIPTS / "every_collective.py"
 
 
 @pytest.mark.parametrize("slots", [(0, 1, 3), (1, 1, 3), (2, 5, 0)], ids=str)

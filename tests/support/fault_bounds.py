@@ -1,7 +1,7 @@
 """Measure how long faults take to be told, and compare the medians with the bounds of the fault matrix.
 
-    python tests/process/fault_bounds.py --bounds              # ten times, about four minutes
-    python tests/process/fault_bounds.py --bounds --times 3    # three times
+    python -m tests.support.fault_bounds --bounds              # ten times, about four minutes
+    python -m tests.support.fault_bounds --bounds --times 3    # three times
 
 The program runs one case or two of each bounded fault of one host, several times. It prints a table of fault, median
 and bound. The exit code is 1 where a median is above twice its bound, or a test failed. Run it on a quiet machine.
@@ -14,33 +14,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from tests.support.paths import REPOSITORY, TESTS
+
 TIMES = 10
 LIMIT_S = 600.0  # of one run of all cases, which takes about 25 s
 ALLOWED = 2.0  # times the bound
 CASES = (
-    "test_faults_lost_rank.py::test_a_lost_rank[F01-raise-X]",
-    "test_faults_lost_rank.py::test_a_lost_rank[F02-leave-X]",
-    "test_faults_lost_rank.py::test_a_lost_rank[F03-SIGKILL-X]",
-    "test_faults_lost_rank.py::test_a_lost_rank[F03-SIGKILL-X-zmq]",
-    "test_faults_lost_rank.py::test_a_lost_rank[F06-SIGSTOP-X]",
-    "test_faults_slow_ranks.py::test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced[auto]",
-    "test_faults_launcher.py::test_f12_launcher_killed[X-fork]",
-    "test_faults_launcher.py::test_f13_launcher_told_to_end[TERM-X]",
-    "test_faults_launcher.py::test_f14_second_interrupt_kills_at_once[X]",
-    "test_faults_start.py::test_f15_the_terminal_or_the_reader_is_gone[EPIPE-C]",
-    "test_faults_disagreement.py::test_f30_other_arguments[auto]",
-    "test_faults_disagreement.py::test_f31_an_extra_call_at_the_end[auto]",
-    "test_faults_not_finite.py::test_f32_what_is_not_finite[raise-nan-auto]",
-    "test_faults_start.py::test_f34_ranks_that_differ_in_what_all_must_have_alike",
-    "test_faults_start.py::test_f39_a_runtime_directory_that_cannot_be_used[unwritable]",
-    "test_faults_user_code.py::test_f42_fork[X-auto]",
-    "test_faults_user_code.py::test_f44_ends[collective-at-exit]",
-    "test_faults_start.py::test_f60_a_rank_is_killed_while_the_ranks_meet_again[2]",
-    "test_shm_launch.py::test_a_lost_rank_is_told_in_the_shm[STOP]",
-    "test_shm_launch.py::test_a_lost_rank_is_told_in_the_shm[SEGV]",
+    "faults/test_faults_lost_rank.py::test_a_lost_rank[F01-raise-X]",
+    "faults/test_faults_lost_rank.py::test_a_lost_rank[F02-leave-X]",
+    "faults/test_faults_lost_rank.py::test_a_lost_rank[F03-SIGKILL-X]",
+    "faults/test_faults_lost_rank.py::test_a_lost_rank[F03-SIGKILL-X-zmq]",
+    "faults/test_faults_lost_rank.py::test_a_lost_rank[F06-SIGSTOP-X]",
+    "faults/test_faults_slow_ranks.py::test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced[auto]",
+    "faults/test_faults_launcher.py::test_f12_launcher_killed[X-fork]",
+    "faults/test_faults_launcher.py::test_f13_launcher_told_to_end[TERM-X]",
+    "faults/test_faults_launcher.py::test_f14_second_interrupt_kills_at_once[X]",
+    "faults/test_faults_start.py::test_f15_the_terminal_or_the_reader_is_gone[EPIPE-C]",
+    "faults/test_faults_mismatch.py::test_f30_other_arguments[auto]",
+    "faults/test_faults_mismatch.py::test_f31_an_extra_call_at_the_end[auto]",
+    "faults/test_faults_not_finite.py::test_f32_what_is_not_finite[raise-nan-auto]",
+    "faults/test_faults_start.py::test_f34_ranks_that_differ_in_what_all_must_have_alike",
+    "faults/test_faults_start.py::test_f39_a_runtime_directory_that_cannot_be_used[unwritable]",
+    "faults/test_faults_user_code.py::test_f42_fork[X-auto]",
+    "faults/test_faults_user_code.py::test_f44_ends[collective-at-exit]",
+    "faults/test_faults_start.py::test_f60_a_rank_is_killed_while_the_ranks_meet_again[2]",
+    "shm/test_shm_launch.py::test_a_lost_rank_is_told_in_the_shm[STOP]",
+    "shm/test_shm_launch.py::test_a_lost_rank_is_told_in_the_shm[SEGV]",
 )
 
 
@@ -62,8 +62,8 @@ def measured(times, cases=CASES):
                 "no:cacheprovider",
             ]
             ended = subprocess.run(
-                [*line, *(str(HERE / one) for one in cases)],
-                cwd=HERE.parents[1],
+                [*line, *(str(TESTS / "integration" / one) for one in cases)],
+                cwd=REPOSITORY,
                 timeout=LIMIT_S,
                 env={**os.environ, "SYNCVAR_TEST_BOUNDS": file.name},
                 capture_output=True,

@@ -5,9 +5,8 @@ does not come), C the third host computes and the others wait in a call, X all a
 K rank 3 is in the middle of writing its part of a checkpoint. Survivors are the ranks of the other two hosts.
 """
 
-from launching import Job, check_bound, last_exception
-
 import syncvar as sv
+from tests.support.launching import Job, check_bound, last_exception
 
 TIMES = 10  # of each fault, over its phases
 SCRIPT = """

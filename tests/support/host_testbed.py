@@ -15,6 +15,8 @@ import time
 import uuid
 from pathlib import Path
 
+from tests.support.paths import RANK_SCRIPTS
+
 NETWORK = "10.77.0"
 NETWORK_6 = "fd77::"
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
@@ -344,7 +346,7 @@ class Hosts:
                 "exec",
                 space,
                 sys.executable,
-                str(Path(__file__).with_name("wire.py")),
+                str(RANK_SCRIPTS / "delayed_wire.py"),
                 f"p{index}",
                 near,
                 str(delay_s),

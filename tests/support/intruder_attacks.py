@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launching import await_true
+from tests.support.launching import await_true
+from tests.support.paths import RANK_SCRIPTS
 
-STRANGERS = Path(__file__).with_name("strangers.py")
+STRANGERS = RANK_SCRIPTS / "intruders.py"
 GROWTH_MAX = 16 << 20
 LASTING = {
     "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "90"

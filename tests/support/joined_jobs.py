@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launching import PROFILE, Job, await_true
+from tests.support.launching import Job, await_true
+from tests.support.paths import PROFILE
 
 
 class Joined(Job):

@@ -1,11 +1,10 @@
 """What Kubernetes and the JobSet controller make of a manifest: the environment of each pod, as far as a rank reads it."""
 
 import re
-from pathlib import Path
 
 import yaml
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+from tests.support.paths import CONFIGS
 
 
 def manifests(name):

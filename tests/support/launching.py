@@ -18,8 +18,8 @@ import textwrap
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PROFILE = REPOSITORY / "configs" / "ci.toml"
+from tests.support.paths import PROFILE
+
 LIMIT_S = 120.0  # against hanging, where nothing is said of how long: it takes a machine that is very slow to come near
 # Settings under which nothing is said of a rank that gets no core for a while.
 PATIENT = {

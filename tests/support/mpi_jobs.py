@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 MPIS = ("openmpi", "mpich")
-MISSING = "run tests/engines/install_mpi.sh first"
+MISSING = "run tests/interop/install_mpi.sh first"
 # What mpirun forwards it may cut anywhere: ranks write to files of their own.
 BEGIN = """
 import os, signal, sys, time

@@ -5,7 +5,7 @@ import subprocess
 import sysconfig
 import tomllib
 
-from launching import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 NOT_LOADED = 86  # what a process ends with that cannot load such a module: with the installed one nothing would be tested
 _SANITIZERS = [

@@ -3,15 +3,14 @@
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES
 from syncvar_launcher.options.parse_options import parse
+from tests.support.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
 MOST_OF_THE_README = 12 * 1024
 GENERATED = {

@@ -9,13 +9,13 @@ import threading
 import numpy as np
 import pytest
 import safetensors.numpy
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
+from tests.support.harness import caught
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)
 

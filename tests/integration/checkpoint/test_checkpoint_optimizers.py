@@ -4,7 +4,6 @@ import logging
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.checkpoint.file_names import MANIFEST
@@ -12,6 +11,7 @@ from syncvar.checkpoint.manifest import Manifest
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.testing import run_ranks
+from tests.support.harness import caught
 
 CONFIG = RuntimeConfig(collective_timeout_s=60.0)
 RULES = {

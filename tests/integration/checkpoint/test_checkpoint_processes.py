@@ -5,17 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import await_true
 
 import syncvar as sv
+from tests.support.launching import await_true
+from tests.support.paths import RANK_SCRIPTS
 
 
 def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
-    script = Path(__file__).with_name("killed_saves.py")
+    script = RANK_SCRIPTS / "killed_saves.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
         capture_output=True,

@@ -4,7 +4,6 @@ import os
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -20,6 +19,7 @@ from syncvar.parameter_server.client.push_counter import (
 )
 from syncvar.parameter_server.server_access import ServersHere
 from syncvar.testing import run_ranks
+from tests.support.harness import caught
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)
 

@@ -7,9 +7,10 @@ import runpy
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.paths import BENCH
 
 
 @pytest.fixture
@@ -291,7 +292,7 @@ def test_a_wrong_command_line(syncvar, arguments, words):
 
 def test_what_is_written_every_day_is_measured_and_verified(syncvar, tmp_path):
     """The worker scripts of bench/compare.py: each call is compared with what must come out before it is timed."""
-    peers = Path(__file__).resolve().parents[2] / "bench" / "peers"
+    peers = BENCH / "peers"
     small = ["--library", "syncvar", "--largest", "8192", "--slices", "1"]
     for script, more in (
         ("rows_worker.py", small),
@@ -338,7 +339,7 @@ def test_a_row_that_gives_something_wrong_is_not_timed(launch):
     sys.argv[1:] = ["--library", "syncvar", "--groups", "moves", "--largest", "8"]
     rows_worker.main()
     """
-    job = launch(script, arguments=[str(Path(__file__).resolve().parents[2] / "bench" / "peers")])
+    job = launch(script, arguments=[str(BENCH / "peers")])
     assert job.wait() == 1, str(job)
     assert "sv.scan(x, out=out) of 8 bytes is wrong" in job.err, str(job)
 
@@ -350,7 +351,7 @@ def test_what_others_write_instead_is_measured_and_verified(tmp_path, peer):
     """`pytest -m peers` after `python bench/compare.py --setup`, as for test_against_others."""
     command = [
         sys.executable,
-        Path(__file__).resolve().parents[2] / "bench" / "compare.py",
+        BENCH / "compare.py",
         "--peers",
         os.environ.get("SYNCVAR_PEERS", ".peers"),
     ]

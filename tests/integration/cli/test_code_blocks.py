@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import REPOSITORY, Job
+
+from tests.support.launching import Job
+from tests.support.paths import REPOSITORY
 
 BLOCK = re.compile(r"^```python(| script)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])

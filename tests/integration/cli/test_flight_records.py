@@ -4,9 +4,9 @@ import json
 import signal
 
 import pytest
-from launching import await_true
 
 from syncvar.cli.commands import main
+from tests.support.launching import await_true
 
 
 @pytest.fixture

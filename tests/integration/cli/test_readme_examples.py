@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
-EXAMPLES = Path(__file__).parents[2] / "syncvar" / "examples"
+from tests.support.paths import REPOSITORY
+
+README = REPOSITORY / "README.md"
+EXAMPLES = REPOSITORY / "syncvar" / "examples"
 _IN_DEFAULT_RUN = ("resume", "embedding")  # the others run in other tests by the same command
 _COMMAND = re.compile(r"`(syncvar-launch [^`]* -m syncvar\.examples\.(\w+)[^`]*)`")
 

@@ -9,12 +9,12 @@ import sys
 import tempfile
 
 import pytest
-from launching import await_true, line_of
 
 from syncvar.bootstrap.job_directory import MEETING, JobDirectory
 from syncvar.cli.commands import main
 from syncvar.core.parent_death import libc
 from syncvar.core.stack_dump import ALL_THREADS, END, MAIN_THREAD
+from tests.support.launching import await_true, line_of
 
 ENDLESS = {
     "SYNCVAR_SUSPECT_AFTER_S": "100",

@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar._native import AsyncCall, why_not_native
@@ -18,6 +17,7 @@ from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.progress import ProgressEngine
 from syncvar.testing import run_ranks
+from tests.support.harness import caught, everywhere
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
 SOON_S = 20.0
@@ -204,7 +204,10 @@ def test_a_deadline_passes(kernel, how):
         given_up.set()
         assert isinstance(error, sv.DeadlineExceeded)
         assert "did not finish within 0.2 s: rank 0 waited" in str(error)
-        assert any("test_begun.py" in note and "in start" in note for note in error.__notes__)
+        assert any(
+            "test_async_persistent_calls.py" in note and "in start" in note
+            for note in error.__notes__
+        )
         return error.missing
 
     assert worlds(2, fn, kernel) == [(1,), None]

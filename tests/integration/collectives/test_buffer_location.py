@@ -1,18 +1,18 @@
 """Where the array of each rank lies is that rank's own business: in shared memory, in private memory, or there in part.
 
-What is found here has been found by the random calls of test_prepared_equals_plain.py; these are the cases by name.
+What is found here has been found by the random calls of test_persistent_equals_plain.py; these are the cases by name.
 """
 
 import itertools
 
 import numpy as np
 import pytest
-from prepared_calls import fill_the_shm
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
+from tests.support.rank_scripts.random_collectives import fill_the_shm
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
 MIB = 1 << 20

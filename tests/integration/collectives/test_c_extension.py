@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from sanitizing import NOT_LOADED, loaded, sanitized, variables
 
 from syncvar import _native as kernel
+from tests.support.paths import RANK_SCRIPTS, TESTS
+from tests.support.sanitizers import NOT_LOADED, loaded, sanitized, variables
 
-SCRIPT = Path(__file__).with_name("kernel_calls.py")
+SCRIPT = RANK_SCRIPTS / "native_calls.py"
 
 
 def told(launch, runner, workers, sizes):
@@ -582,7 +582,7 @@ def test_it_does_not_matter_where_in_a_page_arrays_begin(launch, runner):
     assert len(job.events("exact")) == 3
 
 
-FUZZ = str(Path(__file__).with_name("program_fuzz.py"))
+FUZZ = str(TESTS / "fuzz" / "program_fuzz.py")
 
 
 @pytest.mark.needs_c_extension

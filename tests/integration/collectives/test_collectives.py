@@ -1,6 +1,6 @@
 """What collectives take and give besides plain arrays: kinds of input, views, structures, objects; other settings.
 
-That each collective gives what it must at every count is test_width.py's claim.
+That each collective gives what it must at every count is test_every_collective.py's claim.
 
 Inputs are exactly representable, so that results are compared with `==`. The reference is what every rank can compute
 by itself, because the contribution of each rank is a function of its number.
@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-SLOW = pytest.mark.slow  # test_width.py has other numbers of ranks
+SLOW = pytest.mark.slow  # test_every_collective.py has other numbers of ranks
 
 CHECKS = r"""
 import itertools, json, sys

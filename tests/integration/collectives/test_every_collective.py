@@ -3,11 +3,11 @@
 By default 1 to 3 in shared memory, 2 over links and 3 over two hosts; the others are slow tests.
 """
 
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).with_name("every_collective.py")
+from tests.support.paths import RANK_SCRIPTS
+
+SCRIPT = RANK_SCRIPTS / "every_collective.py"
 
 
 def _layouts():

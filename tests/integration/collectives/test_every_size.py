@@ -1,10 +1,10 @@
 """Collectives, variables and servers with arrays of 8 B, 64 KiB and 1 MiB on several hosts."""
 
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).with_name("every_size.py")
+from tests.support.paths import RANK_SCRIPTS
+
+SCRIPT = RANK_SCRIPTS / "every_size.py"
 SLOW = pytest.mark.slow
 
 

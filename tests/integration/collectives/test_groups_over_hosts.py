@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -12,6 +11,7 @@ from syncvar.core.errors import ConfigError, MismatchError, PeerLost, SharedMemo
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.transports.in_memory import Faults
+from tests.support.harness import caught
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, shutdown_timeout_s=1.0)
 SIZES = [(3, 2), (4, 2), (5, 2), (7, 3)]

@@ -4,13 +4,13 @@ import sys
 
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build
 from syncvar.algorithms.compile_messages import compile_for_links
 from syncvar.core.errors import MismatchError
 from syncvar.core.settings import RuntimeConfig
+from tests.support.harness import caught, everywhere
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, shutdown_timeout_s=1.0)
 COUNT = 40_011  # longer than what is exchanged whole

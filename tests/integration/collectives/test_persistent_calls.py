@@ -1,13 +1,13 @@
-"""The random calls of tests/contract/prepared_calls.py, everyday_calls.py and structures.py on real processes, with segments as long as they are."""
-
-from pathlib import Path
+"""The random calls of tests/support/rank_scripts/random_collectives.py, repeated_calls.py and pytree_calls.py on real processes, with segments as long as they are."""
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "contract" / "prepared_calls.py"
-ENV = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_CHECK_SHM": "on"}
+from tests.support.paths import RANK_SCRIPTS, REPOSITORY
+
+LIMITS = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "PYTHONPATH": str(REPOSITORY)}
+ENV = {**LIMITS, "SYNCVAR_CHECK_SHM": "on"}
 LAYOUTS = {
-    "kernel": {"env": {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}},
+    "kernel": {"env": LIMITS},
     "shm": {"env": ENV},
     "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "zmq"}},
     "hosts": {"env": ENV, "options": ["--fake-hosts", "2"]},
@@ -34,7 +34,7 @@ def test_random_calls_on_processes(launch, layout, workers, cases, pairs):
     job = launch(
         None,
         workers=workers,
-        target=[str(SCRIPT)],
+        target=[str(RANK_SCRIPTS / "random_collectives.py")],
         arguments=["7", str(cases), *pairs],
         **LAYOUTS[layout],
     )
@@ -54,7 +54,7 @@ def test_everyday_calls_on_processes(launch, workers, cases):
     job = launch(
         None,
         workers=workers,
-        target=[str(SCRIPT.with_name("everyday_calls.py"))],
+        target=[str(RANK_SCRIPTS / "repeated_calls.py")],
         arguments=[str(workers), str(cases)],
         **LAYOUTS["kernel"],
     )
@@ -84,7 +84,7 @@ def test_structures_on_processes(launch, layout, workers, turns):
     job = launch(
         None,
         workers=workers,
-        target=[str(SCRIPT.with_name("structures.py"))],
+        target=[str(RANK_SCRIPTS / "pytree_calls.py")],
         arguments=["7", str(turns)],
         **LAYOUTS[layout],
     )

@@ -1,12 +1,9 @@
-"""Every persistent call gives what the plain one gives, wherever the arrays of the ranks lie. See prepared_calls.py."""
+"""Every persistent call gives what the plain one gives, wherever the arrays of the ranks lie. See random_collectives.py."""
 
 import sys
 
 import numpy as np
 import pytest
-from everyday_calls import Everyday
-from harness import everywhere
-from prepared_calls import PREPARED, Rank, fill_the_shm, register_ops
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -14,6 +11,9 @@ from syncvar.collectives.dispatch import uncacheable
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import block_transfer
 from syncvar.testing import run_ranks
+from tests.support.harness import everywhere
+from tests.support.rank_scripts.random_collectives import PREPARED, Rank, fill_the_shm, register_ops
+from tests.support.rank_scripts.repeated_calls import Everyday
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_shm="on")
 SHORT_BYTES = 96 << 10

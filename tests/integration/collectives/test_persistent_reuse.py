@@ -7,7 +7,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar._native import why_not_native
@@ -19,6 +18,7 @@ from syncvar.testing import run_ranks
 from syncvar.variables import deferral_tuner
 from syncvar.variables.registry import VariableRegistry
 from syncvar.variables.variable import Variable
+from tests.support.harness import caught, everywhere
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
 ON_WRITE, AUTO, ON_READ = (

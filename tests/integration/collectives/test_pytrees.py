@@ -1,13 +1,19 @@
-"""Lists, tuples and dicts of arrays in worlds of one process, see structures.py; tests/process has them in jobs."""
+"""Lists, tuples and dicts of arrays in worlds of one process, see pytree_calls.py; test_persistent_calls.py has them in jobs."""
 
 import gc
 import weakref
 
 import numpy as np
 import pytest
-from harness import everywhere
-from prepared_calls import fill_the_shm
-from structures import (
+from test_persistent_equals_plain import CONFIG, LAYOUTS
+
+import syncvar as sv
+from syncvar.collectives.groups import communicator_of
+from syncvar.runtime.communicator import Communicator
+from syncvar.runtime.gil_contention import gil_monitor
+from syncvar.runtime.programs import shm_reduce
+from tests.support.harness import everywhere
+from tests.support.rank_scripts.pytree_calls import (
     KINDS,
     LONG,
     SMALL,
@@ -16,13 +22,7 @@ from structures import (
     check_results_over_other_arrays,
     in_order,
 )
-from test_prepared_equals_plain import CONFIG, LAYOUTS
-
-import syncvar as sv
-from syncvar.collectives.groups import communicator_of
-from syncvar.runtime.communicator import Communicator
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.programs import shm_reduce
+from tests.support.rank_scripts.random_collectives import fill_the_shm
 
 DEADLINE_S = 600  # more than ten times what the longest world takes beside other tests
 LONG_TEST = pytest.mark.timeout(DEADLINE_S + 60)

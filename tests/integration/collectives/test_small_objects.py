@@ -4,13 +4,13 @@ import threading
 
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar._native import why_not_native
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator
+from tests.support.harness import caught, everywhere
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
 LAYOUTS = {

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from tensors import Tensor, TensorOfAnyDtype, TensorOfOldDLPack, fake_torch
 
 import syncvar as sv
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.testing import run_ranks
+from tests.support.fake_tensors import Tensor, TensorOfAnyDtype, TensorOfOldDLPack, fake_torch
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
 LAYOUTS = {"links": {}, "shm": {"shared": True}}

@@ -131,11 +131,11 @@ def test_a_reader_that_fails_is_told_to_all_and_the_job_goes_on(launch):
     assert [event["total"] for event in job.events("after")] == [3.0] * 3
 
 
-@pytest.mark.slow  # its worlds in one process run by default: tests/contract/test_example_evaluate.py
+@pytest.mark.slow  # its worlds in one process run by default: tests/unit/examples/test_evaluate.py
 def test_two_workers_evaluate_1797_digits_as_one_does(launch):
     job = launch(target=["-m", "syncvar.examples.evaluate"], workers=2)
     assert job.wait() == 0, str(job)
-    # The accuracy of one worker: tests/contract/test_example_evaluate.py computes it with NumPy alone.
+    # The accuracy of one worker: tests/unit/examples/test_evaluate.py computes it with NumPy alone.
     assert job.lines(0)[-1] == "accuracy=0.9037284362826934 right=1624 seen=1797 workers=2", str(
         job
     )

@@ -9,7 +9,6 @@ import threading
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -17,6 +16,7 @@ from syncvar.collectives import reduce_args
 from syncvar.core.errors import ConfigError, GroupBroken, MismatchError, PeerLost
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
+from tests.support.harness import caught
 
 PATHS = {"shm": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}
 SOON = RuntimeConfig(

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import PATIENT, await_true, check_bound, state
 
 import syncvar as sv
+from tests.support.launching import PATIENT, await_true, check_bound, state
 
 PHASES = """
 import subprocess, sys, time

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, replace
 
 import pytest
-from launching import check_bound, last_exception
 
 import syncvar as sv
+from tests.support.launching import check_bound, last_exception
 
 SCRIPT = """
 import os, signal, sys, time

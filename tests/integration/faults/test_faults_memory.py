@@ -6,10 +6,10 @@ import uuid
 from pathlib import Path
 
 import pytest
-from fault_table import bound_s
-from launching import await_true, check_bound, last_exception
 
 import syncvar as sv
+from tests.support.fault_table import bound_s
+from tests.support.launching import await_true, check_bound, last_exception
 
 LIMIT_MIB = 300
 

@@ -6,7 +6,8 @@ F09 a rank that is late, F30 the same call with other arguments, F31 other calls
 import re
 
 import pytest
-from launching import check_bound
+
+from tests.support.launching import check_bound
 
 BOUND_S = 0.5
 ARBITER_S = 1.0

@@ -1,8 +1,9 @@
 """One rank brings NaN or infinity (F32): with `check_finite` that rank and the variable are named; without it all ranks get the same bytes."""
 
 import pytest
-from fault_table import bound_s
-from launching import check_bound
+
+from tests.support.fault_table import bound_s
+from tests.support.launching import check_bound
 
 CALLS = """
 import sys

@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
-from fault_table import bound_s
-from launching import PATIENT, check_bound, last_exception, line_of
 
 from syncvar.core.errors import HandshakeError
 from syncvar.core.exit_codes import error_exit_code
+from tests.support.fault_table import bound_s
+from tests.support.launching import PATIENT, check_bound, last_exception, line_of
 
 WOKEN = """
 import numpy as np

@@ -13,8 +13,9 @@ import sys
 import time
 
 import pytest
-from fault_table import bound_s
-from launching import await_true, check_bound, free_ports, last_exception
+
+from tests.support.fault_table import bound_s
+from tests.support.launching import await_true, check_bound, free_ports, last_exception
 
 # -- F34 -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 import textwrap
 
 import pytest
-from launching import check_bound
+
+from tests.support.launching import check_bound
 
 FORK = """
 import multiprocessing, os, sys, time
@@ -321,7 +322,7 @@ except sv.SyncvarError as error:
 
 @pytest.mark.parametrize("way", ["short", "long"])
 def test_an_alarm_while_a_call_takes_its_group(launch, way):
-    # The C runner takes it in a step of its own, in which no handler runs: tests/process/test_kernel.py has an alarm there.
+    # The C runner takes it in a step of its own, in which no handler runs: tests/integration/collectives/test_c_extension.py has an alarm there.
     job = launch(ALARM, workers=2, arguments=[way], env={"SYNCVAR_CALL_RUNNER": "python"})
     job.wait()
     assert [event["locked"] for event in job.events("alarm")] == [False], str(job)

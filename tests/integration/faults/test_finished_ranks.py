@@ -1,7 +1,8 @@
 """A rank that has finished is told to those who wait for it, and to those who call it later: on every path, by every call."""
 
 import pytest
-from launching import check_bound
+
+from tests.support.launching import check_bound
 
 SCRIPT = """
 import numpy as np

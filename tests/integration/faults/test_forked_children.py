@@ -3,7 +3,8 @@
 import signal
 
 import pytest
-from launching import await_true, state
+
+from tests.support.launching import await_true, state
 
 STATE = """
 import atexit, faulthandler, json, multiprocessing, os, signal, sys, time

@@ -3,7 +3,7 @@
 import sys
 import textwrap
 
-from launching import Job
+from tests.support.launching import Job
 
 RELAY = """
     # Passes on what goes to the store, and keeps the last of it back until its sender has been gone for a while.

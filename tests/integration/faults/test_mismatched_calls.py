@@ -4,11 +4,12 @@ F30, F31: all pairs of different calls, made by one rank and by half of the rank
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
-PROGRAM = [str(Path(__file__).with_name("disagreeing.py"))]
+from tests.support.paths import RANK_SCRIPTS
+
+PROGRAM = [str(RANK_SCRIPTS / "mismatched_calls.py")]
 LAYOUTS = {
     "shm": {"workers": 4},
     "links": {"workers": 4, "env": {"SYNCVAR_TRANSPORT": "zmq"}},

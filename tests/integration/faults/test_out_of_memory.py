@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from contract.harness import everywhere
 
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
+from tests.support.harness import everywhere
 
 CONFIG = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
 HUGE = np.lib.stride_tricks.as_strided(

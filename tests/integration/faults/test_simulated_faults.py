@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from harness import covering
 
 import syncvar as sv
 from syncvar.core.errors import DeadlineExceeded, PeerLost, TransportError
@@ -13,6 +12,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.frame import FrameType, pack_header
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.in_memory import MemoryNetwork, MemoryTransport
+from tests.support.harness import covering
 
 QUICK = RuntimeConfig(collective_timeout_s=0.4, shutdown_timeout_s=0.2)
 PATIENT = RuntimeConfig(collective_timeout_s=30.0, segment_bytes=4096)

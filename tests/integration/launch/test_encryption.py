@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from launching import free_ports
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.hosts import multi_host
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.options.parse_options import parse
+from tests.support.launching import free_ports
 
 SUM = """
 import numpy as np

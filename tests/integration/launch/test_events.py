@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from launching import await_true
 
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.job.event_log import EventLog
+from tests.support.launching import await_true
 
 FIELDS = {
     "job_start": {

@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from besieging import LASTING, SUMS, besiege
-from launching import check_bound, last_exception
-from strangers import KINDS
+
+from tests.support.intruder_attacks import LASTING, SUMS, besiege
+from tests.support.launching import check_bound, last_exception
+from tests.support.rank_scripts.intruders import KINDS
 
 ABOUT = """
 import os

@@ -4,7 +4,8 @@ import re
 import signal
 
 import pytest
-from launching import await_true, line_of
+
+from tests.support.launching import await_true, line_of
 
 SCRIPT = """
 import os, signal, subprocess, sys

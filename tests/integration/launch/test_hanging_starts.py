@@ -5,7 +5,8 @@ import re
 import signal
 
 import pytest
-from launching import await_true
+
+from tests.support.launching import await_true
 
 SHORT = {"SYNCVAR_MISSING_REPORT_S": "0.4", "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "6"}
 STILL = r"the start has made no progress for \d+ s"

@@ -1,6 +1,6 @@
 """Hosts that join a job without ssh: the same job, refusals told on both sides, and nothing left whoever ends or is killed.
 
-On loopback one machine poses as several hosts. tests/hosts has the same with hosts of their own.
+On loopback one machine poses as several hosts. tests/multihost has the same with hosts of their own.
 """
 
 import os
@@ -13,8 +13,9 @@ import textwrap
 import time
 
 import pytest
-from joined import Joined, agents
-from launching import await_true, check_bound, state
+
+from tests.support.joined_jobs import Joined, agents
+from tests.support.launching import await_true, check_bound, state
 
 WORLD = """
     import os

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import PROFILE
 
 from syncvar_launcher.options.usable_cores import core_count
+from tests.support.paths import PROFILE
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -394,7 +394,7 @@ def descendants(pid):
 
 
 def test_a_rank_with_the_terminal(tmp_path):
-    from launching import PROBE
+    from tests.support.launching import PROBE
 
     (tmp_path / "probe.py").write_text(PROBE)
     (tmp_path / "script.py").write_text(DEBUGGED)

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import await_true
 
 from syncvar_launcher.job.resource_limits import needed_files
+from tests.support.launching import await_true
 
 MODULE = (sys.executable, "-m", "syncvar_launcher")
 ENTRY = (

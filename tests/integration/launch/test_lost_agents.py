@@ -5,13 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import await_true, state
 
 from syncvar.core.errors import HostUnreachable
 from syncvar_launcher.hosts import provision, staging
 from syncvar_launcher.hosts.agent_connection import RemoteHost, start_agent
 from syncvar_launcher.options.hostfile import Host
 from syncvar_launcher.options.parse_options import parse
+from tests.support.launching import await_true, state
 
 
 @pytest.fixture

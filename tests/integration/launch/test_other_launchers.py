@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import free_ports
+
+from tests.support.launching import free_ports
 
 SCRIPT = """
 import os, signal, sys, time

@@ -4,7 +4,8 @@ import re
 import signal
 
 import pytest
-from launching import PATIENT, await_true, check_bound, state
+
+from tests.support.launching import PATIENT, await_true, check_bound, state
 
 CASES = {
     # name: (script, exit code, words of the report or None where there is none)

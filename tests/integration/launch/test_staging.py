@@ -7,14 +7,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from joined import Joined, agents
-from launching import Job, await_true
 
 from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher.hosts import staging
 from syncvar_launcher.hosts.staged_copy import HostCopy
 from syncvar_launcher.hosts.staging import collect_files
 from syncvar_launcher.options.parse_options import parse
+from tests.support.joined_jobs import Joined, agents
+from tests.support.launching import Job, await_true
 
 SCRIPT = """
     import os, stat, sys

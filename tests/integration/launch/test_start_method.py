@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import await_true
+
+from tests.support.launching import await_true
 
 FORK = ("--start-method", "fork")
 

@@ -6,7 +6,9 @@ import sys
 import time
 
 import pytest
-from launching import PROFILE, await_true, state
+
+from tests.support.launching import await_true, state
+from tests.support.paths import PROFILE
 
 SHELL = """
 import os, signal, sys, time

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import await_true, check_bound, state
+
+from tests.support.launching import await_true, check_bound, state
 
 PATIENCE_S = 1.0  # half of the grace of the test profile
 

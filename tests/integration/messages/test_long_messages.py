@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from contract.harness import everywhere
 
 import syncvar as sv
 from syncvar._native import AdmissionState, MessageCounter, message_end
@@ -25,6 +24,7 @@ from syncvar.shm.message_ring import (
     array_code,
 )
 from syncvar.shm.ring_table import RingTable
+from tests.support.harness import everywhere
 
 pytestmark = pytest.mark.needs_c_extension
 

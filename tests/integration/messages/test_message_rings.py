@@ -6,7 +6,6 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from contract.harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -18,6 +17,7 @@ from syncvar.shm import ring_table
 from syncvar.shm.message_ring import Form, array_code
 from syncvar.shm.ring_table import RingTable
 from syncvar.testing import run_ranks
+from tests.support.harness import caught, everywhere
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
 IN_PARTS = RuntimeConfig(

@@ -1,7 +1,8 @@
 """Messages over real processes: both runners and links, cycles where nobody can move, a rank that is killed in the middle."""
 
 import pytest
-from sanitizing import loaded, sanitized
+
+from tests.support.sanitizers import loaded, sanitized
 
 SENDING = """
 import numpy as np

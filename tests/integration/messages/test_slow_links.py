@@ -5,7 +5,8 @@ import subprocess
 import time
 
 import pytest
-from launching import PATIENT
+
+from tests.support.launching import PATIENT
 
 pytestmark = pytest.mark.slow
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import rules_of_users as rules
 
 import syncvar as sv
 from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.testing import run_ranks
+from tests.support.rank_scripts import user_update_rules as rules
 
 ONES = np.ones(4, np.float32)
 GRADIENTS = [np.array([1, -2, 3, 0], np.float32), np.array([0.5, 0, -1, 8], np.float32)]
@@ -93,7 +93,7 @@ def test_a_rule_that_raises_fails_its_push_and_nothing_else(staleness, rows):
         strategy.tick()
         strategy.tick()
     assert "raise ArithmeticError(f" in str(raised.value)
-    assert "rules_of_users.py" in str(raised.value)
+    assert "user_update_rules.py" in str(raised.value)
     assert (one.numpy().tolist(), other.numpy().tolist()) == ([1] * 3, [0] * 3)
     optimizer.apply_gradients([(np.ones(3, np.float32), one)])
     strategy.tick()

@@ -11,7 +11,6 @@ import time
 import numpy as np
 import pytest
 import zmq
-from harness import start_the_collector_of_pyzmq
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import InternalError
@@ -28,6 +27,7 @@ from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+from tests.support.harness import start_the_collector_of_pyzmq
 
 start_the_collector_of_pyzmq()
 

@@ -5,10 +5,11 @@ import random
 import re
 import signal
 
-import counted
 import pytest
-from launching import Job, await_true
 from test_servers import servers_of
+
+from tests.support import counted_pushes
+from tests.support.launching import Job, await_true
 
 BITS = """
 import numpy as np
@@ -51,7 +52,13 @@ def test_sums_are_exact_when_a_server_or_a_worker_is_killed(launch, seed):
     draw = random.Random(seed)
     workers = draw.choice([2, 3])
     job = start(
-        launch, counted.SCRIPT, "--server-replicas", "1", "--max-restarts", "2", workers=workers
+        launch,
+        counted_pushes.SCRIPT,
+        "--server-replicas",
+        "1",
+        "--max-restarts",
+        "2",
+        workers=workers,
     )
     job.await_events("half", workers, limit_s=120)
     server = servers_of(job)[draw.randrange(2)]
@@ -68,7 +75,7 @@ def test_sums_are_exact_when_a_server_or_a_worker_is_killed(launch, seed):
             job.kill_rank(draw.randrange(workers))
         job.open_gate("on")
     assert job.wait(120) == 0, job
-    counted.check(job, workers)
+    counted_pushes.check(job, workers)
 
 
 @pytest.mark.slow
@@ -239,7 +246,9 @@ def test_without_copies_a_job_goes_on_from_its_checkpoint_and_says_what_is_lost(
 def test_servers_are_killed_one_after_the_other_and_nothing_is_lost(launch, order):
     """The second one once what the first one held has a copy again; with (0, 1) it is the one that took its place."""
     first, second = order
-    job = launch(counted.SCRIPT, options=("--servers", "3", "--server-replicas", "1"), workers=2)
+    job = launch(
+        counted_pushes.SCRIPT, options=("--servers", "3", "--server-replicas", "1"), workers=2
+    )
     job.await_events("half", 2, limit_s=120)
     found = servers_of(job)
     os.kill(found[first], signal.SIGKILL)
@@ -251,7 +260,7 @@ def test_servers_are_killed_one_after_the_other_and_nothing_is_lost(launch, orde
     os.kill(found[second], signal.SIGKILL)
     job.open_gate("on")
     assert job.wait(120) == 0, job
-    counted.check(job, 2)
+    counted_pushes.check(job, 2)
     assert f"server {second} on" in job.err, job
 
 

@@ -7,14 +7,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import server_faults
-from launching import PATIENT, await_true
 
 from syncvar.cli.commands import main
 from syncvar.core.process_ids import SERVER_0
+from tests.fuzz import server_faults
+from tests.support.launching import PATIENT, await_true
+from tests.support.paths import RANK_SCRIPTS
 
-HERE = Path(__file__).parent
-ENV = {"PYTHONPATH": str(HERE)}
+ENV = {"PYTHONPATH": str(RANK_SCRIPTS)}
 
 # Each worker pushes 1 in each of `STEPS` steps. The servers know how far a worker has come: its steps are counted there too.
 STEPS = 60
@@ -22,7 +22,7 @@ SCRIPT = f"""
 import os, time
 import numpy as np
 import probe
-from served import *
+from server_arrays import *
 
 way, servers = edge(), range(ME.servers)
 first = begun(way, servers, np.zeros(1000, np.int64))
@@ -149,7 +149,7 @@ def test_a_worker_that_is_killed_is_started_again_alone_and_goes_on(launch):
 LATE = """
 import numpy as np
 import probe
-from served import *
+from server_arrays import *
 
 way = edge()
 probe.note("outlives")
@@ -167,7 +167,7 @@ except Exception as error:
 def test_what_an_earlier_incarnation_pushes_late_is_refused_and_the_later_one_goes_on(launch):
     outliving = f"""
     import subprocess, sys
-    from served import ME
+    from server_arrays import ME
     if ME.rank == 1 and not ME.incarnation:
         path = os.pathsep.join(filter(None, sys.path))
         subprocess.Popen(
@@ -302,7 +302,9 @@ def test_whoever_is_killed_at_any_moment_every_push_counts_once(seed, tmp_path):
 def test_servers_of_a_host_that_has_an_agent_are_its_children_and_workers_are_started_again_there(
     launch,
 ):
-    job = start(launch, "-H", "localhost:2", "--max-restarts", "1", "--env", f"PYTHONPATH={HERE}")
+    job = start(
+        launch, "-H", "localhost:2", "--max-restarts", "1", "--env", f"PYTHONPATH={RANK_SCRIPTS}"
+    )
     job.await_events("half", 2)
     assert servers_of(job) == {}
     job.kill_rank(1)
@@ -317,7 +319,7 @@ def test_a_script_that_ends_before_its_pushes_are_there_fails(launch):
     script = """
 import numpy as np
 import probe
-from served import ME, begun, edge, push
+from server_arrays import ME, begun, edge, push
 
 way = edge()
 begun(way, range(ME.servers), np.zeros(10, np.int64))

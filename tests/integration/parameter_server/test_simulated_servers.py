@@ -1,7 +1,8 @@
 """Workers and servers in virtual time: nothing is lost, doubled or seen by halves, whatever the network and crashes do."""
 
 import pytest
-import simulated_jobs
+
+from tests.support import simulated_jobs
 
 
 @pytest.mark.parametrize("block", range(5))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import await_true, check_bound, state
+
+from tests.support.launching import await_true, check_bound, state
 
 SLOWLY = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import textwrap
 
 import numpy as np
 import pytest
-from launching import await_true
 
 import syncvar as sv
+from tests.support.launching import await_true
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`sv.run` with an engine: results and failures come back, who is killed is lost to the others, all are started again.
 
-The engine here has processes of this host; those of Ray and Dask are in tests/engines. Places are used again and again, so
+The engine here has processes of this host; those of Ray and Dask are in tests/interop. Places are used again and again, so
 that whatever a rank left in one of them would disturb the next.
 """
 
@@ -10,10 +10,10 @@ import time
 
 import numpy as np
 import pytest
-from engine_jobs import fails, is_killed
-from engine_of_processes import Processes
 
 import syncvar as sv
+from tests.support.process_engine import Processes
+from tests.support.rank_scripts.engine_jobs import fails, is_killed
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import sys
 import textwrap
 
 import pytest
-from launching import LIMIT_S
+
+from tests.support.launching import LIMIT_S
 
 SCRIPT = """
     import json, os, subprocess, sys

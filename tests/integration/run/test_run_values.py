@@ -17,9 +17,9 @@ import types
 import zoneinfo
 
 import pytest
-from launching import LIMIT_S, await_true
 
 import syncvar as sv
+from tests.support.launching import LIMIT_S, await_true
 
 
 class Own:

@@ -4,12 +4,12 @@ import gc
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.shm.shm_references import SegmentId
 from syncvar.testing import run_ranks
+from tests.support.harness import caught
 
 
 def everywhere(size, program, **world):

@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
@@ -16,6 +15,7 @@ from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.gil_contention import GilMonitor
 from syncvar.testing import run_ranks
+from tests.support.harness import caught
 
 SOON = RuntimeConfig(collective_timeout_s=4.0, report_after_s=0.05, shutdown_timeout_s=1.0)
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import caught, covering, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull, UsageError
 from syncvar.core.settings import RuntimeConfig
+from tests.support.harness import caught, covering, everywhere
+from tests.support.paths import REPOSITORY
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 COUNTS = (1, 50, 5_000, 20_000, 150_000)  # everybody sums, each its part, several segments
@@ -417,8 +418,8 @@ def test_a_call_that_one_rank_skips_in_a_run_is_told():
 
 DEADLOCK = """
 import sys
-sys.path.insert(0, {folder!r})
-from test_shared_groups import *
+sys.path[:0] = {folders!r}
+from test_shm_groups import *
 
 def fn():
     rank = sv.rank()
@@ -441,7 +442,9 @@ print("right")
 @pytest.mark.parametrize("count", [3, 20_000])
 def test_groups_can_be_used_after_a_deadlock_was_told(count):
     """In a process of its own: a thread that might resolve the deadlock, as pytest's, would keep it from being told."""
-    code = textwrap.dedent(DEADLOCK).format(count=count, folder=str(Path(__file__).parent))
+    code = textwrap.dedent(DEADLOCK).format(
+        count=count, folders=[str(REPOSITORY), str(Path(__file__).parent)]
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )

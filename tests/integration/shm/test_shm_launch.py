@@ -6,7 +6,8 @@ import signal
 import subprocess
 
 import pytest
-from launching import check_bound
+
+from tests.support.launching import check_bound
 
 # Ranks that look at shared memory themselves, whatever the engine does with it.
 FETCH = """

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import covering, everywhere
 
 import syncvar as sv
 from syncvar._native.constants import PEER_ENDED, UNREAD
@@ -14,6 +13,7 @@ from syncvar.runtime.programs import block_transfer, program_runner
 from syncvar.runtime.programs.buffer_location import ADDRESS
 from syncvar.shm.cross_process_read import ProcessReader
 from syncvar.testing import run_ranks
+from tests.support.harness import covering, everywhere
 
 COUNTS = [0, 1, 7, 5_000, 40_000, 300_000]  # nothing, small slots, one window, several
 WAYS = [*((count, "auto") for count in COUNTS), (40_000, "off"), (150_000, "off")]

@@ -4,7 +4,6 @@ import gc
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -12,6 +11,7 @@ from syncvar.core.errors import MismatchError, SharedMemoryFull, UsageError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.variables.shared_copy import SharedCopy
+from tests.support.harness import caught
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05)
 WORLDS = [{"shared": True}, {"shared": True, "hosts": 2}, {}]

@@ -14,7 +14,7 @@ def trained(launch, workers, *arguments):
     return weights, float(accuracy)
 
 
-@pytest.mark.slow  # worlds in one process show it in the default run: tests/contract/test_strategies_examples.py
+@pytest.mark.slow  # worlds in one process show it in the default run: tests/unit/examples/test_strategy_examples.py
 def test_digits_on_3_workers_ends_with_the_weights_of_1(launch):
     assert trained(launch, 3, "--epochs", "2") == trained(launch, 1, "--epochs", "2")
 

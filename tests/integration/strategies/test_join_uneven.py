@@ -10,12 +10,12 @@ import threading
 
 import numpy as np
 import pytest
-from harness import caught, covering, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.testing import run_ranks
+from tests.support.harness import caught, covering, everywhere
 
 WORLDS = {"shm": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}
 

@@ -4,9 +4,9 @@ import types
 
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
+from tests.support.harness import caught, everywhere
 
 LAYOUTS = {"shm": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}
 

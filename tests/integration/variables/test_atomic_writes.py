@@ -90,7 +90,7 @@ def test_crossed_writes_name_the_variables():
             with pytest.raises(MismatchError, match="variable 'a'") as info:
                 v.assign_add(1.0)
             assert "'b'" in str(info.value)
-            assert "test_variables_atomic.py" in info.value.table[0]
+            assert "test_atomic_writes.py" in info.value.table[0]
         return float(a), float(b), float(a.assign_add(1.0))
 
     assert everywhere(2, program) == [(0.0, 0.0, 2.0)] * 2

@@ -5,12 +5,12 @@ import time
 
 import numpy as np
 import pytest
-from harness import covering
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.runtime.programs.compile_reduce import pieces
 from syncvar.testing import run_ranks
+from tests.support.harness import covering
 
 COUNTS = [(3, 1, 5), (0, 7, 0), (1,) * 40, (70_000, 5, 300_000, 1), (16_384, 16_384)]
 

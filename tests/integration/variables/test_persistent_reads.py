@@ -4,12 +4,12 @@ import threading
 
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
 from syncvar.variables.persistent_access import uncached_look
+from tests.support.harness import caught, everywhere
 
 ON_WRITE, ON_READ, NONE = (
     sv.VariableSynchronization.ON_WRITE,

@@ -7,7 +7,6 @@ import weakref
 
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
@@ -15,6 +14,7 @@ from syncvar.runtime.communicator import Communicator
 from syncvar.variables import collective_requests
 from syncvar.variables.persistent_access import WriteResult
 from syncvar.variables.policy import AccessKind
+from tests.support.harness import caught, everywhere
 
 FALLBACK, STORED, SAMPLE = WriteResult
 ADD = AccessKind.ASSIGN_ADD

@@ -5,12 +5,12 @@ import warnings
 
 import numpy as np
 import pytest
-from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.testing import run_ranks
+from tests.support.harness import caught
 
 
 def everywhere(size, fn):

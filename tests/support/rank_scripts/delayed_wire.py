@@ -1,6 +1,6 @@
 """A wire that is long: takes frames from each of two network interfaces and puts them on the other, so much later.
 
-Runs as a program of its own, since this kernel need not have netem: `wire.py NAME NAME SECONDS`. Frames keep what the
+Runs as a program of its own, since this kernel need not have netem: `delayed_wire.py NAME NAME SECONDS`. Frames keep what the
 kernel has put off (checksums, segmentation), so that they may be larger than a wire's.
 """
 

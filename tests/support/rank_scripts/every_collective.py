@@ -1,4 +1,4 @@
-"""Every collective with every count that could be a corner, checked with == against NumPy; run as a rank by test_width.py.
+"""Every collective with every count that could be a corner, checked with == against NumPy; run as a rank by test_every_collective.py.
 
 What ranks bring and what calls must give are those of `syncvar test`: made on every rank, so that the expectation needs no
 communication, and small integers, which every dtype holds exactly.

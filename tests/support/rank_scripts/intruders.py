@@ -1,6 +1,6 @@
 """Strangers at the ports of a job: a program that does to them what no member does, says so, and stays until its input ends.
 
-    python strangers.py KIND COUNT FILE address:port …
+    python intruders.py KIND COUNT FILE address:port …
 
 FILE holds, as JSON, what a test has let a rank of the job tell: its secret, its identity, and how it encrypts.
 """

@@ -1,4 +1,4 @@
-"""Calls that the ranks make alike, and calls that they do not, in one order drawn from a seed; run as a rank by test_disagreeing.py.
+"""Calls that the ranks make alike, and calls that they do not, in one order drawn from a seed; run as a rank by test_mismatched_calls.py.
 
 Arguments: the seed, how many calls, and every how manieth the ranks disagree on; or "pairs" and a step: every pair of
 different calls, or every `step`-th of them. Every result of a call that all ranks make is compared with ==, and a call

@@ -1,6 +1,6 @@
 """Lists, tuples and dicts of arrays, small and long, wherever their arrays lie and by whatever way each rank goes, against plain NumPy.
 
-As a script, this is a rank of a job: `structures.py SEED TURNS`.
+As a script, this is a rank of a job: `pytree_calls.py SEED TURNS`.
 """
 
 import contextlib

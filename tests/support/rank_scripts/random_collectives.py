@@ -8,7 +8,7 @@ All ranks draw the same numbers from one seed, so that each knows what all of th
 communication. Values are small whole numbers: results are exact in every order, and compared by their bytes. What lies
 around an array has to stay as it is, and so does what is only read.
 
-As a script, this is a rank of a job: `prepared_calls.py SEED CASES [COLLECTIVE ...]`.
+As a script, this is a rank of a job: `random_collectives.py SEED CASES [COLLECTIVE ...]`.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ Values: numbers, NumPy's scalars, short lists, structures of a few leaves; each 
 every mode and aggregation, written outside every scope, in a scope and in `run`, in turns; operands of any form; writes
 that one rank refuses, and writes of which one rank makes another.
 
-As a script, this is a rank of a job: `everyday_calls.py SEED CASES`.
+As a script, this is a rank of a job: `repeated_calls.py SEED CASES`.
 
 All ranks draw the same numbers from one seed, so that each knows what all of them bring, and what must come out needs no
 communication. Values are small whole numbers, multiples of the number of ranks where they are averaged: all is exact.
@@ -16,9 +16,9 @@ from contextlib import nullcontext
 from functools import reduce as fold
 
 import numpy as np
-from prepared_calls import FOLD, Wrong
 
 import syncvar as sv
+from tests.support.rank_scripts.random_collectives import FOLD, Wrong
 
 TURNS = 6
 WRITES = 8

@@ -1,12 +1,12 @@
 """Direct algorithms: one exchange, the tree over ranks."""
 
 import pytest
-from collective_contracts import all_reduce_contract, contract_of
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.direct import direct_all_reduce
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Reduce, ScheduleArgs, Send
+from tests.verification.schedules.collective_contracts import all_reduce_contract, contract_of
+from tests.verification.schedules.schedule_checker import verify
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])

@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
-from collective_contracts import contract_of, tree_expression
-from schedule_checker import verify
 
 from syncvar.algorithms.hierarchical import COMPOSED, flattened, keeps_the_tree
 from syncvar.algorithms.schedule import Reduce, Schedule
 from syncvar.core.errors import PlanError
+from tests.verification.schedules.collective_contracts import contract_of, tree_expression
+from tests.verification.schedules.schedule_checker import verify
 
 HOSTS = [
     sizes

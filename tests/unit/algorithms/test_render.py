@@ -1,19 +1,17 @@
 """Plans as text. The figures in tests/golden are read by people; they are made here and by nothing else.
 
-After a wanted change: SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/pure/test_show.py, read the diff, commit what you can
+After a wanted change: SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/unit/algorithms/test_render.py, read the diff, commit what you can
 explain.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.render import schedule_text, step_text
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
-
-GOLDEN = Path(__file__).parent.parent / "golden"
+from tests.support.paths import GOLDEN
 
 FIGURES = {
     "ring_5": ("all_reduce", "ring", 5, {"count": 7}),

@@ -1,16 +1,16 @@
 """The reproducible all-reduce and its tree."""
 
 import pytest
-from collective_contracts import contract_of, tree_expression
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.algorithms.reproducible import reproducible_all_reduce, tree_order
 from syncvar.algorithms.schedule import Copy, Reduce, ScheduleArgs, Send
 from syncvar.algorithms.shard_tree import runs_of, split, whole_nodes
+from tests.verification.schedules.collective_contracts import contract_of, tree_expression
+from tests.verification.schedules.schedule_checker import verify
 
 
 def by_order(lo, hi):

@@ -1,13 +1,13 @@
 """The ring: its cost is that of its docstring, and its order is that of its docstring."""
 
 import pytest
-from collective_contracts import contract_of
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
 from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, ScheduleArgs, Send
+from tests.verification.schedules.collective_contracts import contract_of
+from tests.verification.schedules.schedule_checker import verify
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 12])

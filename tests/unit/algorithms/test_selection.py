@@ -1,13 +1,13 @@
 """The table: every row, its borders, its reasons, and wrong names."""
 
 import pytest
-from collective_contracts import contract_of
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, build, build_all, unsuited
 from syncvar.algorithms.selection import choose, parse_forced
 from syncvar.cli.plan_cost import predicted_seconds
 from syncvar.core.errors import ConfigError
+from tests.verification.schedules.collective_contracts import contract_of
+from tests.verification.schedules.schedule_checker import verify
 
 KIB = 1024
 

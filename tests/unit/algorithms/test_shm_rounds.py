@@ -1,12 +1,12 @@
 """Plans as publications, run on numbers: in shared memory they give what the plans give over links."""
 
 import pytest
-from collective_contracts import contract_of
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Schedule
 from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
+from tests.verification.schedules.collective_contracts import contract_of
 
 CASES = [
     (collective, algorithm, n)

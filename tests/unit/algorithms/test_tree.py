@@ -3,11 +3,11 @@
 from math import ceil, log2
 
 import pytest
-from collective_contracts import contract_of
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.schedule import Send
+from tests.verification.schedules.collective_contracts import contract_of
+from tests.verification.schedules.schedule_checker import verify
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 9, 17])

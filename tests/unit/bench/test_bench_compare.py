@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from tests.support.paths import BENCH
 
 
 @pytest.fixture

@@ -1,17 +1,16 @@
 """What bench/training.py makes of the times of the libraries."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-BENCH = str(Path(__file__).parents[2] / "bench")
+from tests.support.paths import BENCH
 
 
 @pytest.fixture
 def training(monkeypatch):
-    monkeypatch.syspath_prepend(BENCH)
+    monkeypatch.syspath_prepend(str(BENCH))
     import comparison.training
 
     yield comparison.training

@@ -1,4 +1,4 @@
-"""What torchrun's variables and TF_CONFIG tell a process: read, checked, and compared where both do. Others: test_engines.py."""
+"""What torchrun's variables and TF_CONFIG tell a process: read, checked, and compared where both do. Others: test_launch_env.py."""
 
 import json
 

@@ -1,6 +1,6 @@
 """Ranks that are to exchange data by MPI: what is refused before MPI is asked, and what an MPI library may not contradict.
 
-That they meet and compute, under real MPIs, is tests/engines' claim.
+That they meet and compute, under real MPIs, is the claim of tests/interop.
 """
 
 import itertools

@@ -10,7 +10,6 @@ import weakref
 
 import numpy as np
 import pytest
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -31,6 +30,7 @@ from syncvar.runtime.progress import ProgressEngine
 from syncvar.runtime.request import Request, Stage
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
+from tests.support.harness import caught, everywhere
 
 SOON = RuntimeConfig(collective_timeout_s=5.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 

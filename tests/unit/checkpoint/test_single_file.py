@@ -5,11 +5,11 @@ import os
 import numpy as np
 import pytest
 import safetensors.numpy
-from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.checkpoint.folder import Disk
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from tests.support.harness import caught, everywhere
 
 
 def equal(one, other):

@@ -4,7 +4,6 @@ import inspect
 import re
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +26,7 @@ from syncvar.cli.selftest_inputs import (
 from syncvar.cli.selftest_options import SelfTestResult, outcome_lines
 from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.reduce_ops import OPS
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.paths import REPOSITORY
 
 
 def test_every_collective_is_in_the_table():

@@ -16,9 +16,9 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import SERVER_0
 from syncvar.runtime.flight_recorder.call_record import Event
 from syncvar.runtime.flight_recorder.recorder import FORMAT, record_name
+from tests.support.paths import GOLDEN
 
 PACKAGE = str(Path(syncvar.__file__).parent)
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 MS = 1_000_000
 SUM, MAX, BARRIER = (
     ("all_reduce(sum, float32[12])", 11),

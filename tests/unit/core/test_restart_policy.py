@@ -1,7 +1,6 @@
 """Which ends of a job are followed by another start, how long the launcher waits before, and what it tells."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from syncvar.core.restart_policy import (
     Restarting,
     pause_s,
 )
+from tests.support.paths import REPOSITORY
 
 KILLED = Ending(exit_code=137, why="rank 1 was killed by signal 9 (SIGKILL)", lasted_s=3.0)
 STOPPED = Ending(exit_code=exit_codes.PREEMPTED, lasted_s=60.0)
@@ -72,9 +72,7 @@ def test_an_exception_that_speaks_of_the_program_is_the_end(error):
 
 
 def test_the_exceptions_of_the_library_in_the_list_exist():
-    source = ast.parse(
-        (Path(__file__).resolve().parents[2] / "syncvar" / "core" / "errors.py").read_text()
-    )
+    source = ast.parse((REPOSITORY / "syncvar" / "core" / "errors.py").read_text())
     ours = {node.name for node in source.body if isinstance(node, ast.ClassDef)}
     builtin = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
     assert ours >= HOPELESS_ERRORS - builtin

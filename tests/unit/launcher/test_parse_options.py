@@ -17,9 +17,7 @@ from syncvar_launcher.options.option_help import help_text, hosts_help_text
 from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys
 from syncvar_launcher.options.parse_options import parse
 from syncvar_launcher.options.worker_environment import inherited_variables
-
-HERE = Path(__file__).parent
-CONFIGS = HERE.parents[1] / "configs"
+from tests.support.paths import CONFIGS, GOLDEN
 
 
 @pytest.fixture
@@ -654,7 +652,7 @@ def test_debug_makes_deadlines_endless_that_nobody_set_as_near():
 
 
 def test_help_is_as_agreed():
-    golden = HERE.parent / "golden" / "launch_help.txt"
+    golden = GOLDEN / "launch_help.txt"
     assert help_text() == golden.read_text(encoding="utf-8")
 
 

@@ -1,12 +1,10 @@
 """The roll call: who is taken in, who is refused and why, what is said meanwhile; the whole dialogue as text."""
 
-from pathlib import Path
-
 import pytest
 
 from syncvar.protocol.membership import Member, RollCall
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 ABOUT = {"protocol": 1, "byte_order": "little"}
 
 

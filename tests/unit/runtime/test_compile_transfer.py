@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from test_lowered_programs import World, perform, tree
+from test_compile_reduce import World, perform, tree
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.schedule import Buffer, Recv, RecvReduce, Send

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "process"))
 
-import fault_bounds
+from tests.support import fault_bounds
 
 
 def test_a_median_above_twice_its_bound_is_too_slow():

@@ -12,7 +12,6 @@ import time
 
 import pytest
 import zmq
-from harness import start_the_collector_of_pyzmq
 
 import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.core.errors import ConfigError
@@ -23,6 +22,7 @@ from syncvar.transports.base import PeerDisconnected
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import job_nonce
 from syncvar.transports.zeromq_transport import ZeromqTransport
+from tests.support.harness import start_the_collector_of_pyzmq
 
 start_the_collector_of_pyzmq()
 

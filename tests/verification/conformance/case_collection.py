@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-import grammar
-
 import syncvar as sv
+from tests.verification.conformance import case_grammar
 
 CASES = Path(__file__).with_name("cases")
 
@@ -57,4 +56,4 @@ def waits(case):
 
 
 def _does(case, *operations):
-    return any(step["op"] in operations for step in grammar.operations(case))
+    return any(step["op"] in operations for step in case_grammar.operations(case))

@@ -10,13 +10,12 @@ import os
 import pickle
 import threading
 
-import comparing
-import grammar
 import numpy as np
-from comparing import numbers
-from interpreter_data import DataOperations, dtype_of
 
 import syncvar as sv
+from tests.verification.conformance import case_grammar, compare_results
+from tests.verification.conformance.case_interpreter_data import DataOperations, dtype_of
+from tests.verification.conformance.compare_results import numbers
 
 _STRATEGIES = {
     "mirrored": "MirroredStrategy",
@@ -48,7 +47,7 @@ def run_case(case, prefix, folder=None, bind=contextlib.nullcontext):
     Returns:
         (differences, error that broke the group or None)
     """
-    grammar.check(case)
+    case_grammar.check(case)
     return _Run(case, prefix, folder, bind).run()
 
 
@@ -74,7 +73,7 @@ class _Run(DataOperations):
         # Nothing else orders another rank's write before a one-sided read of it.
         meet = (
             any(spec.get("ranks") for spec in case["variables"].values())
-            or any(step["op"] == "read_from" for step in grammar.operations(case))
+            or any(step["op"] == "read_from" for step in case_grammar.operations(case))
             or case["strategy"] == "parameter_server"
         )
         for index, step in enumerate(case["steps"]):
@@ -108,10 +107,10 @@ class _Run(DataOperations):
         self.other = self.other_variable = None
         if any(
             step["op"] in ("enter_other_scope", "run_other", "reduce_other", "use_other_variable")
-            for step in grammar.operations(case)
+            for step in case_grammar.operations(case)
         ):
             self.other = _strategy("mirrored")()
-            if any(step["op"] == "use_other_variable" for step in grammar.operations(case)):
+            if any(step["op"] == "use_other_variable" for step in case_grammar.operations(case)):
                 with self.other.scope():
                     self.other_variable = sv.Variable(0.0, name=f"{self.prefix}.other")
         for name, spec in case["variables"].items():
@@ -134,13 +133,17 @@ class _Run(DataOperations):
                     self._make(name, spec)
 
     def _takes_part(self, step):
-        ranks = [grammar.ranks_of(self.case, name) for name in grammar.variables_of(step)]
+        ranks = [case_grammar.ranks_of(self.case, name) for name in case_grammar.variables_of(step)]
         return all(one is None or self.rank in one for one in ranks)
 
     def _strategy_of(self, step):
         ranks = next(
             filter(
-                None, (grammar.ranks_of(self.case, name) for name in grammar.variables_of(step))
+                None,
+                (
+                    case_grammar.ranks_of(self.case, name)
+                    for name in case_grammar.variables_of(step)
+                ),
             ),
             None,
         )
@@ -153,7 +156,7 @@ class _Run(DataOperations):
         result, error = None, None
         try:
             result = self._perform(step)
-        except grammar.BadCase:
+        except case_grammar.BadCase:
             raise
         except Exception as raised:
             error = raised
@@ -176,7 +179,7 @@ class _Run(DataOperations):
         if "errors" in expect:
             wanted = expect["errors"][self.rank]
         if wanted is not None:
-            kind = comparing.error_class(wanted, sv)
+            kind = compare_results.error_class(wanted, sv)
             if error is None:
                 self._differs(place, f"no {wanted}; result {result!r}")
             elif not isinstance(error, kind):
@@ -187,13 +190,13 @@ class _Run(DataOperations):
             return
         if "value" in expect or "per_rank" in expect:
             value = expect["value"] if "value" in expect else expect["per_rank"][self.rank]
-            wrong = comparing.wrong_value(value, result, expect.get("dtype"))
+            wrong = compare_results.wrong_value(value, result, expect.get("dtype"))
             if wrong:
                 self._differs(place, wrong)
 
     def _compare_copies(self, place, wanted):
         for name, copies in wanted.items():
-            ranks = grammar.ranks_of(self.case, name)
+            ranks = case_grammar.ranks_of(self.case, name)
             if ranks is not None and self.rank not in ranks:
                 continue
             variable = self.variables.get(name)
@@ -201,7 +204,7 @@ class _Run(DataOperations):
                 self._differs(place, f"the copy of {name}: there is no such variable")
                 continue
             try:
-                wrong = comparing.wrong_value(
+                wrong = compare_results.wrong_value(
                     copies[self.rank], variable.local_value(), self.dtypes[name]
                 )
             except Exception as error:
@@ -267,7 +270,7 @@ class _Run(DataOperations):
                 return [self._spec(item, step, context) for item in spec["list"]]
             case "tuple":
                 return tuple(self._spec(item, step, context) for item in spec["tuple"])
-        raise grammar.BadCase(f"{self.case['id']}: unknown operand {spec!r}")
+        raise case_grammar.BadCase(f"{self.case['id']}: unknown operand {spec!r}")
 
     def _contained(self, value, step, context):
         """Return this rank's part as a container, or as it is where merge_call makes the container."""
@@ -364,7 +367,7 @@ class _Run(DataOperations):
             return _OF_VARIABLE[op](self._variable(step), x)
         method = getattr(self, f"do_{op}", None)
         if method is None:
-            raise grammar.BadCase(f"{self.case['id']}: nobody knows how to do {op!r}")
+            raise case_grammar.BadCase(f"{self.case['id']}: nobody knows how to do {op!r}")
         return method(step, x, place)
 
     def _variable(self, step):
@@ -384,7 +387,7 @@ class _Run(DataOperations):
 
         elif isinstance(initial, dict) and "missing" in initial:
             value = None
-        elif isinstance(initial, str) and isinstance(comparing.number(initial), str):
+        elif isinstance(initial, str) and isinstance(compare_results.number(initial), str):
             value = initial
         else:
             value = self._array(initial, dtype)
@@ -621,7 +624,7 @@ class _Place:
         """Return the replica context in force, or the one around merge_call."""
         found = sv.get_replica_context() or self.replica_context
         if found is None:
-            raise grammar.BadCase(f"there is no replica context in {self.context}")
+            raise case_grammar.BadCase(f"there is no replica context in {self.context}")
         return found
 
 

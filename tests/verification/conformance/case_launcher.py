@@ -19,11 +19,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collection import without_category
+from tests.verification.conformance.case_collection import without_category
 
 CASE_S = 120.0  # a case that takes longer has failed
 START_S = 120.0
-_REPLICA = Path(__file__).with_name("replica.py")
+_REPLICA = Path(__file__).with_name("replica_process.py")
 
 
 @dataclass

@@ -3,8 +3,7 @@
 import collections
 import time
 
-import collection
-import conductor
+from tests.verification.conformance import case_collection, case_launcher
 
 
 class Launches:
@@ -24,10 +23,10 @@ class Launches:
             launches = []
             cases = [
                 case
-                for case in collection.load()
-                if case["replicas"] == replicas and not collection.waits(case)
+                for case in case_collection.load()
+                if case["replicas"] == replicas and not case_collection.waits(case)
             ]
-            found = conductor.conduct(cases, launches=launches, transport=transport)
+            found = case_launcher.conduct(cases, launches=launches, transport=transport)
             self._done[key] = found, time.monotonic() - began, len(launches)
         return self._done[key][0]
 
@@ -51,6 +50,8 @@ class Launches:
             write(
                 f"{replicas} replicas over {transport}: {len(found)} cases in {seconds:.1f} s, launches {launches}"
             )
-        waiting = sum(collection.waits(case) for case in collection.load())
-        entries = ", ".join(f"{entry} ({needs})" for entry, needs in collection.NOT_YET.items())
+        waiting = sum(case_collection.waits(case) for case in case_collection.load())
+        entries = ", ".join(
+            f"{entry} ({needs})" for entry, needs in case_collection.NOT_YET.items()
+        )
         write(f"not yet ({waiting} cases): {entries}")

@@ -1,6 +1,6 @@
 """Bring cases from another collection into `cases/`: one file for each category, one case on each line.
 
-    python tests/conformance/bring.py COLLECTION.json
+    python -m tests.verification.conformance.import_cases COLLECTION.json
 
 The collection keeps steps and expectations apart; here each step carries what is expected of it. The category is the
 name of the file.

@@ -1,6 +1,6 @@
 """The same interpreter over the in-memory world: each case in a world of its own, ranks are threads.
 
-python tests/conformance/in_memory.py [PART OF AN ID ...]
+python -m tests.verification.conformance.in_memory_cases [PART OF AN ID ...]
 """
 
 import sys
@@ -8,14 +8,12 @@ import tempfile
 import time
 import warnings
 
-import collection
-import interpreter
-from conductor import Outcome
-
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.testing import run_ranks
+from tests.verification.conformance import case_collection, case_interpreter
+from tests.verification.conformance.case_launcher import Outcome
 
 _CONFIG = RuntimeConfig(collective_timeout_s=5.0)
 
@@ -28,8 +26,8 @@ def run(case):
 
         def body():
             context = current()
-            return interpreter.run_case(
-                collection.without_category(case), "case", folder, lambda: use(context)
+            return case_interpreter.run_case(
+                case_collection.without_category(case), "case", folder, lambda: use(context)
             )
 
         servers = (
@@ -51,8 +49,8 @@ def run(case):
 def main(parts):
     warnings.simplefilter("ignore")
     passed = failed = 0
-    for case in collection.load():
-        if collection.missing(case) or not all(
+    for case in case_collection.load():
+        if case_collection.missing(case) or not all(
             part in case["id"] or part == case["category"] for part in parts
         ):
             continue

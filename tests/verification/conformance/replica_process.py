@@ -1,6 +1,6 @@
 """One rank of a launch: connects to the conductor's socket and does what it is told, case by case.
 
-syncvar-launch --workers N tests/conformance/replica.py SOCKET FOLDER
+syncvar-launch --workers N tests/verification/conformance/replica_process.py SOCKET FOLDER
 """
 
 import json
@@ -14,7 +14,7 @@ import syncvar as sv
 
 
 def main(path, folder):
-    import interpreter
+    from tests.verification.conformance import case_interpreter
 
     warnings.simplefilter("ignore")  # that initial values differ is said, and not compared
     with socket.socket(socket.AF_UNIX) as line:
@@ -34,7 +34,7 @@ def main(path, folder):
                     began = time.monotonic()
                     if order["sabotage"] and order["sabotage"][0] == sv.rank():
                         harm(order["sabotage"][1])
-                    differences, broken = interpreter.run_case(
+                    differences, broken = case_interpreter.run_case(
                         order["case"], order["prefix"], folder
                     )
                     say(differences=differences, broken=broken, seconds=time.monotonic() - began)

@@ -3,13 +3,16 @@
 import copy
 import math
 
-import collection
-import comparing
-import conductor
-import grammar
 import ml_dtypes
 import numpy as np
 import pytest
+
+from tests.verification.conformance import (
+    case_collection,
+    case_grammar,
+    case_launcher,
+    compare_results,
+)
 
 _VARIABLE = {"synchronization": "ON_WRITE", "aggregation": "SUM", "dtype": "float32", "initial": 1}
 
@@ -54,7 +57,7 @@ def test_what_differs_is_named_and_costs_no_other_case_its_result():
         [{"ctx": "replica", "op": "assign", "literal": 1, "expect": {"error": "ConfigError"}}],
     )
     launches = []
-    found = conductor.conduct(
+    found = case_launcher.conduct(
         [wrong, good("a"), unexpected, good("b"), missing, good("c")], launches=launches
     )
     texts = {name: "\n".join(outcome.differences) for name, outcome in found.items()}
@@ -70,7 +73,7 @@ def test_what_differs_is_named_and_costs_no_other_case_its_result():
 def test_a_rank_that_hangs_or_ends_costs_no_other_case_its_result():
     cases = [good("a"), good("hangs"), good("b"), good("ends"), good("c")]
     launches = []
-    found = conductor.conduct(
+    found = case_launcher.conduct(
         cases, case_s=4.0, launches=launches, sabotage={"hangs": (1, "hang"), "ends": (0, "exit")}
     )
     texts = {name: str(outcome) for name, outcome in found.items()}
@@ -107,12 +110,12 @@ def test_a_rank_that_hangs_or_ends_costs_no_other_case_its_result():
     ],
 )
 def test_what_the_grammar_does_not_know_is_refused(change):
-    bad = collection.without_category(good("bad"))
-    grammar.check(bad)
+    bad = case_collection.without_category(good("bad"))
+    case_grammar.check(bad)
     bad = copy.deepcopy(bad)
     bad["steps"][0] |= change
-    with pytest.raises(grammar.BadCase, match="bad: step 0"):
-        grammar.check(bad)
+    with pytest.raises(case_grammar.BadCase, match="bad: step 0"):
+        case_grammar.check(bad)
 
 
 @pytest.mark.parametrize(
@@ -128,16 +131,16 @@ def test_what_the_grammar_does_not_know_is_refused(change):
 )
 def test_operands_that_the_grammar_does_not_know_are_refused(spec):
     bad = case("bad", [{"ctx": "cross", "op": "assign", "operand": spec, "expect": {"ok": True}}])
-    with pytest.raises(grammar.BadCase):
-        grammar.check(collection.without_category(bad))
+    with pytest.raises(case_grammar.BadCase):
+        case_grammar.check(case_collection.without_category(bad))
 
 
 @pytest.mark.parametrize(
     "change", [{"strategy": "magic"}, {"replicas": 0}, {"note": 1}, {"final_local": {"v": [1]}}]
 )
 def test_cases_that_the_grammar_does_not_know_are_refused(change):
-    with pytest.raises(grammar.BadCase):
-        grammar.check(collection.without_category(good("bad") | change))
+    with pytest.raises(case_grammar.BadCase):
+        case_grammar.check(case_collection.without_category(good("bad") | change))
 
 
 @pytest.mark.parametrize(
@@ -181,13 +184,13 @@ def test_cases_that_the_grammar_does_not_know_are_refused(change):
     ],
 )
 def test_comparing(expected, actual, dtype, same):
-    assert (comparing.wrong_value(expected, actual, dtype) == "") is same
+    assert (compare_results.wrong_value(expected, actual, dtype) == "") is same
 
 
 def test_errors_are_classes_of_the_package_or_of_python():
     import syncvar as sv
 
-    assert comparing.error_class("RowOutOfRange", sv) is sv.RowOutOfRange
-    assert comparing.error_class("IndexError", sv) is IndexError
+    assert compare_results.error_class("RowOutOfRange", sv) is sv.RowOutOfRange
+    assert compare_results.error_class("IndexError", sv) is IndexError
     with pytest.raises(LookupError):
-        comparing.error_class("Variable", sv)
+        compare_results.error_class("Variable", sv)

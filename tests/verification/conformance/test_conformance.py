@@ -2,14 +2,17 @@
 
 import collections
 
-import collection
-import grammar
-import in_memory
 import pytest
-import reporting
 
-_CASES = collection.load()
-_NOW = [case for case in _CASES if not collection.waits(case)]
+from tests.verification.conformance import (
+    case_collection,
+    case_grammar,
+    case_report,
+    in_memory_cases,
+)
+
+_CASES = case_collection.load()
+_NOW = [case for case in _CASES if not case_collection.waits(case)]
 _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
 # Each pair of a number of replicas and a path is one launch. By default 1 to 3 replicas, once each; links are those of two hosts.
 _DEFAULT = {(1, "auto"), (2, "auto"), (3, "hosts")}
@@ -29,29 +32,29 @@ _OVER_PROCESSES = [
 @pytest.fixture(scope="session")
 def launches(pytestconfig):
     """The launches of this run; each number of replicas has one."""
-    made = reporting.Launches()
+    made = case_report.Launches()
     pytestconfig.pluginmanager.register(made)
     return made
 
 
 def test_every_case_is_in_the_grammar():
     for case in _CASES:
-        grammar.check(collection.without_category(case))
+        case_grammar.check(case_collection.without_category(case))
     assert len({case["id"] for case in _CASES}) == len(_CASES)
 
 
 def test_a_case_waits_exactly_while_its_feature_is_missing():
     wrong = {
-        case["id"]: collection.missing(case)
+        case["id"]: case_collection.missing(case)
         for case in _CASES
-        if bool(collection.missing(case)) != collection.waits(case)
+        if bool(case_collection.missing(case)) != case_collection.waits(case)
     }
     assert not wrong, (
         "change collection.NOT_YET: these cases wait without need, or need what is missing"
     )
     unused = [
         entry
-        for entry in collection.NOT_YET
+        for entry in case_collection.NOT_YET
         if not any(entry in (c["category"], c["id"]) or c["id"].startswith(entry) for c in _CASES)
     ]
     assert not unused
@@ -80,7 +83,7 @@ def test_cases_in_memory(category):
     seen = collections.Counter()
     for case in _NOW:
         if case["category"] == category:
-            outcome = in_memory.run(case)
+            outcome = in_memory_cases.run(case)
             seen[outcome.passed] += 1
             if not outcome.passed:
                 failed.append(outcome)

@@ -3,15 +3,16 @@
 import os
 import sys
 
-import collection
-import grammar
-import in_memory
 import pytest
-from conductor import conduct
 
-_CASES = collection.load("servers")
+from tests.verification.conformance import case_collection, case_grammar, in_memory_cases
+from tests.verification.conformance.case_launcher import conduct
+
+_CASES = case_collection.load("servers")
 _OF_PARTITIONERS = [
-    case for case in collection.load() if case["category"] in ("partitioner", "partition_rules")
+    case
+    for case in case_collection.load()
+    if case["category"] in ("partitioner", "partition_rules")
 ]
 _CATEGORIES = sorted({case["category"] for case in _CASES})
 
@@ -32,7 +33,7 @@ def _with_servers(replicas, _folder, environment):
 
 def test_every_case_is_in_the_grammar():
     for case in _CASES:
-        grammar.check(collection.without_category(case))
+        case_grammar.check(case_collection.without_category(case))
     assert len({case["id"] for case in _CASES}) == len(_CASES)
 
 
@@ -51,7 +52,7 @@ def test_cases_over_processes(replicas):
 def test_cases_in_memory(category):
     failed = [
         one
-        for one in (in_memory.run(case) for case in _CASES if case["category"] == category)
+        for one in (in_memory_cases.run(case) for case in _CASES if case["category"] == category)
         if not one.passed
     ]
     assert not failed, "\n".join(map(str, failed))

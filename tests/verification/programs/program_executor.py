@@ -4,11 +4,11 @@ import copy
 import itertools
 
 import numpy as np
-from language import CROSS, OUTSIDE, REPLICA
-from model import value_of
 
 import syncvar as sv
 from syncvar.core.errors import SyncvarError
+from tests.verification.programs.program_language import CROSS, OUTSIDE, REPLICA
+from tests.verification.programs.reference_model import value_of
 
 _numbers = itertools.count()
 

@@ -8,8 +8,26 @@ import random
 
 import numpy as np
 from hypothesis import strategies as st
-from language import CROSS, MERGE, OUTSIDE, PLACES, REPLICA, Block, Made, Operand, Program, Step
-from model import FOREIGN, Model, context_of, read_communicates, route
+
+from tests.verification.programs.program_language import (
+    CROSS,
+    MERGE,
+    OUTSIDE,
+    PLACES,
+    REPLICA,
+    Block,
+    Made,
+    Operand,
+    Program,
+    Step,
+)
+from tests.verification.programs.reference_model import (
+    FOREIGN,
+    Model,
+    context_of,
+    read_communicates,
+    route,
+)
 
 SYNCHRONIZATIONS = ("ON_WRITE", "ON_READ", "NONE", "AUTO")
 AGGREGATIONS = ("SUM", "MEAN", "NONE", "ONLY_FIRST_REPLICA")

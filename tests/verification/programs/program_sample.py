@@ -6,13 +6,12 @@ Arguments: the first seed, and how many programs.
 import sys
 import warnings
 
-from executing import Replica
-from language import shown
-from model import predict
-from strategies import seeded_program
-from worlds import agrees
-
 import syncvar as sv
+from tests.verification.programs.program_executor import Replica
+from tests.verification.programs.program_generator import seeded_program
+from tests.verification.programs.program_language import shown
+from tests.verification.programs.reference_model import predict
+from tests.verification.programs.reusable_world import agrees
 
 
 def main():

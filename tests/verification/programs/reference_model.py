@@ -7,7 +7,8 @@ call gives: ("value", dtype, shape, numbers), ("error", names of the classes tha
 from fractions import Fraction
 
 import numpy as np
-from language import CROSS, MERGE, OUTSIDE, REPLICA
+
+from tests.verification.programs.program_language import CROSS, MERGE, OUTSIDE, REPLICA
 
 SPMD, FOREIGN = "spmd", "foreign"
 DEFAULT = 0

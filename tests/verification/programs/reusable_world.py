@@ -5,11 +5,10 @@ import itertools
 import queue
 import threading
 
-from executing import Replica
-from model import predict
-
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
+from tests.verification.programs.program_executor import Replica
+from tests.verification.programs.reference_model import predict
 
 DEADLINE_S = 60.0
 CONFIG = RuntimeConfig(

@@ -1,21 +1,19 @@
 """Each refusal of the variable layer prints the line that the user should have written.
 
-After a wanted change: SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/programs/test_error_texts.py, read the diff of
+After a wanted change: SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/verification/programs/test_error_texts.py, read the diff of
 tests/golden/errors.txt, commit what you can explain.
 """
 
 import os
 import re
 import traceback
-from pathlib import Path
 
 import pytest
-from refusals import REFUSALS
 
 import syncvar as sv
 from syncvar.testing import run_ranks
-
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "errors.txt"
+from tests.support.paths import GOLDEN
+from tests.verification.programs.refused_programs import REFUSALS
 
 
 def text_of(refusal):
@@ -40,7 +38,7 @@ def text_of(refusal):
 
 def golden():
     """Return the texts that are kept, by name."""
-    parts = re.split(r"(?m)^== (.+) ==\n", GOLDEN.read_text())
+    parts = re.split(r"(?m)^== (.+) ==\n", (GOLDEN / "errors.txt").read_text())
     return {
         name: text.removesuffix("\n\n").removesuffix("\n")
         for name, text in zip(parts[1::2], parts[2::2], strict=True)
@@ -51,7 +49,9 @@ def golden():
 def texts():
     made = {refusal.name: text_of(refusal) for refusal in REFUSALS}
     if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        GOLDEN.write_text("\n".join(f"== {name} ==\n{text}\n" for name, text in made.items()))
+        (GOLDEN / "errors.txt").write_text(
+            "\n".join(f"== {name} ==\n{text}\n" for name, text in made.items())
+        )
     return made
 
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from strategies import seeded_program
-from worlds import Worlds
 
 import syncvar.collectives.buckets as fused_module
 import syncvar.core.reduce_ops as ops_module
@@ -15,6 +13,8 @@ import syncvar.variables.variable_writes as writes_module
 from syncvar.core.errors import MismatchError
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.variables.policy import AccessKind, Effect, Travel
+from tests.verification.programs.program_generator import seeded_program
+from tests.verification.programs.reusable_world import Worlds
 
 PROGRAMS_MAX = 500
 

@@ -5,12 +5,17 @@ from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
-from language import shown
-from model import FOREIGN, Model, context_of
-from strategies import AGGREGATIONS, SYNCHRONIZATIONS, programs, seeded_program
-from worlds import Worlds
 
 from syncvar.transports.in_memory import Faults
+from tests.verification.programs.program_generator import (
+    AGGREGATIONS,
+    SYNCHRONIZATIONS,
+    programs,
+    seeded_program,
+)
+from tests.verification.programs.program_language import shown
+from tests.verification.programs.reference_model import FOREIGN, Model, context_of
+from tests.verification.programs.reusable_world import Worlds
 
 PROGRAMS = 2_000  # in each world, with the slow tests
 PROGRAMS_OVER_LINKS = 300

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-PROFILE = HERE.parents[1] / "configs" / "ci.toml"
+from tests.support.paths import PROFILE, REPOSITORY
+
 PROGRAMS = 50
 
 
@@ -34,7 +34,7 @@ def test_a_sample_on_real_processes(size, transport):
         str(size),
         "--start-method",
         "fork",
-        str(HERE / "sample.py"),
+        str(Path(__file__).with_name("program_sample.py")),
         str(size * 10_000),
         str(PROGRAMS),
     ]
@@ -44,7 +44,7 @@ def test_a_sample_on_real_processes(size, transport):
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"SYNCVAR_TRANSPORT": transport},
+        env=os.environ | {"SYNCVAR_TRANSPORT": transport, "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.count(f"{PROGRAMS} programs") == size

@@ -13,19 +13,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from symbolic_values import UNDEFINED, Expressions
-
 from syncvar.algorithms.render import step_text
 from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 from syncvar.cli.plan_cost import TrafficReport, traffic
 from syncvar.core.errors import PlanError
+from tests.verification.schedules.symbolic_values import UNDEFINED, Expressions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from collective_contracts import Contract
-
     from syncvar.algorithms.schedule import Chunk, Schedule, Step
+    from tests.verification.schedules.collective_contracts import Contract
 
 
 def verify(plans: Sequence[Schedule], contract: Contract) -> TrafficReport:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import PlanError
 
 if TYPE_CHECKING:
-    from collective_contracts import Expression
+    from tests.verification.schedules.collective_contracts import Expression
 
 UNDEFINED = -1
 """What memory holds before anything was written."""

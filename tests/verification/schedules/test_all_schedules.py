@@ -4,13 +4,13 @@ A new row of the table is covered by being there.
 """
 
 import pytest
-from collective_contracts import contract_of
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.schedule import Chunk, Copy
 from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
+from tests.verification.schedules.collective_contracts import contract_of
+from tests.verification.schedules.schedule_checker import verify
 
 RANKS_MAX = 64
 BATCHES = {"1-9": range(1, 10), "10-17": (10, 13, 15, 16, 17)}  # the others are with the slow tests

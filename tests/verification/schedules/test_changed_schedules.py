@@ -6,12 +6,12 @@ same plan. Nothing else survives.
 """
 
 import pytest
-from collective_contracts import contract_of
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
 from syncvar.core.errors import PlanError
+from tests.verification.schedules.collective_contracts import contract_of
+from tests.verification.schedules.schedule_checker import verify
 
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}

@@ -7,10 +7,10 @@ one tells the others (`release_others`); the collectives with neither begin with
 from dataclasses import replace
 
 import pytest
-from collective_contracts import contract_of
-from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, OF_BLOCKS, build_all, unsuited
+from tests.verification.schedules.collective_contracts import contract_of
+from tests.verification.schedules.schedule_checker import verify
 
 SIZES = (2, 3, 4, 5, 8, 9)
 ALL_HEAR = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "header_exchange")

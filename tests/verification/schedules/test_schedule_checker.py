@@ -3,24 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from collective_contracts import (
-    Contract,
-    ExpectedRange,
-    all_gather_contract,
-    all_reduce_contract,
-    all_to_all_contract,
-    barrier_contract,
-    broadcast_contract,
-    contract_of,
-    gather_contract,
-    reduce_contract,
-    reduce_scatter_contract,
-    scan_contract,
-    scatter_contract,
-    tree_expression,
-)
-from schedule_checker import verify
-from symbolic_values import Expressions
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.schedule import (
@@ -37,6 +19,24 @@ from syncvar.algorithms.schedule import (
 from syncvar.algorithms.tree import binomial_reduce
 from syncvar.cli.plan_cost import TrafficReport
 from syncvar.core.errors import InternalError, PlanError
+from tests.verification.schedules.collective_contracts import (
+    Contract,
+    ExpectedRange,
+    all_gather_contract,
+    all_reduce_contract,
+    all_to_all_contract,
+    barrier_contract,
+    broadcast_contract,
+    contract_of,
+    gather_contract,
+    reduce_contract,
+    reduce_scatter_contract,
+    scan_contract,
+    scatter_contract,
+    tree_expression,
+)
+from tests.verification.schedules.schedule_checker import verify
+from tests.verification.schedules.symbolic_values import Expressions
 
 NOTHING = Chunk(0, 0)
 ONE = Chunk(0, 1)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from collective_contracts import contract_of
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
@@ -11,6 +10,7 @@ from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, S
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.request import Stage
 from syncvar.testing import Simulation
+from tests.verification.schedules.collective_contracts import contract_of
 
 SIMULATED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")
 PAIRS = [
