@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MBIT", "NoHosts", "Several", "gigabit"]
 
 MBIT = 1000
-TESTBED = str(Path(__file__).resolve().parents[2] / "tests" / "hosts")
+REPOSITORY = str(Path(__file__).resolve().parents[2])
 NIC = "eth0"
 
 
@@ -118,9 +118,9 @@ def gigabit(count: int) -> Iterator[Several]:
     Raises:
         NoHosts: Something is missing for them; the message says what.
     """
-    if TESTBED not in sys.path:
-        sys.path.append(TESTBED)
-    from testbed import Hosts, why_none
+    if REPOSITORY not in sys.path:
+        sys.path.append(REPOSITORY)
+    from tests.support.host_testbed import Hosts, why_none
 
     if why := why_none():
         raise NoHosts(why)

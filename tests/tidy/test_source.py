@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.paths import REPOSITORY
+
 SOURCES = sorted(
     [*(REPOSITORY / "syncvar").rglob("*.py"), *(REPOSITORY / "launcher").rglob("*.py")]
 )
