@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
-from syncvar.core.exit_codes import CONFIGURATION, LIMITS
+from syncvar.core.exit_status import CONFIGURATION, LIMITS
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     Message,

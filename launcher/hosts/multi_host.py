@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar_launcher.hosts.placement import HostCapacity, place_workers
 from syncvar_launcher.hosts.provision import JobHosts
 from syncvar_launcher.hosts.staging import collect_files

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.errors import SyncvarError, WireError
-from syncvar.core.private_files import PRIVATE, create_file
+from syncvar.core.output_files import PRIVATE, create_file
 from syncvar_launcher.local.local_workers import LocalWorkers
 
 if TYPE_CHECKING:

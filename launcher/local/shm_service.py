@@ -7,7 +7,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from syncvar.core.host_topology import split_evenly
+from syncvar.core.environment import split_evenly
 from syncvar.core.process_ids import server_hosts
 from syncvar.shm.fd_passing import FdServer, fd_socket_path, servers_fd_socket_path
 from syncvar.shm.segment_file import CreatedSegment, create, unsupported_machine

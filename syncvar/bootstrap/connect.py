@@ -22,7 +22,7 @@ from syncvar.bootstrap.launch_env.detection import (
 )
 from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.exit_codes import error_exit_code, is_interactive
+from syncvar.core.exit_status import error_exit_code, is_interactive
 from syncvar.core.fork_cleanup import hook_exceptions
 from syncvar.core.settings import log_at
 from syncvar.shm.segment import SharedSegment

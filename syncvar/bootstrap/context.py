@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from syncvar._native import told, which
 from syncvar.algorithms.selection import parse_forced
 from syncvar.bootstrap.handshake import join_handshake
-from syncvar.core.environment import RankEnvironment
+from syncvar.core.environment import HostMap, RankEnvironment
 from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
-from syncvar.core.host_topology import HostMap
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts

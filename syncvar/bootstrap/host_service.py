@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
-from syncvar.core.exit_codes import exit_error_text, is_failing
+from syncvar.core.exit_status import exit_error_text, is_failing
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.shm.fd_passing import FdServer, fd_socket_path
 from syncvar.shm.host_limits import core_quota

@@ -19,7 +19,7 @@ import weakref
 
 from syncvar.checkpoint.file_names import LOCK
 from syncvar.core.errors import CheckpointError
-from syncvar.core.private_files import REQUESTED
+from syncvar.core.output_files import REQUESTED
 
 _log = logging.getLogger("syncvar")
 _TEXT_MAX = 4096

@@ -28,7 +28,7 @@ from syncvar.checkpoint.step_folders import StepFolders, best_of, removable
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
-from syncvar.core.lazy_import import MigrationHintsMixin, unexpected_keyword
+from syncvar.core.migration_hints import MigrationHintsMixin, unexpected_keyword
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.async_save import PendingSave

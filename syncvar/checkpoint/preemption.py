@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.process import current, is_initialized
 from syncvar.core.errors import UsageError
+from syncvar.core.exit_status import send_status
 from syncvar.core.fork_cleanup import handle_signal, release_signal
-from syncvar.core.status_pipe import send_status
 
 if TYPE_CHECKING:
     from types import FrameType

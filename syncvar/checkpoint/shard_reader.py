@@ -22,7 +22,7 @@ from syncvar.checkpoint.safetensors_header import (
     parse_header,
     stored_shape,
 )
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, Corrupt, NotFound
 
 if TYPE_CHECKING:

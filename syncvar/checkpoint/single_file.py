@@ -31,7 +31,7 @@ from syncvar.checkpoint.safetensors_header import (
 from syncvar.checkpoint.server_leaves import snapshot_for_file
 from syncvar.checkpoint.shard_reader import bytes_of
 from syncvar.core.array_arguments import as_array
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.optimizers import Optimizer
 from syncvar.parameter_server.server_variables import ServerVariable

@@ -14,8 +14,7 @@ from syncvar.collectives.scatter import cut
 from syncvar.collectives.stage_builders import gather_bytes
 from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, moves, place_of
 from syncvar.core.array_arguments import deliver
-from syncvar.core.array_interop import UnsupportedLibrary
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint

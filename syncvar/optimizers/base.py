@@ -12,7 +12,7 @@ from syncvar.collectives import nan_check
 from syncvar.collectives.sharded_all_reduce import shards_request
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin, attribute_hint
+from syncvar.core.migration_hints import MigrationHintsMixin, attribute_hint
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_buckets import (
     BucketPlan,

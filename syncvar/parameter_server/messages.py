@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import numpy as np
 
-from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import WireError
 from syncvar.parameter_server.server.shard import Push, ShardSlots, Spec
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import WireError
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 
 if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message

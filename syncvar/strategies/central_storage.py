@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.bootstrap.process import current
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.mirrored import MirroredStrategy
 from syncvar.variables.policy import VariableSynchronization

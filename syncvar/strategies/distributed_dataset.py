@@ -14,7 +14,7 @@ from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import MigrationHintsMixin
 from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspect_batch, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.iterator_state import read_state

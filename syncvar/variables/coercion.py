@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.array_arguments import as_array
-from syncvar.core.dtypes import dtype_index
+from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.variables.block_digests import block_digests
 from syncvar.variables.values import Mirrored, PerReplica

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.output_files import AUTO_LOG, LostFile, report_lost_file, write_error_text
-from syncvar.core.private_files import REQUESTED
+from syncvar.core.output_files import (
+    AUTO_LOG,
+    REQUESTED,
+    LostFile,
+    report_lost_file,
+    write_error_text,
+)
 
 
 class ProgramPoint(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.tree_sum import tree_combined
-from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint

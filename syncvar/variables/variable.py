@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import MigrationHintsMixin
 from syncvar.variables import variable_reads, variable_writes
 from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variable

@@ -9,7 +9,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.checkpoint.folder import Disk
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 
 
 def equal(one, other):

@@ -11,7 +11,7 @@ from fault_table import bound_s
 from launching import PATIENT, check_bound, last_exception, line_of
 
 from syncvar.core.errors import HandshakeError
-from syncvar.core.exit_codes import error_exit_code
+from syncvar.core.exit_status import error_exit_code
 
 WOKEN = """
 import numpy as np

@@ -41,7 +41,7 @@ from syncvar.checkpoint.save_plan import (
     shares,
 )
 from syncvar.checkpoint.step_folders import RetainedCheckpoint, best_of, removable
-from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 
 IDENTITY = "00112233aabbccdd"

@@ -23,6 +23,7 @@ from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
+from syncvar.core.output_files import write_record
 from syncvar.core.process_ids import (
     SERVER_0,
     failover_order,
@@ -33,7 +34,6 @@ from syncvar.core.process_ids import (
 )
 from syncvar.core.settings import RuntimeConfig, log_at
 from syncvar.core.stack_dump import frames_before
-from syncvar.core.state_folder import write_record
 from syncvar.parameter_server.discovery import Directory
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.server.server_machine import Server
