@@ -27,7 +27,7 @@ from syncvar.runtime.p2p.endpoints import EndpointTable
 from syncvar.runtime.progress import ProgressEngine
 from syncvar.shm.channel_table import ChannelTable
 from syncvar.shm.group_channel import GroupChannel
-from syncvar.shm.ring_table import RingTable
+from syncvar.shm.message_ring import RingTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -10,7 +10,7 @@ import numpy as np
 
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, SharedMemoryFull
-from syncvar.shm.segment_layout import bytes_in_words
+from syncvar.shm.segment_file import bytes_in_words
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

@@ -26,8 +26,7 @@ from syncvar.parameter_server.transport.shm_buffers import LEND_NBYTES_MIN, ShmB
 from syncvar.parameter_server.transport.unix_stream import Pipe, UnixListener
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
-from syncvar.shm.segment_file import create
-from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+from syncvar.shm.segment_file import SegmentId, SharedMemoryReference, create
 
 start_the_collector_of_pyzmq()
 

@@ -8,7 +8,7 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.shm.shm_references import SegmentId
+from syncvar.shm.segment_file import SegmentId
 from syncvar.testing import run_ranks
 
 

@@ -5,10 +5,11 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
+from syncvar._native.constants import RING_SLOTS
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.shm.channel_table import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
+from syncvar.shm.channel_table import SMALL_BYTES, WIDE_BYTES
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
 PLAIN = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, call_runner="python")

@@ -42,7 +42,7 @@ from syncvar.parameter_server.transport.shm_buffers import lender_of
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_stats import size_class
 from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.shm.segment_layout import bytes_in_words
+from syncvar.shm.segment_file import bytes_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, MutableMapping

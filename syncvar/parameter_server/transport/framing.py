@@ -21,7 +21,7 @@ import numpy as np
 
 from syncvar.core.errors import InternalError
 from syncvar.protocol.message_limits import FRAME_NBYTES
-from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.shm.shm_references import SharedMemoryReference
+    from syncvar.shm.segment_file import SharedMemoryReference
 
 LEND_NBYTES_MIN = 64 << 10
 _WORDS = 8
