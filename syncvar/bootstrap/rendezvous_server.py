@@ -15,8 +15,8 @@ from syncvar.protocol.control_messages import Message, pack_message, parse_messa
 from syncvar.protocol.coordinator import AbortJob, Action, Coordinator, ShowMessage, Unresponsive
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 from syncvar.protocol.server_directory import ServerTable
-from syncvar.transports.zeromq_connections import Connections
 from syncvar.transports.zeromq_control import parse_control_identity
+from syncvar.transports.zeromq_links import Connections
 from syncvar.transports.zeromq_sockets import (
     bound_messages,
     look_for_silence,
