@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
-from syncvar.core.private_files import PRIVATE, create_file
+from syncvar.core.output_files import PRIVATE, create_file
 from syncvar_launcher.hosts.agent_connection import poll_hosts
 from syncvar_launcher.hosts.agent_protocol import CALL_PART_NBYTES
 from syncvar_launcher.local.local_workers import LocalWorkers

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from syncvar.core.errors import WireError
-from syncvar.core.exit_codes import INTERNAL
+from syncvar.core.exit_status import INTERNAL
 from syncvar.core.output_files import EVIDENCE, LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
@@ -561,7 +561,7 @@ class RemoteWorkers:
 
     def _keep(self, name: str, data: bytes, site: HostSlot) -> None:
         """Write a flight record, or totals of calls, that a rank or server has left on its host."""
-        from syncvar.core.state_folder import is_record, write_record  # only after failures
+        from syncvar.core.output_files import is_record, write_record  # only after failures
 
         found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
         if (

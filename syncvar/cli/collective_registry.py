@@ -12,7 +12,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.cli.selftest_inputs import Case, combined, cut, part
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS, identity, reduction
 from syncvar.core.settings import nearest

@@ -10,7 +10,7 @@ from syncvar.algorithms.render import schedule_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds, traffic
-from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
 from syncvar.runtime.programs.block_transfer import cells_of_blocks, fits_slots, is_worth_reading
 from syncvar.runtime.programs.compile_reduce import (

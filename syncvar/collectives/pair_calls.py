@@ -15,7 +15,7 @@ from syncvar._native import MessageCounter
 from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
-from syncvar.core.dtypes import dtype_from_index
+from syncvar.core.array_types import dtype_from_index
 from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,

@@ -21,8 +21,7 @@ from syncvar.collectives.transfer_args import (
     result_buffer,
 )
 from syncvar.core.array_arguments import as_array, deliver
-from syncvar.core.array_interop import UnsupportedLibrary
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint

@@ -12,7 +12,7 @@ from syncvar.collectives.reduce_args import check_finite
 from syncvar.collectives.sharded_sums import shards_request
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin, attribute_hint
+from syncvar.core.migration_hints import MigrationHintsMixin, attribute_hint
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_buckets import (
     BucketPlan,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
     from syncvar.parameter_server.same_host_links import ShmBufferPool
-    from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+    from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
 _IDENTITY = struct.Struct("<c8sIII4s")
 _MAGIC = b"p"

@@ -16,7 +16,7 @@ import numpy as np
 from syncvar.bootstrap.process import current, environment_here, joined, on_join
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.settings import RuntimeConfig
 from syncvar.optimizers.gradient_call import rows_of
 from syncvar.optimizers.update_rules import compute_dtype

@@ -20,12 +20,12 @@ from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import (
     AUTO_LOG,
+    REQUESTED,
     LostFile,
     check_file,
     report_lost_file,
     write_error_text,
 )
-from syncvar.core.private_files import REQUESTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

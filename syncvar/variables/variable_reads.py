@@ -10,7 +10,7 @@ import numpy as np
 from syncvar.collectives.gather import gather_request
 from syncvar.collectives.reduce_args import persistent_reduction
 from syncvar.collectives.sharded_sums import tree_combined
-from syncvar.core.dtypes import dtype_from_index
+from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 

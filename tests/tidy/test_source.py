@@ -293,7 +293,7 @@ READERS = [
     path
     for path in SOURCES
     if {"protocol", "transports", "runtime", "launcher"} & {*path.relative_to(REPOSITORY).parts}
-    or path.name in ("status_pipe.py", "folder.py", "manifest.py")
+    or path.name in ("exit_status.py", "folder.py", "manifest.py")
 ]
 RECEIVED = {
     "message",

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from tests.support.harness import caught

@@ -12,7 +12,7 @@ import pytest
 
 from syncvar.bootstrap.job_directory import MEETING, JobDirectory
 from syncvar.cli.commands import main
-from syncvar.core.parent_death import libc
+from syncvar.core.fork_cleanup import libc
 from syncvar.core.stack_dump import ALL_THREADS, END, MAIN_THREAD
 from tests.support.launching import await_true, line_of
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from syncvar.core.errors import HandshakeError
-from syncvar.core.exit_codes import error_exit_code
+from syncvar.core.exit_status import error_exit_code
 from tests.support.fault_table import bound_s
 from tests.support.launching import PATIENT, check_bound, last_exception, line_of
 

@@ -10,20 +10,19 @@ import pytest
 
 import syncvar as sv
 from syncvar._native import AdmissionState, MessageCounter, message_end
+from syncvar._native.constants import EntryForm, RingWord
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
 from syncvar.shm.message_ring import (
-    ATTENDED,
     FILLED,
     NEWS,
     RING,
     USED,
-    Form,
     RingReader,
+    RingTable,
     RingWriter,
     array_code,
 )
-from syncvar.shm.ring_table import RingTable
 from tests.support.harness import everywhere
 
 pytestmark = pytest.mark.needs_c_extension
@@ -49,7 +48,7 @@ class Pair:
         return self.words[BOX // 8 + word]
 
     def attend(self, number):
-        self.words[BOX // 8 + ATTENDED] = number
+        self.words[BOX // 8 + RingWord.ATTENDED] = number
 
     def abort(self):
         self.words[ABORT_AT] = 1
@@ -136,7 +135,7 @@ def test_parts_flow_through_a_ring_that_may_be_shorter_than_the_message(nbytes):
         assert out is None or got is out
         assert (got == x).all()
         assert pair.at(USED) == pair.at(FILLED)
-        assert pair.at(ATTENDED) == 0
+        assert pair.at(RingWord.ATTENDED) == 0
     for end in (sender, receiver):
         assert [(told, call) for told, call, *_ in end.added] == [
             ("told", CALL + turn) for turn in range(4)
@@ -152,9 +151,14 @@ def test_a_sender_whose_receiver_does_not_come_hands_over_what_it_has_told():
     assert sender.native.send(x)
     assert sender.handed == [(x, CALL, 1, 0, None)]
     assert sender.is_free()
-    assert pair.at(ATTENDED) == 0  # nobody is to ask for parts on its account
+    assert pair.at(RingWord.ATTENDED) == 0  # nobody is to ask for parts on its account
     entry = pair.told()
-    assert (entry.form, entry.call, entry.nbytes, entry.number) == (Form.ADDRESS, CALL, x.nbytes, 1)
+    assert (entry.form, entry.call, entry.nbytes, entry.number) == (
+        EntryForm.BY_ADDRESS,
+        CALL,
+        x.nbytes,
+        1,
+    )
     assert entry.place == x.__array_interface__["data"][0]
     assert (sender.count.number, sender.count.next_call) == (CALL + 1, CALL + 1)
 
@@ -195,7 +199,7 @@ def test_a_sender_whose_message_was_read_where_it_lies_is_done():
     pair, x = Pair(), _values(200_000)
     sender = End(pair, x)
     thread, sent = _beside(lambda: sender.native.send(x))
-    pair.into.taken(pair.told().number)
+    pair.into.confirm(pair.told().number)
     thread.join(20)
     assert sent == [True]
     assert not sender.handed
@@ -207,7 +211,9 @@ def test_a_receiver_that_finds_no_next_part_hands_over_what_it_has(wrong):
     pair, x = Pair(), _values(600_000)
     receiver = End(pair, x, patience_s=0.02 if wrong == "nothing more" else 20.0)
     pair.attend(1)
-    assert pair.out.tell(array_code(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0) == 1
+    assert (
+        pair.out.put_address(array_code(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0) == 1
+    )
     done = pair.out.part(IDENTITY, CALL, 0, x.data)
     if wrong == "a part that is not next":
         pair.out.part(IDENTITY, CALL, done + 64, x.data)
@@ -226,7 +232,7 @@ def test_a_receiver_that_finds_no_next_part_hands_over_what_it_has(wrong):
 def test_a_receiver_leaves_a_message_whose_sender_does_not_attend_as_it_is():
     pair, x = Pair(), _values(600_000)
     receiver = End(pair, x)
-    pair.out.tell(array_code(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0)
+    pair.out.put_address(array_code(1, 7, 1), IDENTITY, CALL, x.shape, x.nbytes, 4096, 0)
     for attended in (0, 2):
         pair.attend(attended)
         assert receiver.native.receive(None) is None
@@ -289,7 +295,7 @@ def test_the_engine_goes_on_with_what_the_c_runner_has_begun_to_receive():
         while (entry := box.first()) is None:
             pass
         stream, out = line.stream, np.zeros_like(x)
-        assert entry.form == Form.ADDRESS
+        assert entry.form == EntryForm.BY_ADDRESS
         stream.busy.acquire()
         line.end.lock.acquire()
         box.free()

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar._native.constants import EntryForm
 from syncvar.bootstrap.process import current
 from syncvar.collectives.pair_calls import line_of
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.p2p.channel import NOT_YET
-from syncvar.shm import ring_table
-from syncvar.shm.message_ring import Form, array_code
-from syncvar.shm.ring_table import RingTable
+from syncvar.shm import message_ring
+from syncvar.shm.message_ring import RingTable, array_code
 from syncvar.testing import run_ranks
 from tests.support.harness import caught, everywhere
 
@@ -200,7 +200,7 @@ def test_both_directions_at_once_and_long_messages_of_two_ranks_cross():
 @pytest.fixture
 def short_rings(monkeypatch):
     """Boxes as they are where many ranks share shared memory."""
-    monkeypatch.setattr(ring_table, "_RINGS_BYTES", 0)
+    monkeypatch.setattr(message_ring, "_RINGS_BYTES", 0)
 
 
 @pytest.mark.usefixtures("short_rings")
@@ -300,8 +300,8 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
         return ways(), post.outward(other).box().ring_bytes, post.inward(other)._ring.ring_bytes
 
     assert everywhere(2, fn, shared=True, config=CHECKED) == [
-        ({"shm message"}, SHORT, ring_table.RING_BYTES),
-        ({"shm message"}, ring_table.RING_BYTES, SHORT),
+        ({"shm message"}, SHORT, message_ring.RING_BYTES),
+        ({"shm message"}, message_ring.RING_BYTES, SHORT),
     ]
 
 
@@ -316,7 +316,7 @@ def test_a_pair_that_does_not_talk_takes_no_memory():
         return current().shm._extents.used_bytes - before
 
     first, second, third = everywhere(3, fn, shared=True, config=SOON)
-    assert ring_table.RING_BYTES < first < ring_table.RING_BYTES + (1 << 14)
+    assert message_ring.RING_BYTES < first < message_ring.RING_BYTES + (1 << 14)
     assert second == third == 0
 
 
@@ -546,7 +546,7 @@ def test_a_ring_gives_back_what_was_put_in_order_however_it_is_filled(pair, seed
                 if entry is not None:
                     was, shape, data = here.pop(0)
                     assert (entry.form, entry.kind, entry.dtype, entry.stream, entry.call) == (
-                        Form.WHOLE,
+                        EntryForm.WHOLE,
                         1,
                         5,
                         1 << 63 | seed,
@@ -566,12 +566,12 @@ def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_
 ):
     def test(out, into):
         def tell():
-            return out.tell(array_code(1, 5, 1), 1, 0, (1 << 20,), 1 << 20, 4096, 0)
+            return out.put_address(array_code(1, 5, 1), 1, 0, (1 << 20,), 1 << 20, 4096, 0)
 
         numbers = [tell() for _ in range(8)]
         assert numbers == list(range(1, 9))
         assert tell() == 0
-        into.taken(1)
+        into.confirm(1)
         out.cancel(2)
         assert [out.answer(number) for number in (1, 2)] == [2, 0]
         assert [tell(), tell(), tell()] == [9, 10, 0]
@@ -585,7 +585,7 @@ def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_
         into.want(3)
         assert out.answer(3) == 1
         assert out.answer(9) == 0
-        into.taken(9)
+        into.confirm(9)
         assert out.answer(1) == 2  # its place is another one's by now
 
     pair(test)

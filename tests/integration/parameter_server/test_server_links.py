@@ -28,8 +28,7 @@ from syncvar.parameter_server.server_machine import Server
 from syncvar.parameter_server.server_main import Serving
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
-from syncvar.shm.segment_file import create
-from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+from syncvar.shm.segment_file import SegmentId, SharedMemoryReference, create
 from tests.support.harness import start_the_collector_of_pyzmq
 
 start_the_collector_of_pyzmq()

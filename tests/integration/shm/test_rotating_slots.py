@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar._native.constants import RING_SLOTS
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.shm.channel_table import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
+from syncvar.shm.channel_table import SMALL_BYTES, WIDE_BYTES
 from tests.support.harness import everywhere
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)

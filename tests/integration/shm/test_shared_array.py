@@ -7,7 +7,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.shm.shm_references import SegmentId
+from syncvar.shm.segment_file import SegmentId
 from syncvar.testing import run_ranks
 from tests.support.harness import caught
 

@@ -11,7 +11,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import block_transfer, program_runner
 from syncvar.runtime.programs.buffer_location import ADDRESS
-from syncvar.shm.cross_process_read import ProcessReader
+from syncvar.shm.channel_table import ProcessReader
 from syncvar.testing import run_ranks
 from tests.support.harness import covering, everywhere
 
@@ -206,7 +206,7 @@ def test_a_call_that_is_refused_keeps_nothing_alive(monkeypatch):
             with pytest.raises(sv.MismatchError):
                 sv.broadcast(x) if sv.rank() else sv.all_gather(x)
         sv.barrier()
-        return len(communicator_of(None).channel._kept)
+        return len(communicator_of(None).channel._in_use)
 
     assert results(2, fn) == [0, 0]
 

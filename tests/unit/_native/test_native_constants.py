@@ -5,7 +5,7 @@ import os
 import pytest
 
 from syncvar._native import constants
-from syncvar.shm import channel_table, message_ring, segment_layout
+from syncvar.shm import channel_table, message_ring, segment_file
 from syncvar.variables import variable_state
 
 
@@ -30,8 +30,8 @@ def test_numbers_that_c_reads_as_64_bits_are_written_so():
         (channel_table.SPREAD, constants.SPREAD),
         (channel_table.RING_SLOTS, constants.RING_SLOTS),
         (channel_table.NATIVE_RANKS_MAX, constants.RANKS_MAX),
-        (segment_layout.LINE_BYTES, constants.LINE),
-        (segment_layout.PAGE_BYTES, constants.PAGE),
+        (segment_file.LINE_BYTES, constants.LINE),
+        (segment_file.PAGE_BYTES, constants.PAGE),
         (message_ring.FILLED, constants.RingWord.FILLED),
         (message_ring.NEWS, constants.RingWord.NEWS),
         (message_ring.NUMBER, constants.RingWord.NUMBER),

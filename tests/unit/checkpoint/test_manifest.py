@@ -37,7 +37,7 @@ from syncvar.checkpoint.save_plan import (
     raise_failures,
     shares,
 )
-from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 
 IDENTITY = "00112233aabbccdd"

@@ -8,7 +8,7 @@ import safetensors.numpy
 
 import syncvar as sv
 from syncvar.checkpoint.folder import Disk
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from tests.support.harness import caught, everywhere
 
 

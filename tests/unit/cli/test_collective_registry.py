@@ -24,8 +24,8 @@ from syncvar.cli.selftest_inputs import (
     part,
 )
 from syncvar.cli.selftest_options import SelfTestResult, outcome_lines
-from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.reduce_ops import OPS
+from syncvar.runtime.flight_recorder.call_stats import BUS_FACTORS
 from tests.support.paths import REPOSITORY
 
 

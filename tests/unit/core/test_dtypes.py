@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, WireError
 
 

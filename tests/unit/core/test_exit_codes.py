@@ -2,7 +2,7 @@
 
 import sys
 
-from syncvar.core.exit_codes import is_failing
+from syncvar.core.exit_status import is_failing
 
 
 def test_an_exception_that_ended_the_program_is_a_failure_and_one_seen_at_a_prompt_is_not(

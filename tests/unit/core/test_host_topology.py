@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncvar.core.environment import HostMap, split_evenly
 from syncvar.core.errors import ConfigError
-from syncvar.core.host_topology import HostMap, split_evenly
 
 maps = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(lambda sizes: HostMap(tuple(sizes)))
 

@@ -11,7 +11,7 @@ import syncvar as sv
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES, SHORT, coming_from_text
 from syncvar.core.errors import ConfigError
-from syncvar.core.migration_hints import WORDS, hint_for, table_text
+from syncvar.core.migration_hints import foreign_names, hint_for, table_text
 from syncvar.core.settings import nearest
 from syncvar_launcher.options.option_table import BY_FLAG, BY_OFF_FLAG, OPTIONS, OTHER_FLAGS
 from syncvar_launcher.options.parse_options import parse
@@ -43,14 +43,14 @@ EXAMPLES = {
 }
 ATTRIBUTES = [
     (word.place, name)
-    for word in WORDS
+    for word in foreign_names()
     if word.place in OURS and not word.is_accepted
     for name in word.names
 ]
 
 
 def test_a_word_stands_in_the_table_once_and_is_none_of_ours():
-    seen = [(word.place, name) for word in WORDS for name in word.names]
+    seen = [(word.place, name) for word in foreign_names() for name in word.names]
     assert len(set(seen)) == len(seen)
     for place, name in ATTRIBUTES:
         assert name not in vars(OURS[place]), f"{place} has {name} itself"
@@ -61,7 +61,7 @@ def test_a_word_stands_in_the_table_once_and_is_none_of_ours():
 def test_what_a_word_is_told_is_there():
     """Names, methods, options and settings that the sentences speak of exist."""
     flags = {*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS}
-    for word in WORDS:
+    for word in foreign_names():
         for dotted in re.findall(r"\bsv((?:\.[A-Za-z_]+)+)", word.text):
             value = sv
             for part in dotted.strip(".").split("."):
@@ -293,7 +293,7 @@ def test_accepted_words(tmp_path):
         sv.CheckpointManager(checkpoint, tmp_path, 3, max_to_keep=2)
     with pytest.raises(ConfigError, match="keep must be an integer of at least 1"):
         sv.CheckpointManager(checkpoint, tmp_path, max_to_keep=0)
-    accepted = {name for word in WORDS if word.is_accepted for name in word.names}
+    accepted = {name for word in foreign_names() if word.is_accepted for name in word.names}
     assert accepted == {"RMSprop", "max_to_keep", "average", "avg", *SHORT}
 
 
@@ -317,7 +317,7 @@ def test_the_package_runs_as_the_command(monkeypatch, capsys):
 def test_the_table_is_printed(capsys):
     assert main(["coming-from", "words"]) == 0
     assert capsys.readouterr().out == table_text()
-    assert len(table_text().splitlines()) == len(WORDS) + 2
+    assert len(table_text().splitlines()) == len(foreign_names()) + 2
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def refused(arguments, capsys):
 
 
 def test_options_of_other_launchers_are_explained(capsys):
-    known = [name for word in WORDS if word.place == "option" for name in word.names]
+    known = [name for word in foreign_names() if word.place == "option" for name in word.names]
     for name in known:
         assert f"unknown option {name}: {hint_for('option', name)}\n" in refused(
             [name, "4", "train.py"], capsys

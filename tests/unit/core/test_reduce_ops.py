@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS as ALL_OPS
 from syncvar.core.reduce_ops import finish, reduction

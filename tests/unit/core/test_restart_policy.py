@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.restart_policy import (
     HOPELESS_CODES,
     HOPELESS_ERRORS,
@@ -17,7 +17,7 @@ from syncvar.core.restart_policy import (
 from tests.support.paths import REPOSITORY
 
 KILLED = Ending(exit_code=137, why="rank 1 was killed by signal 9 (SIGKILL)", lasted_s=3.0)
-STOPPED = Ending(exit_code=exit_codes.PREEMPTED, lasted_s=60.0)
+STOPPED = Ending(exit_code=exit_status.PREEMPTED, lasted_s=60.0)
 
 
 def test_without_being_asked_nothing_is_started_again():
@@ -49,10 +49,10 @@ def test_usage_configuration_keys_limits_disagreement_and_the_time_limit_are_hop
     assert (
         set(HOPELESS_CODES)
         & {
-            exit_codes.INTERNAL,
-            exit_codes.CHECKPOINT,
-            exit_codes.PREEMPTED,
-            exit_codes.RENDEZVOUS,
+            exit_status.INTERNAL,
+            exit_status.CHECKPOINT,
+            exit_status.PREEMPTED,
+            exit_status.RENDEZVOUS,
             1,
             137,
             139,
@@ -80,14 +80,14 @@ def test_the_exceptions_of_the_library_in_the_list_exist():
 
 
 def test_ranks_that_never_met_are_not_started_again_and_those_that_had_are():
-    never = Ending(exit_code=exit_codes.RENDEZVOUS, why="the job failed", had_met=False)
+    never = Ending(exit_code=exit_status.RENDEZVOUS, why="the job failed", had_met=False)
     assert Restarting(2, 1.0).after(never) == Decision(
         restarts=False, reason="the ranks have never all joined"
     )
     job = Restarting(2, 1.0)
     assert job.after(KILLED).restarts
     assert job.after(
-        Ending(exit_code=exit_codes.RENDEZVOUS, why="the job failed", had_met=True)
+        Ending(exit_code=exit_status.RENDEZVOUS, why="the job failed", had_met=True)
     ).restarts
     assert (
         Restarting(2, 1.0)
@@ -120,14 +120,14 @@ def test_a_stop_that_nobody_asked_the_launcher_for_does_not_count():
 
 def test_a_program_that_only_stops_does_not_go_round_for_ever():
     job = Restarting(3, 1.0)
-    soon = Ending(exit_code=exit_codes.PREEMPTED, lasted_s=SHORT_S - 0.1)
+    soon = Ending(exit_code=exit_status.PREEMPTED, lasted_s=SHORT_S - 0.1)
     assert [job.after(soon).restarts for _ in range(5)] == [True, True, True, False, False]
 
 
 def test_one_rank_that_asks_alone_has_failed():
     job = Restarting(1, 1.0)
     alone = Ending(
-        exit_code=exit_codes.PREEMPTED, why="rank 1 exited with status 75", lasted_s=60.0
+        exit_code=exit_status.PREEMPTED, why="rank 1 exited with status 75", lasted_s=60.0
     )
     assert [job.after(alone).restarts for _ in range(2)] == [True, False]
 

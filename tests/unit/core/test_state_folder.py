@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from syncvar.cli.commands import main
-from syncvar.core.state_folder import (
+from syncvar.core.output_files import (
     JOBS_MAX,
     find_job,
     job_folders,

@@ -1,8 +1,8 @@
 import pytest
 
-from syncvar.core import exit_codes
-from syncvar.core.exit_codes import exit_code_of
-from syncvar.core.rank_text import rank_spans, ranks_of
+from syncvar.core import exit_status
+from syncvar.core.exit_status import exit_code_of
+from syncvar.core.process_ids import rank_spans
 from syncvar_launcher.job.failure_report import (
     FailureReport,
     SecondaryFailure,
@@ -13,6 +13,7 @@ from syncvar_launcher.job.failure_report import (
     mask_arguments,
     mask_environment,
 )
+from syncvar_launcher.options.option_values import ranks_of
 
 
 def test_block_with_traceback_others_and_commands():
@@ -270,10 +271,10 @@ def test_statuses():
 def test_every_own_code_has_a_meaning():
     codes = {
         value
-        for name, value in vars(exit_codes).items()
+        for name, value in vars(exit_status).items()
         if name[0].isupper() and name.isupper() and isinstance(value, int)
     }
-    assert codes == set(exit_codes.MEANINGS)
+    assert codes == set(exit_status.MEANINGS)
 
 
 def test_secrets_are_masked():

@@ -14,7 +14,7 @@ from syncvar.parameter_server.messages import (
     unpacked,
 )
 from syncvar.protocol.frame import FRAME_NBYTES
-from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
 
 HERE = SegmentId(2, 3, 4)
 PARTS = [b"head", b"", b"x" * 8, b"y" * 100, b"z"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.shm.allocator import EXTENT_BYTES, RESERVE_BYTES, SMALL_BYTES, Ranges, RegionAllocator
-from syncvar.shm.segment_layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
+from syncvar.shm.segment_file import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.shm.cross_process_read import ProbeCell, ProcessReader
+from syncvar.shm.channel_table import ProbeCell, ProcessReader
 
 CHILD = """
 import ctypes, sys

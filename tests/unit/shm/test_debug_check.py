@@ -11,7 +11,7 @@ from syncvar.bootstrap.process import current
 from syncvar.core.errors import InternalError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import shm_reduce as shared_reduce
-from syncvar.shm import segment_layout
+from syncvar.shm import segment_file
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.testing import run_ranks
@@ -46,12 +46,12 @@ def test_what_has_been_given_out_may_be_used_by_all_ranks(segments):
 
 def test_what_has_not_may_be_used_by_nobody(segments):
     offset = segments[1].allocate(5000)
-    plan = segment_layout.SegmentLayout(64 * MIB, 2)
+    plan = segment_file.SegmentLayout(64 * MIB, 2)
     start, stop = plan.arrays(1)
     nobodys = [
         (0, 8),
         (0, 20_000),
-        (segment_layout.HEADER_BYTES, 8),
+        (segment_file.HEADER_BYTES, 8),
         (plan.table(0), 64),
         (plan.table(1), 64),
         (plan.region(1)[1] - 64, 64),

@@ -169,10 +169,10 @@ def test_no_shm_is_a_reason_told_once(launcher):
             None,
             f"none for generation {generation}",
         )
-    assert one.handing.take_said() == [
+    assert one.handing.take_messages() == [
         "no shared memory, data go through unix sockets: none for generation 0"
     ]
-    assert one.handing.take_said() == []
+    assert one.handing.take_messages() == []
 
 
 def test_a_fallback_is_told_once(launcher, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_fallback_is_told_once(launcher, monkeypatch):
     for generation in range(3):
         for rank in range(2):
             os.close(fetch(launcher.path, JOB, generation, rank, 5)[0])
-    assert one.handing.take_said() == [
+    assert one.handing.take_messages() == [
         "shared memory: a file in /dev/shm instead of memfd (Function not implemented)"
     ]
 

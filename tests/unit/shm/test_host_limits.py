@@ -45,7 +45,7 @@ def test_the_innermost_limit_that_does_not_allow_it(tree):
     assert found.shortage(9 * MIB) is None
     short = found.shortage(11 * MIB)
     assert (short.used, short.limit) == (90 * MIB, 100 * MIB)
-    assert short.whose == f"the container's limit ({root}/a/memory.max)"
+    assert short.limit_name == f"the container's limit ({root}/a/memory.max)"
     assert found.shortage(51 * MIB).limit == 50 * MIB
 
 
@@ -88,7 +88,7 @@ def test_the_machine_s_memory(tree):
     root = tree(meminfo=MACHINE)
     assert room(root, "").shortage(10_000 * 1024) is None
     short = room(root, "").shortage(10_000 * 1024 + 1)
-    assert (short.used, short.limit, short.whose) == (
+    assert (short.used, short.limit, short.limit_name) == (
         10_000 * 1024,
         20_000 * 1024,
         "the machine's memory",

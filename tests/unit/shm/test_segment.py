@@ -23,7 +23,7 @@ from syncvar.core.errors import (
     SyncvarError,
     UsageError,
 )
-from syncvar.shm import segment, segment_file, segment_layout
+from syncvar.shm import segment, segment_file
 from syncvar.shm.host_limits import Shortage
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
@@ -72,11 +72,11 @@ def held(shm):
 def test_the_header_says_what_it_is(host):
     made = host.create(1 << 40, 3, generation=7)
     shm = host.attach(made, 2)
-    assert (made.how, made.said) == ("memfd", "")
+    assert (made.form, made.notice) == ("memfd", "")
     assert (shm.shm_bytes, shm.local_world_size, shm.usable_cores) == (1 << 40, 3, 2)
     assert (shm.generation, shm.local_rank) == (7, 2)
     assert len(shm.memory) == 1 << 40
-    assert shm.words[segment_layout.MAGIC] == segment_layout.MAGIC_VALUE
+    assert shm.words[segment_file.MAGIC] == segment_file.MAGIC_VALUE
     assert held(made) < MIB, "it is as large as it says, and almost nothing of it is there"
     assert [shm.words[shm.table(rank) // 8] for rank in range(3)] == [0, 0, 0]
 
@@ -128,9 +128,10 @@ def test_odd_sizes_are_whole_pages(host):
 def test_a_file_without_a_name_where_there_is_no_memfd(host, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     made = host.create()
-    assert made.how == "a file in /dev/shm"
+    assert made.form == "a file in /dev/shm"
     assert (
-        made.said == "shared memory: a file in /dev/shm instead of memfd (Function not implemented)"
+        made.notice
+        == "shared memory: a file in /dev/shm instead of memfd (Function not implemented)"
     )
     assert os.fstat(made.fd).st_nlink == 0
     assert os.fstat(made.fd).st_mode & 0o777 == 0o600
@@ -143,8 +144,8 @@ def test_the_job_s_directory_is_the_last_way(host, monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(segment_file, "_SHARED_FOLDER", str(tmp_path / "missing"))
     made = host.create(directory=str(tmp_path))
-    assert made.how == "a file in the job's directory"
-    assert "memfd (Function not implemented) or a file in" in made.said
+    assert made.form == "a file in the job's directory"
+    assert "memfd (Function not implemented) or a file in" in made.notice
     assert list(tmp_path.iterdir()) == []
     shm = host.attach(made)
     for _ in range(3):
@@ -181,7 +182,7 @@ def test_a_full_file_system_is_not_taken(host, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert (
-        host.create().said
+        host.create().notice
         == "shared memory: a file in /dev/shm instead of memfd (No space left on device)"
     )
 
@@ -195,7 +196,7 @@ def test_an_old_system_that_does_not_know_a_flag(host, monkeypatch):
         return make(name, flags)
 
     monkeypatch.setattr(os, "memfd_create", old)
-    assert host.create().how == "memfd"
+    assert host.create().form == "memfd"
 
 
 # What is refused.
@@ -210,7 +211,7 @@ def memfd(data, size, seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
 
 
 def header(
-    magic=segment_layout.MAGIC_VALUE, version=segment_layout.LAYOUT_VERSION, size=16 * MIB, ranks=2
+    magic=segment_file.MAGIC_VALUE, version=segment_file.LAYOUT_VERSION, size=16 * MIB, ranks=2
 ):
     return struct.pack("=8Q", magic, version, size, ranks, 2, 0, 0, 1)
 
@@ -287,7 +288,7 @@ def test_arrays_of_every_shape_and_dtype(host, shape, dtype):
     assert array.flags.aligned
     offset = shm.locate(array)
     assert offset % 64 == 0
-    start, stop = segment_layout.SegmentLayout(shm.shm_bytes, 2).arrays(0)
+    start, stop = segment_file.SegmentLayout(shm.shm_bytes, 2).arrays(0)
     assert start <= offset < stop
     array[...] = np.zeros(shape, dtype)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar.shm import segment_layout
-from syncvar.shm.segment_layout import (
+from syncvar.shm import segment_file
+from syncvar.shm.segment_file import (
     HEADER_BYTES,
     HUGE_BYTES,
     LINE_BYTES,
@@ -37,14 +37,14 @@ def test_regions_are_equal_apart_and_inside(ranks, more):
 
 def test_the_abort_word_has_a_line_of_its_own():
     words = {
-        segment_layout.MAGIC,
-        segment_layout.VERSION,
-        segment_layout.SHM_BYTES,
-        segment_layout.LOCAL_WORLD_SIZE,
-        segment_layout.USABLE_CORES,
-        segment_layout.GENERATION,
+        segment_file.MAGIC,
+        segment_file.VERSION,
+        segment_file.SHM_BYTES,
+        segment_file.LOCAL_WORLD_SIZE,
+        segment_file.USABLE_CORES,
+        segment_file.GENERATION,
     }
-    assert segment_layout.ABORT * 8 == LINE_BYTES
+    assert segment_file.ABORT * 8 == LINE_BYTES
     assert all(word * 8 // LINE_BYTES == 0 for word in words)
     assert len(words) == 6
     assert HEADER_BYTES % PAGE_BYTES == TABLE_BYTES % PAGE_BYTES == 0

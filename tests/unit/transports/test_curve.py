@@ -25,11 +25,10 @@ from syncvar.protocol.frame import (
     FrameType,
     pack_header,
 )
-from syncvar.transports.curve import Gate, link_keys
-from syncvar.transports.unauthenticated_peers import WAITING_MAX
+from syncvar.transports.curve import WAITING_MAX, Gate, link_keys
 from syncvar.transports.zeromq_control import ZeromqControl
 from syncvar.transports.zeromq_sockets import job_nonce
-from syncvar.transports.zeromq_transport import ZeromqTransport
+from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
 
 SECRET = bytes(range(32))
 CONFIG = RuntimeConfig(
@@ -54,8 +53,7 @@ def world(secrets=(SECRET, SECRET), config=CONFIG):
                     f"ipc://{directory}",
                     "job",
                     config,
-                    outside="tcp://127.0.0.1",
-                    keys=keys,
+                    links=HostLinks("tcp://127.0.0.1", keys),
                 )
             )
         for one in ranks:
@@ -382,7 +380,7 @@ def test_every_socket_has_limits():
 
 def test_nobody_listens_without_a_secret():
     with zmq.Context() as context, pytest.raises(ConfigError, match="without the job's secret"):
-        ZeromqTransport(context, 0, "ipc:///tmp", "job", CONFIG, outside="tcp://127.0.0.1")
+        ZeromqTransport(context, 0, "ipc:///tmp", "job", CONFIG, links=HostLinks("tcp://127.0.0.1"))
 
 
 def test_a_second_gate_in_a_context_is_refused():

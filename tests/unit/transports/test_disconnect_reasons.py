@@ -8,7 +8,7 @@ import time
 import pytest
 
 from syncvar.core.settings import RuntimeConfig
-from syncvar.transports.disconnect_reasons import CLOSED, ConnectionCopy, unanswered
+from syncvar.transports.zeromq_sockets import CLOSED, ConnectionCopy, unanswered
 
 CONFIG = RuntimeConfig(heartbeat_interval_s=0.01, suspect_after_s=0.2, lost_after_s=0.2)
 

@@ -21,7 +21,7 @@ from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import PeerDisconnected
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import job_nonce
-from syncvar.transports.zeromq_transport import ZeromqTransport
+from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
 from tests.support.harness import start_the_collector_of_pyzmq
 
 start_the_collector_of_pyzmq()
@@ -80,8 +80,7 @@ def far(world_size, generation, config=CONFIG):
                 f"ipc://{directory}",
                 "job",
                 config,
-                outside="tcp://127.0.0.1",
-                keys=keys,
+                links=HostLinks("tcp://127.0.0.1", keys),
             )
             world.append(made)
         for transport in world:
@@ -310,7 +309,7 @@ def test_random_bytes_on_a_tcp_port_are_ignored():
 PEER = """
 import sys, time, zmq
 from syncvar.core.settings import RuntimeConfig
-from syncvar.transports.zeromq_transport import ZeromqTransport
+from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
 from syncvar.protocol.frame import FrameType, pack_header
 transport = ZeromqTransport(zmq.Context(), 1, sys.argv[1], "job", RuntimeConfig())
 print(transport.address, flush=True)
@@ -463,7 +462,7 @@ def test_a_wait_before_the_peers_are_known_waits():
 ENDS = """
 import sys, tempfile, threading, shutil, zmq
 from syncvar.core.settings import RuntimeConfig
-from syncvar.transports.zeromq_transport import ZeromqTransport
+from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
 from syncvar.protocol.frame import FrameType, pack_header
 config = RuntimeConfig(heartbeat_interval_s=0.01)
 n = 4

@@ -145,7 +145,7 @@ def test_nonsense_is_counted_said_and_changes_nothing(store, connect, data):
     peers[0].socket.send(data)
     peers[1].socket.send_multipart([BROKE, BROKE])
     serve(store, lambda: store.refused_messages == 2)
-    assert any("refused" in text for text in store.take_said())
+    assert any("refused" in text for text in store.take_messages())
     serve_a_while(store)
     assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from syncvar.transports.disconnect_reasons import ConnectionCopy, Sent
-from syncvar.transports.zeromq_sender import Delivery
+from syncvar.transports.zeromq_links import Delivery
+from syncvar.transports.zeromq_sockets import ConnectionCopy, Sent
 
 PING_NBYTES = 50
 

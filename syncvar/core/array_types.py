@@ -1,8 +1,9 @@
-"""Arrays of other libraries: converted to NumPy arrays on the same memory, and results back.
+"""Dtypes that can be communicated, and arrays of other libraries.
 
-PyTorch tensors use PyTorch's own two functions (about 1 us each), others DLPack and the array API
-namespace (about 5 us). Input never imports a library here, because its array proves that it is
-imported. Only an array from another process may cause an import.
+In messages a dtype or a library is an index into a table here, never a name to import. PyTorch
+tensors use PyTorch's own two functions (about 1 us each), others DLPack and the array API namespace
+(about 5 us). Input never imports a library here, because its array proves that it is imported. Only
+an array from another process may cause an import.
 """
 
 from __future__ import annotations
@@ -12,13 +13,62 @@ import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from numpy.typing import NDArray
+
+DTYPE_NAMES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bfloat16",
+)
+_INDEX = {name: index for index, name in enumerate(DTYPE_NAMES)}
+
+
+@lru_cache(maxsize=64)
+def dtype_index(dtype: np.dtype[Any]) -> int:
+    """Return the index of a dtype in native byte order, or raise ConfigError."""
+    index = _INDEX.get(dtype.name)
+    if index is None:
+        raise ConfigError(
+            f"dtype {dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}"
+        )
+    return index
+
+
+@lru_cache(maxsize=64)
+def dtype_from_index(index: int) -> np.dtype[Any]:
+    """Return the dtype at an index, or raise WireError."""
+    import numpy as np
+
+    if not 0 <= index < len(DTYPE_NAMES):
+        raise WireError(f"unknown dtype index {index}")
+    name = DTYPE_NAMES[index]
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ConfigError(
+                "bfloat16 needs the package ml_dtypes: pip install ml_dtypes"
+            ) from None
+        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]
+    return np.dtype(name)
 
 
 class Library(NamedTuple):
@@ -168,6 +218,5 @@ def _refuse_device(value: Any, kind: str | None) -> None:
 _HOST_MEMORY = (1, 3, 11, 13)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged
 _TORCH = Library("torch", _take_from_torch, _give_to_torch, _wrote_to_torch)
 _JAX = Library("jax", _take_by_dlpack, _give_to_jax, lambda _: None)
-# In messages a library is an index into this table, never a name to import.
 NAMED = (_TORCH, _JAX)
 _ANY = Library("", _take_by_dlpack, _give_by_namespace, lambda _: None)
