@@ -81,8 +81,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.task_coordinator import ClusterCoordinator, RemoteValue
     from syncvar.runner import engines
     from syncvar.runner.local import run
-    from syncvar.runtime.wait_many import wait_all, wait_any
-    from syncvar.runtime.work import Work
+    from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.central_storage import CentralStorageStrategy
     from syncvar.strategies.contexts import (
@@ -133,8 +132,7 @@ _HOMES = {
     "syncvar.collectives.scan": ("exscan", "scan"),
     "syncvar.collectives.scatter": ("scatter",),
     "syncvar.collectives.tree_sum": ("tree_sum",),
-    "syncvar.runtime.wait_many": ("wait_all", "wait_any"),
-    "syncvar.runtime.work": ("Work",),
+    "syncvar.runtime.work": ("Work", "wait_all", "wait_any"),
     "syncvar.core.errors": (
         "SharedMemoryFull", "SharedMemoryUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",

@@ -1,6 +1,6 @@
 """Compiles a schedule for links: world ranks as peers, and the steps of a round by type.
 
-`syncvar.runtime.programs.round_runner` does the same for shared memory.
+`syncvar.runtime.planner` does the same for shared memory.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from syncvar.core.rank_text import rank_list
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.p2p.endpoints import EndpointTable
+from syncvar.runtime.p2p_endpoints import EndpointTable
 from syncvar.runtime.progress import ProgressEngine
+from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.state import send_queued
 from syncvar.shm.channel_table import ChannelTable
 from syncvar.shm.group_channel import GroupChannel
 from syncvar.shm.ring_table import RingTable

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncvar.cli.explain import Divergence
-    from syncvar.runtime.flight_recorder.call_record import Event
+    from syncvar.runtime.call_record import Event
 
 _BEFORE = 5
 _OTHERS = 4

@@ -11,14 +11,13 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.rank_text import rank_list
 from syncvar.core.stack_dump import StackFrame
 from syncvar.core.state_folder import RECORDS, is_record
-from syncvar.runtime.flight_recorder.call_numbers import ordinal
-from syncvar.runtime.flight_recorder.call_record import Event
-from syncvar.runtime.flight_recorder.recorder import FORMAT
+from syncvar.runtime.call_record import Event
+from syncvar.runtime.recorder import FORMAT, ordinal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncvar.runtime.flight_recorder.call_numbers import Gap
+    from syncvar.runtime.recorder import Gap
 
 
 _LARGEST = 64 << 20

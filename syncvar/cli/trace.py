@@ -15,7 +15,7 @@ from syncvar.core.process_ids import process_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.runtime.flight_recorder.call_record import Event
+    from syncvar.runtime.call_record import Event
 
 
 _EVENTS_ROW = 0

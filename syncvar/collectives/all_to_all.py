@@ -18,9 +18,9 @@ from syncvar.core.array_interop import UnsupportedLibrary
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
 from syncvar.collectives.sync_points import meeting
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
+from syncvar.runtime.persistent_reduce import prepare_barrier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,9 +18,9 @@ from syncvar.collectives.reduce_args import (
 from syncvar.core.array_arguments import checked_output
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
 from syncvar.core.reduce_ops import op_name
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.compile_reduce import ResultPlacement
+from syncvar.runtime.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -16,7 +16,7 @@ from syncvar.collectives.transfer_args import TransferArgs, fits_out, moves, pla
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import OPS, op_name
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -19,7 +19,7 @@ from syncvar.collectives.reduce_args import (
 )
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.reduce_ops import identity, op_name
-from syncvar.runtime.programs.compile_reduce import ResultPlacement
+from syncvar.runtime.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -16,8 +16,8 @@ from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.shm_empty import checked_shape_dtype, zeros
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.shm.segment_layout import bytes_in_words
 from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
 

@@ -12,7 +12,7 @@ from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import flatten, unflatten
 from syncvar.core.reduce_ops import finish, quiet, reduction
-from syncvar.runtime.programs.arithmetic import widen
+from syncvar.runtime.arithmetic import widen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

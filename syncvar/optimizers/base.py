@@ -41,8 +41,8 @@ from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
 from syncvar.optimizers.rules.update_rule import UpdateRule, compute_dtype
 from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
 from syncvar.optimizers.sparse_gradients import dense_gradient
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
 from syncvar.variables.policy import CallContext

@@ -17,7 +17,7 @@ from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.client.request_client import Ticket
 from syncvar.parameter_server.server_access import ServerAccess, ServersHere, checked_staleness
 from syncvar.parameter_server.server_variables import PullBatch, ServerVariable
-from syncvar.runtime.timeouts import checked_timeout
+from syncvar.runtime.work import checked_timeout
 from syncvar.strategies.base import Strategy
 from syncvar.variables.policy import CallContext, VariableSynchronization
 from syncvar.variables.scope import ScopeEntry, current_stacks, keep_scopes_when_joining

@@ -19,7 +19,7 @@ from syncvar.bootstrap.worker_main import failure_of
 from syncvar.protocol.exception_codec import pack_exception
 from syncvar.runner.call_parts import CallPart, End, EngineSlot, packed, unpacked
 from syncvar.runner.remote_call import called
-from syncvar.runtime.flight_recorder.recorder import boot_identity
+from syncvar.runtime.recorder import boot_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from syncvar._native import CommunicatorState, note_change
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.call_sites import own_site
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.links.exchange import LinkExchange, NullSink
-from syncvar.runtime.links.planner import Planner
-from syncvar.runtime.request import Request
+from syncvar.runtime.call_record import CallInfo, own_site
+from syncvar.runtime.link_exchange import LinkExchange, NullSink
+from syncvar.runtime.planner import Planner
+from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.request import Request, stage_steps
 from syncvar.runtime.sequence import EpochRange
-from syncvar.runtime.stage_executor import stage_steps
-from syncvar.runtime.timeouts import checked_timeout
-from syncvar.runtime.work import Work
+from syncvar.runtime.state import send_queued
+from syncvar.runtime.work import Work, checked_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,8 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import MessageCounter
-    from syncvar.runtime.links.exchange import FrameSink
-    from syncvar.runtime.p2p.message_requests import Receiving, Sending
+    from syncvar.runtime.link_exchange import FrameSink
+    from syncvar.runtime.p2p_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel

@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import SyncvarError
 from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import pack_counts
-from syncvar.runtime.active_requests import StartedCalls
-from syncvar.runtime.failures import VERDICT_GRACE_S, Verdicts
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.links.flow_control import Flow
-from syncvar.runtime.p2p.sent_messages import SentMessages
-from syncvar.runtime.rma_get import Answer, GetRequest, GetRequests
+from syncvar.runtime.active_requests import VERDICT_GRACE_S, StartedCalls, Verdicts
+from syncvar.runtime.arithmetic import gil_monitor
+from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.link_exchange import Flow
+from syncvar.runtime.p2p_requests import Answer, GetRequest, GetRequests, SentMessages
+from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.state import Awaited, Core
 from syncvar.shm.spin_wait import pause_after
 from syncvar.transports.base import PeerDisconnected
@@ -79,7 +77,8 @@ class ProgressEngine(Core):
     ) -> None:
         recorder = recorder or Recorder(rank, world_size, generation)
         super().__init__(rank, generation, transport, control, config, hosts, shm, recorder)
-        self.flow = Flow(self)
+        self.flow = Flow(rank, generation, transport, config, self.active)
+        self.when_broken.append(lambda _: self.flow.forget())
         self.sent = SentMessages()
         self._questions = GetRequests(self)
         self._started = StartedCalls(self, self.flow)

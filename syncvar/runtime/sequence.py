@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from syncvar.protocol.control_messages import Message
-    from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
+    from syncvar.runtime.recorder import CallNumbers
     from syncvar.runtime.request import Request
     from syncvar.transports.base import Frame
 

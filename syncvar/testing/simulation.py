@@ -26,7 +26,7 @@ from syncvar.transports.base import Frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.links.exchange import LinkExchange
+    from syncvar.runtime.link_exchange import LinkExchange
     from syncvar.runtime.request import Request
 
 _GROUP = 5

@@ -17,8 +17,8 @@ from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 from syncvar.variables.coercion import digest_of
 from syncvar.variables.policy import Action, Effect, Travel

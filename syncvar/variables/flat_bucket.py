@@ -19,7 +19,7 @@ from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.reduce_args import reduction_of
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
+from syncvar.runtime.persistent_reduce import prepare_reduction
 from syncvar.variables.policy import CallContext
 from syncvar.variables.storage import refuse_overlap
 from syncvar.variables.variable_state import state_of

@@ -9,7 +9,7 @@ from harness import covering
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
-from syncvar.runtime.programs.compile_reduce import pieces
+from syncvar.runtime.compile_reduce import pieces
 from syncvar.testing import run_ranks
 
 COUNTS = [(3, 1, 5), (0, 7, 0), (1,) * 40, (70_000, 5, 300_000, 1), (16_384, 16_384)]

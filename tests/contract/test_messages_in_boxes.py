@@ -13,7 +13,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.pair_calls import line_of
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.p2p.channel import NOT_YET
+from syncvar.runtime.p2p_channel import NOT_YET
 from syncvar.shm import ring_table
 from syncvar.shm.message_ring import Form, array_code
 from syncvar.shm.ring_table import RingTable

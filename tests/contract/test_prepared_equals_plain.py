@@ -12,7 +12,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.collectives.dispatch import uncacheable
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.programs import block_transfer
+from syncvar.runtime import block_transfer
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_shm="on")

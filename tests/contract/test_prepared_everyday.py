@@ -13,8 +13,8 @@ import syncvar as sv
 from syncvar._native import why_not_native
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
+from syncvar.runtime import persistent_reduce, persistent_transfer
 from syncvar.runtime.communicator import Communicator
-from syncvar.runtime.persistent import persistent_reduce, persistent_transfer
 from syncvar.testing import run_ranks
 from syncvar.variables import deferral_tuner
 from syncvar.variables.registry import VariableRegistry

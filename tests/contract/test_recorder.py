@@ -15,8 +15,8 @@ from syncvar.cli.explain import divergences
 from syncvar.cli.record_files import as_record, load
 from syncvar.core.errors import MismatchError, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.flight_recorder.call_record import UNRECORDED, CallInfo
-from syncvar.runtime.flight_recorder.recorder import RING, Recorder
+from syncvar.runtime.call_record import UNRECORDED, CallInfo
+from syncvar.runtime.recorder import RING, Recorder
 from syncvar.testing import run_ranks
 
 TOLD = CallInfo("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "shm small")
@@ -178,7 +178,7 @@ def test_the_file_is_small_and_whatever_is_in_it_can_be_read(tmp_path):
 def test_a_writer_that_comes_again_in_a_signal_handler_does_not_wait_for_itself(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("syncvar.runtime.flight_recorder.recorder._WRITING_S", 0.05)
+    monkeypatch.setattr("syncvar.runtime.recorder._WRITING_S", 0.05)
     recorder = Recorder(folder=str(tmp_path))
     with recorder._writing:
         recorder.ended("x")

@@ -14,7 +14,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.gil_contention import GilMonitor
+from syncvar.runtime.arithmetic import GilMonitor
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=4.0, report_after_s=0.05, shutdown_timeout_s=1.0)

@@ -10,8 +10,8 @@ import syncvar as sv
 from syncvar._native.constants import PEER_ENDED, UNREAD
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.programs import block_transfer, program_runner
-from syncvar.runtime.programs.buffer_location import ADDRESS
+from syncvar.runtime import block_transfer, program_runner
+from syncvar.runtime.program_runner import ADDRESS
 from syncvar.shm.cross_process_read import ProcessReader
 from syncvar.testing import run_ranks
 

@@ -69,7 +69,7 @@ def stretch(draw, places, length=None):
 
 def steps_of(draw, places):
     """Return random steps in which nothing overlaps that must not."""
-    from syncvar.runtime.programs.instructions import AWAIT, COMBINE, COPY, PUBLISH, STORE
+    from syncvar.runtime.instructions import AWAIT, COMBINE, COPY, PUBLISH, STORE
 
     made = []
     for _ in range(int(draw.integers(1, 20))):
@@ -105,9 +105,8 @@ def contents(places, shm):
 def both(draw):
     """Run a random program by both runners; the bytes of all memories are the same afterwards."""
     from syncvar._native import program, run
-    from syncvar.runtime.programs.arithmetic import Arithmetic, folder
-    from syncvar.runtime.programs.buffer_location import ADDRESS
-    from syncvar.runtime.programs.instructions import (
+    from syncvar.runtime.arithmetic import Arithmetic, folder
+    from syncvar.runtime.instructions import (
         COMBINE,
         COPY,
         STORE,
@@ -115,8 +114,8 @@ def both(draw):
         Memory,
         MemoryKind,
     )
-    from syncvar.runtime.programs.interpreter import interpret
-    from syncvar.runtime.programs.shm_reduce import ReduceBuffers
+    from syncvar.runtime.program_runner import ADDRESS, interpret
+    from syncvar.runtime.shm_reduce import ReduceBuffers
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype

@@ -14,8 +14,8 @@ from syncvar.cli.record_files import as_record, calls_of, load
 from syncvar.cli.trace import merge_records, unaligned_hosts
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import SERVER_0
-from syncvar.runtime.flight_recorder.call_record import Event
-from syncvar.runtime.flight_recorder.recorder import FORMAT, record_name
+from syncvar.runtime.call_record import Event
+from syncvar.runtime.recorder import FORMAT, record_name
 
 PACKAGE = str(Path(syncvar.__file__).parent)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -6,9 +6,8 @@ import pytest
 
 from syncvar.cli.collective_registry import COLLECTIVES
 from syncvar.core.bus_bandwidth import BUS_FACTORS, bus_factor
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallInfo, CallLabel
-from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of
-from syncvar.runtime.flight_recorder.recorder import RING, Recorder
+from syncvar.runtime.call_record import CallFields, CallInfo, CallLabel, Totals, size_class, size_of
+from syncvar.runtime.recorder import RING, Recorder
 from syncvar_launcher.job.job_stats import merged, read_totals, table
 
 

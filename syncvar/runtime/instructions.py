@@ -151,7 +151,7 @@ def program_text(program: Program, most: int | None = None) -> str:
     """Return a program as text, one instruction a line, with at most `most` steps after phase 0.
 
     Example:
-        >>> from syncvar.runtime.programs.compile_reduce import lower_small
+        >>> from syncvar.runtime.compile_reduce import lower_small
         >>> print(program_text(lower_small(0, 2, 3)), end="")
         copy     source[0:3] -> slot of rank 0 [0:3]
         phase 0  all ranks publish their call, and compare

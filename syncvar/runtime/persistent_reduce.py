@@ -15,13 +15,12 @@ from syncvar.algorithms.reproducible import tree_order
 from syncvar.core.errors import SyncvarError
 from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import quiet_caller, reduction
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.persistent.builder import builder_for, run_while_spinning
-from syncvar.runtime.programs.arithmetic import HALVES, store_parts
-from syncvar.runtime.programs.block_transfer import NOTHING
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
-from syncvar.runtime.programs.program_runner import agreed
-from syncvar.runtime.programs.shm_reduce import (
+from syncvar.runtime.arithmetic import HALVES, gil_monitor, store_parts
+from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
+from syncvar.runtime.persistent_builder import builder_for, run_while_spinning
+from syncvar.runtime.program_runner import agreed
+from syncvar.runtime.shm_reduce import (
     ReduceBuffers,
     add_native_program,
     flat_of,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
+    from syncvar.runtime.persistent_builder import CallLabel, PersistentCallBuilder
     from syncvar.shm.group_channel import GroupChannel
 
     # Left operand, right operand, room; None stands for the array of the result.

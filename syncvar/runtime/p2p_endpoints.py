@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.progress import ProgressEngine
+    from syncvar.runtime.state import Core
     from syncvar.shm.message_ring import RingEntry, RingReader, RingWriter
     from syncvar.shm.ring_table import RingTable
 
@@ -48,7 +48,7 @@ class EndpointTable:
             links.
     """
 
-    def __init__(self, boxes: RingTable, engine: ProgressEngine, kept_nbytes_max: int) -> None:
+    def __init__(self, boxes: RingTable, engine: Core, kept_nbytes_max: int) -> None:
         self._boxes = boxes
         self._engine = engine
         self._unexpected_nbytes_max = kept_nbytes_max

@@ -14,13 +14,12 @@ from numpy.lib.stride_tricks import as_strided
 
 from syncvar._native.constants import KINDS_MAX
 from syncvar.core.pytree import PyTree
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.persistent.builder import DtypeGroup, builder_for
-from syncvar.runtime.persistent.persistent_reduce import OutputSpec, has_segments, reducing, then
-from syncvar.runtime.programs.arithmetic import HALVES
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement
-from syncvar.runtime.programs.program_runner import agreed
-from syncvar.runtime.programs.shm_reduce import (
+from syncvar.runtime.arithmetic import HALVES, gil_monitor
+from syncvar.runtime.compile_reduce import EVERYWHERE, BufferPlacement
+from syncvar.runtime.persistent_builder import DtypeGroup, builder_for
+from syncvar.runtime.persistent_reduce import OutputSpec, has_segments, reducing, then
+from syncvar.runtime.program_runner import agreed
+from syncvar.runtime.shm_reduce import (
     ReduceBuffers,
     add_native_program,
     combine_small,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
+    from syncvar.runtime.persistent_builder import CallLabel, PersistentCallBuilder
     from syncvar.shm.group_channel import GroupChannel
 
 

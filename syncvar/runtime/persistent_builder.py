@@ -16,14 +16,12 @@ import numpy as np
 
 from syncvar._native import slot_call
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.call_sites import site_of
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.programs.program_runner import DISAGREE
-from syncvar.runtime.programs.shm_reduce import is_separate
+from syncvar.runtime.arithmetic import gil_monitor
+from syncvar.runtime.call_record import CallInfo, site_of
+from syncvar.runtime.program_runner import DISAGREE
 from syncvar.runtime.request import Request
-from syncvar.runtime.timeouts import checked_timeout
-from syncvar.runtime.work import Work
+from syncvar.runtime.shm_reduce import is_separate
+from syncvar.runtime.work import Work, checked_timeout
 from syncvar.shm.channel_table import MASK, SPREAD
 
 if TYPE_CHECKING:

@@ -10,15 +10,8 @@ import numpy as np
 
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.flight_recorder.call_record import UNRECORDED
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.persistent.builder import (
-    PersistentCallBuilder,
-    builder_for,
-    run_while_spinning,
-)
-from syncvar.runtime.programs.arithmetic import folder
-from syncvar.runtime.programs.block_transfer import (
+from syncvar.runtime.arithmetic import folder, gil_monitor
+from syncvar.runtime.block_transfer import (
     NOTHING,
     Movement,
     add_native_programs,
@@ -26,7 +19,13 @@ from syncvar.runtime.programs.block_transfer import (
     move_shared,
     take_blocks,
 )
-from syncvar.runtime.stage_executor import stage_steps
+from syncvar.runtime.call_record import UNRECORDED
+from syncvar.runtime.persistent_builder import (
+    PersistentCallBuilder,
+    builder_for,
+    run_while_spinning,
+)
+from syncvar.runtime.request import stage_steps
 from syncvar.shm.channel_table import CHECK, MASK, SPREAD
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.communicator import CollectiveSpec, Communicator, PreparedCall
-    from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar._native.constants import MemoryKind
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.runtime.programs.instructions import (
+from syncvar.runtime.instructions import (
     Await,
     Combine,
     CompiledProgram,

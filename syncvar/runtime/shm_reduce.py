@@ -26,16 +26,15 @@ import numpy as np
 
 from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind
 from syncvar.algorithms.selection import choose
-from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import ShmRef
-from syncvar.runtime.programs.compile_reduce import (
+from syncvar.runtime.arithmetic import Arithmetic
+from syncvar.runtime.compile_reduce import (
     EVERYWHERE,
     BufferPlacement,
     Cells,
     ResultPlacement,
     reduce_code,
 )
-from syncvar.runtime.programs.program_runner import agreed, native_of, open_code, run_code
+from syncvar.runtime.program_runner import ShmRef, agreed, native_of, open_code, run_code
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.programs.instructions import CompiledProgram
+    from syncvar.runtime.instructions import CompiledProgram
     from syncvar.shm.group_channel import GroupChannel
 
 # Published words; no array has one of these offsets, where shared memory has its header.
