@@ -36,7 +36,7 @@ def _short(recorder: Recorder, count: int) -> None:
 
 def _long(recorder: Recorder, count: int) -> None:
     for number in range(count):
-        entry = recorder.begin(CallInfo(_TOLD.what, 0, (0, 1), 1, 0, "shm"), number)
+        entry = recorder.begin(CallInfo(_TOLD.label, 0, (0, 1), 1, 0, "shm"), number)
         entry.stage("direct", 8)
         entry.end()
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from syncvar._native import told, which
+from syncvar._native import runner_text, which
 from syncvar.algorithms.selection import parse_forced
 from syncvar.bootstrap.handshake import join_handshake
 from syncvar.core.environment import RankEnvironment
@@ -168,7 +168,7 @@ class ProcessContext:
         if self.shm is not None:
             return (
                 f"shared memory: {self.local_world_size} ranks of this host share "
-                f"memory{between}; {told(self.config.call_runner)}"
+                f"memory{between}; {runner_text(self.config.call_runner)}"
             )
         return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_shm}{between}"
 

@@ -129,7 +129,7 @@ def _request(
         )
         if is_like_x and not np.may_share_memory(made, x):
             targets = [made[place * rows : (place + 1) * rows] for place in range(size)]
-            return _sides(mine, targets, rank)._replace(made=made, parts=size)
+            return _sides(mine, targets, rank)._replace(output=made, parts=size)
         return _blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
 
     layout = None

@@ -214,10 +214,10 @@ def reduce_one(
     ):
         flat = array.reshape(-1)
         if target is not None and _takes_sums(target, flat, how, size) and apply is None:
-            yield Stage(plan, target.reshape(-1), how.ufunc, brought=flat)
+            yield Stage(plan, target.reshape(-1), how.ufunc, send_buffer=flat)
             return target
         work = np.empty(flat.size, how.accumulate)
-        yield Stage(plan, work, how.ufunc, brought=flat)
+        yield Stage(plan, work, how.ufunc, send_buffer=flat)
     else:
         work = contribution(array, how, communicator.home_rank)
         yield Stage(plan, work, how.ufunc)

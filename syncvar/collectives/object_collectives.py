@@ -218,7 +218,7 @@ def _call(
         def body() -> Generator[Stage, None, Any]:
             return finish(communicator, (yield from request.body), source)
 
-        return CollectiveSpec(request.what, request.digest, body())
+        return CollectiveSpec(request.label, request.digest, body())
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 

@@ -281,7 +281,7 @@ class ReduceArgs(Cacheable):
         self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
     ) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
+        return prepare_form(communicator, like, self._op, self.digest, self.label, self._ends)
 
 
 def prepare_form(

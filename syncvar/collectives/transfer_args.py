@@ -72,7 +72,7 @@ class TransferArgs(Cacheable):
             )
             yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
             if movement.is_done:
-                return finish(movement.blocks.made)
+                return finish(movement.blocks.output)
         return None if self.general is None else (yield from self.general())
 
     def prepared(
@@ -112,7 +112,7 @@ def result_buffer(
 
 def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
     """Return the arrays of a call if its result, where there is one, is in `out`."""
-    return blocks if out is None or blocks.made is out or blocks.made is NOTHING else None
+    return blocks if out is None or blocks.output is out or blocks.output is NOTHING else None
 
 
 def place_of(source: int, dest: int) -> int:

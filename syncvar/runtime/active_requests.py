@@ -145,7 +145,7 @@ class StartedCalls:
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
         if operation.reported and self._core.failure is None:
-            self._core.tell("resumed", group=operation.group, call=operation.call)
+            self._core.send_control("resumed", group=operation.group, call=operation.call)
         if operation.thread:
             self._core.hand_over()
 
@@ -185,7 +185,7 @@ class StartedCalls:
         """Break the group because an operation missed its deadline."""
         missing = operation.awaiting
         awaited = rank_list(missing) if missing else "its own sends"
-        call = self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
+        call = self._core.recorder.numbers.text(operation.label, operation.group, operation.call)
         error = DeadlineExceeded(
             f"{call} did not finish within {operation.timeout_s:g} s: "
             f"rank {self._core.rank} waited {now - operation.started:.1f} s for {awaited}",
@@ -194,7 +194,7 @@ class StartedCalls:
         )
         self._core.break_generation(error)
         reason = f"gave up {call} after {operation.timeout_s:g} s"
-        self._core.tell(
+        self._core.send_control(
             "broke",
             kind_of_break="deadline",
             reason=reason,
@@ -219,14 +219,14 @@ class StartedCalls:
                     self._flow.notify_waiting(
                         peer, operation.group, operation.call, operation.fingerprint
                     )
-        self._core.tell(
+        self._core.send_control(
             "report",
             group=operation.group,
             members=list(operation.members),
             call=operation.call,
             ordinal=self._core.recorder.numbers.ordinal(operation.group, operation.call),
             fingerprint=operation.fingerprint,
-            what=operation.what,
+            what=operation.label,
             site=call_site(operation.thread),
             awaiting=list(operation.awaiting),
             waited_s=now - operation.started,
@@ -266,10 +266,10 @@ class Verdicts:
         elif kind == "left":
             self._peer_left(message["rank"], message["entered"], message["skipped"])
         elif kind == "are_you_there":
-            self._core.tell("here", **self._core.recorder.whereabouts())
+            self._core.send_control("here", **self._core.recorder.whereabouts())
 
     def _call(self, operation: Request) -> str:
-        return self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
+        return self._core.recorder.numbers.text(operation.label, operation.group, operation.call)
 
     def _aborted(self, message: Message) -> None:
         active = self._core.active
@@ -354,7 +354,7 @@ class Verdicts:
             else:
                 core.break_generation(PeerLost(peer, core.hosts.get(peer, ""), reason))
                 # Otherwise the others would first hear that this rank ended, and blame it.
-                core.tell(
+                core.send_control(
                     "broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer]
                 )
                 return now
@@ -369,9 +369,9 @@ class Verdicts:
         for operation in list(core.active.values()):
             awaited = () if operation.links is None else operation.links.awaiting
             for peer in self._cut.keys() & set(awaited):
-                what = self._call(operation)
+                label = self._call(operation)
                 detail = (
-                    f"{what} waits for what it sent, and its link was lost before that arrived: "
+                    f"{label} waits for what it sent, and its link was lost before that arrived: "
                     f"{self._cut[peer]}"
                 )
                 operation.fail(PeerLost(peer, core.hosts.get(peer, ""), "finished", detail))

@@ -144,26 +144,27 @@ class Arithmetic(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _suits_native(how: Arithmetic) -> bool:
+def _suits_native(arithmetic: Arithmetic) -> bool:
     return (
-        isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), how.native) is not None
+        isinstance(arithmetic.ufunc, np.ufunc)
+        and native_program(b"", 0, (), (), arithmetic.native) is not None
     )
 
 
-def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
+def folder(arithmetic: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
     """Return a function that combines terms into an array, and divides."""
-    ufunc, divisor, hold = how.ufunc, how.divisor, gil_monitor.holds()
+    ufunc, divisor, hold = arithmetic.ufunc, arithmetic.divisor, gil_monitor.holds()
     if ufunc is None:
         return _fold_nothing
-    if how.wire != how.accumulate:
-        return lambda terms, made: combine_widened(
-            terms, ufunc, made, how.accumulate, divisor, hold=hold
+    if arithmetic.wire != arithmetic.accumulate:
+        return lambda terms, output: combine_widened(
+            terms, ufunc, output, arithmetic.accumulate, divisor, hold=hold
         )
 
-    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
-        combine(terms, ufunc, made, hold=hold)
+    def fold(terms: list[NDArray[Any]], output: NDArray[Any]) -> None:
+        combine(terms, ufunc, output, hold=hold)
         if divisor:
-            np.divide(made, divisor, out=made)
+            np.divide(output, divisor, out=output)
 
     return fold
 
@@ -235,7 +236,7 @@ def combine_widened(
     is_half = out.dtype == np.float16
     for start in range(0, out.size, per_piece):
         stop = min(out.size, start + per_piece)
-        parts, made = [term[start:stop] for term in terms], out[start:stop]
+        parts, output = [term[start:stop] for term in terms], out[start:stop]
         wide = list(room[:, : stop - start])
         is_scaled = is_half and are_scalable(parts, ufunc, divisor)
         for part, row in zip(parts, wide, strict=True):
@@ -249,9 +250,9 @@ def combine_widened(
         if divisor:
             np.divide(wide[0], divisor, out=wide[0])
         if is_scaled:
-            round_scaled(wide[0], made, wide[1])
+            round_scaled(wide[0], output, wide[1])
         else:
-            made[...] = wide[0]
+            output[...] = wide[0]
 
 
 def store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
@@ -272,9 +273,9 @@ def store_parts(
         start += array.size
 
 
-def storer(how: Arithmetic, copy: Copier) -> Copier:
+def storer(arithmetic: Arithmetic, copy: Copier) -> Copier:
     """Return a function that stores combinations in targets; `copy` serves equal dtypes."""
-    apply = how.apply
+    apply = arithmetic.apply
 
     def store_combination(target: NDArray[Any], value: NDArray[Any]) -> None:
         if apply is None and target.dtype == value.dtype:

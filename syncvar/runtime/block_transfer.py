@@ -148,12 +148,12 @@ def lower_move(
         return Program((), (*steps, Publish(), Await()))
     turns = -(-move.elements // move.cell)
     opening = _put(move, way, 0)
-    told: list[Instruction] = (
+    publishing: list[Instruction] = (
         [*(opening if has_published else ()), Publish(), Await()] if some_published else []
     )
     last_side = ((turns - 1) // move.lag) & 1 if move.puts and turns else None
     copies = () if has_published else tuple(opening)
-    return Program(copies, (*told, *_by_cells(move, turns)), last_side, is_read=False)
+    return Program(copies, (*publishing, *_by_cells(move, turns)), last_side, is_read=False)
 
 
 def _by_cells(move: Move, turns: int) -> list[Instruction]:
@@ -218,9 +218,9 @@ def _take(move: Move, way: TransferPath, turn: int) -> list[Instruction]:
         steps.append(CopyInstruction(own, converted))
         own = converted
     target = move.own(MemoryKind.TARGET, 0, start, length)
-    made = Span(Memory(MemoryKind.SCRATCH), 0, length) if move.makes_first else target
-    steps.append(Combine((*parts[: move.rank], own, *parts[move.rank :]), made))
-    return steps if made is target else [*steps, CopyInstruction(made, target)]
+    output = Span(Memory(MemoryKind.SCRATCH), 0, length) if move.makes_first else target
+    steps.append(Combine((*parts[: move.rank], own, *parts[move.rank :]), output))
+    return steps if output is target else [*steps, CopyInstruction(output, target)]
 
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ _READ_BYTES = 512 << 10  # from here on reading one of several blocks is faster 
 _LONE = 128  # the same for a single block: so many times _READ_BYTES
 
 NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-"""`Blocks.made` of a rank that gets no result."""
+"""`Blocks.output` of a rank that gets no result."""
 
 
 def cells_of_blocks(
@@ -335,7 +335,7 @@ class TransferLayout(NamedTuple):
         return is_worth_reading(nbytes, self.blocks, self.most_takes, are_native=are_native)
 
     @property
-    def how(self) -> Arithmetic:
+    def arithmetic(self) -> Arithmetic:
         """The arithmetic of the call."""
         return Arithmetic(self.ufunc, self.dtype, self.dtype, self.divisor)
 
@@ -349,7 +349,7 @@ class TransferLayout(NamedTuple):
         blocks: Blocks,
         way: TransferPath,
         starts: Starts | None = None,
-        **told: bool,
+        **published: bool,
     ) -> CompiledProgram:
         """Return the program of this rank; see `move_code`."""
         folds, own = self.ufunc is not None, blocks.own
@@ -371,14 +371,14 @@ class TransferLayout(NamedTuple):
             makes_first=folds and blocks.targets[0].dtype != self.dtype,
             starts=starts,
         )
-        return move_code(move, way, **told)
+        return move_code(move, way, **published)
 
 
 class Blocks(NamedTuple):
     """Arrays of one call, each of the layout's shape.
 
     Args:
-        made: The result.
+        output: The result.
         outgoing: Blocks that this rank publishes.
         targets: Contiguous outputs of the blocks it takes; for a reduction one array.
         own: Block that this rank keeps.
@@ -387,7 +387,7 @@ class Blocks(NamedTuple):
             the result itself.
     """
 
-    made: Any
+    output: Any
     outgoing: Sequence[NDArray[Any]] = ()
     targets: Sequence[NDArray[Any]] = ()
     own: NDArray[Any] | None = None
@@ -398,9 +398,9 @@ class Blocks(NamedTuple):
     def result(self) -> Any:
         """The caller's result."""
         if not self.parts:
-            return self.made
-        rows = len(self.made) // self.parts
-        return [self.made[part * rows : (part + 1) * rows] for part in range(self.parts)]
+            return self.output
+        rows = len(self.output) // self.parts
+        return [self.output[part * rows : (part + 1) * rows] for part in range(self.parts)]
 
 
 class Movement:
@@ -458,10 +458,12 @@ def move_published(
             yield channel.last
             yield from take_blocks(channel, check, movement)
             return
-        told = (
+        locations = (
             (peer, channel.block_location(peer, place)) for peer, place in movement.layout.takes
         )
-        yield from reading(channel, run, ((peer, place) for peer, place in told if place & ADDRESS))
+        yield from reading(
+            channel, run, ((peer, place) for peer, place in locations if place & ADDRESS)
+        )
         movement.is_done = True
     except BaseException:
         _keep_published(channel, check, movement, mark)
@@ -485,7 +487,7 @@ def add_native_programs(
     """
     for pattern, way in enumerate((TransferPath.CELLS, TransferPath.DIRECT)):
         code = layout.code(channel, blocks, way, starts)
-        program = native_of(code, layout.how)
+        program = native_of(code, layout.arithmetic)
         if program is None:
             return False
         native.learn(
@@ -499,21 +501,23 @@ def _put_blocks(channel: GroupChannel, movement: Movement) -> int:
     layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
         code = layout.code(channel, blocks, TransferPath.SLOTS)
-        open_code(channel, code, layout.how, movement.arrays, channel.side ^ 1)
+        open_code(channel, code, layout.arithmetic, movement.arrays, channel.side ^ 1)
         return 0
     side = channel.tail ^ 1
     flat = movement.outgoing
     if flat:
         channel.reserve_segments()
-    offer = _tell(channel, layout, flat)
+    offer = _offer_blocks(channel, layout, flat)
     if flat and not offer:
         code = layout.code(channel, blocks, TransferPath.CELLS)
-        open_code(channel, code, layout.how, movement.arrays, side)
+        open_code(channel, code, layout.arithmetic, movement.arrays, side)
         channel.tail = side
     return side << 3 | offer
 
 
-def _tell(channel: GroupChannel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]) -> int:
+def _offer_blocks(
+    channel: GroupChannel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]
+) -> int:
     """Publish the locations of blocks, if others can read them; return the offer, 0 for cells."""
     offer = _OFFER if layout.is_read(channel) else _RESIDENT | _LOCATED
     places = []
@@ -557,8 +561,14 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side
 
     def location_of(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
-        told = channel.block_location(rank, place)
-        return RemoteRef(rank, told, layout.dtype) if told & ADDRESS else ShmRef(told, layout.dtype)
+        location = channel.block_location(rank, place)
+        return (
+            RemoteRef(rank, location, layout.dtype)
+            if location & ADDRESS
+            else ShmRef(location, layout.dtype)
+        )
 
-    yield from run_code(channel, code, layout.how, movement.arrays, sides, location_of=location_of)
+    yield from run_code(
+        channel, code, layout.arithmetic, movement.arrays, sides, location_of=location_of
+    )
     movement.is_done = True

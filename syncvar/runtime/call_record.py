@@ -73,16 +73,16 @@ class CallLabel(str):
         return label
 
 
-def collective_of(what: str) -> str:
+def collective_of(label: str) -> str:
     """Return the collective that a label or a plain text names."""
-    return what.fields.collective if isinstance(what, CallLabel) else what
+    return label.fields.collective if isinstance(label, CallLabel) else label
 
 
 class Event(NamedTuple):
     """One entry of the ring, as record files contain it.
 
     Args:
-        what: The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke",
+        label: The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke",
             "verdict".
         group: Identity of the group; -1 for none.
         call: Call number within the group; -1 for none.
@@ -97,7 +97,7 @@ class Event(NamedTuple):
         collective: The fields from here on are those of `CallFields`; a shape is text, "[2, 3]".
     """
 
-    what: str
+    label: str
     group: int
     call: int
     fingerprint: int
@@ -119,11 +119,15 @@ class Event(NamedTuple):
     tag: int = -1
 
 
+COLUMNS = ("what", *Event._fields[1:])
+"""Titles of the columns of events in record files, in the order of the fields."""
+
+
 class CallInfo(NamedTuple):
     """The part of an entry that repeated calls share.
 
     Args:
-        what: The call; a `CallLabel` where it has more fields than its text.
+        label: The call; a `CallLabel` where it has more fields than its text.
         group: Identity of the group.
         members: World ranks of the group.
         fingerprint: Signature of the call.
@@ -131,7 +135,7 @@ class CallInfo(NamedTuple):
         path: "shm", "links" or "hosts", and the algorithm.
     """
 
-    what: str
+    label: str
     group: int
     members: tuple[int, ...]
     fingerprint: int
@@ -141,7 +145,7 @@ class CallInfo(NamedTuple):
     @property
     def fields(self) -> CallFields:
         """The description of the call as data."""
-        return self.what.fields if isinstance(self.what, CallLabel) else CallFields(self.what)
+        return self.label.fields if isinstance(self.label, CallLabel) else CallFields(self.label)
 
 
 class PendingRecord:
@@ -189,7 +193,7 @@ def event_of(entry: Any) -> Event:
         times = entry.began, entry.ended, entry.state, entry.thread, entry.detail
     names: Any = info.fields
     shape = str(list(names.shape)) if names.dtype else ""
-    head = info.what, info.group, call, info.fingerprint, nbytes, path
+    head = info.label, info.group, call, info.fingerprint, nbytes, path
     return Event(*head, *times, *names._replace(shape=shape))
 
 

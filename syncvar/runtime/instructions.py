@@ -271,15 +271,15 @@ class CompiledProgram:
 def _joined(
     opening: tuple[tuple[int, ...], ...],
 ) -> list[tuple[list[tuple[int, int, int]], int, int]]:
-    made: list[tuple[list[tuple[int, int, int]], int, int]] = []
+    joins: list[tuple[list[tuple[int, int, int]], int, int]] = []
     end = -1
     for _, source, first, target, start, length in opening:
-        if made and made[-1][1] == target and start == end:
-            made[-1][0].append((source, first, length))
+        if joins and joins[-1][1] == target and start == end:
+            joins[-1][0].append((source, first, length))
         else:
-            made.append(([(source, first, length)], target, start))
+            joins.append(([(source, first, length)], target, start))
         end = start + length
-    return made
+    return joins
 
 
 def assemble(program: Program) -> CompiledProgram:

@@ -183,14 +183,14 @@ class LinkExchange:
 
     def apply(self, frame: Frame) -> None:
         """Use a frame of this round."""
-        what = self._entry.info.what
+        label = self._entry.info.label
         header, payload = frame
         source = header.source
         wanted = self._incoming.get(source)
         left = self._pending.get(source)
         if wanted is None or left is None:
             raise InternalError(
-                f"{what}: rank {source} sent a frame that round {self._round} does not expect"
+                f"{label}: rank {source} sent a frame that round {self._round} does not expect"
             )
         self.has_heard = True
         array = self._buffers[wanted.buffer]
@@ -201,7 +201,7 @@ class LinkExchange:
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
             raise InternalError(
-                f"{what}: rank {source} sent {header.nbytes} bytes, not "
+                f"{label}: rank {source} sent {header.nbytes} bytes, not "
                 f"{(stop - start) * array.itemsize}"
             )
         if header.nbytes:
@@ -227,16 +227,16 @@ class LinkExchange:
         plan: LinkSchedule,
         work: NDArray[Any],
         ufunc: Combiner | None = None,
-        brought: NDArray[Any] | None = None,
+        send_buffer: NDArray[Any] | None = None,
     ) -> Iterator[LinkExchange]:
         """Run a schedule; the arguments are those of a `Stage`."""
         scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
-        if brought is not None:
+        if send_buffer is not None:
             if plan.in_place is None:
-                what = self._entry.info.what
-                raise InternalError(f"{what}: the schedule needs its input in the work buffer")
-            rounds, self._buffers = plan.in_place, (work, scratch, brought)
+                label = self._entry.info.label
+                raise InternalError(f"{label}: the schedule needs its input in the work buffer")
+            rounds, self._buffers = plan.in_place, (work, scratch, send_buffer)
         self._entry.stage(plan.algorithm, work.nbytes)
         self._stage += 1
         for self._round, one in enumerate(rounds):  # noqa: B020
@@ -305,7 +305,7 @@ class LinkExchange:
 
     def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
         if self._ufunc is None:
-            raise InternalError(f"{self._entry.info.what}: the schedule reduces, but has no op")
+            raise InternalError(f"{self._entry.info.label}: the schedule reduces, but has no op")
         combine_two(self._ufunc, left, right, target)
 
 

@@ -51,12 +51,12 @@ class MessageType(NamedTuple):
     """Properties shared by messages of one dtype and shape.
 
     Args:
-        what: Packed type, see `RingWriter.put`.
+        type_code: Packed type, see `RingWriter.put`.
         info: Shared part of the flight records.
         is_buffer: The array can be copied as it is.
     """
 
-    what: int
+    type_code: int
     info: CallInfo
     is_buffer: bool
 
@@ -158,12 +158,12 @@ class P2PChannel:
             )
             try:
                 if waits:
-                    number = outward.tell(sort.what, stream.identity, call, array)
+                    number = outward.announce(sort.type_code, stream.identity, call, array)
                     is_accepted = number != 0
                 else:
                     data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
                     is_accepted = outward.put(
-                        sort.what,
+                        sort.type_code,
                         stream.identity,
                         call,
                         array.shape,
@@ -291,7 +291,7 @@ class P2PChannel:
     def _call_info(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
         stream, spec = self.stream, request()
         spec.body.close()
-        return CallInfo(spec.what, stream.identity, stream.members, spec.digest, nbytes, WAY)
+        return CallInfo(spec.label, stream.identity, stream.members, spec.digest, nbytes, WAY)
 
     def _met(
         self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
@@ -300,8 +300,10 @@ class P2PChannel:
         key = message.dtype, message.shape, kind
         found = self._sorts.get(key)
         if found is None:
-            what = array_code(kind, dtype_index(message.dtype), message.ndim)
-            found = MessageType(what, self._call_info(request, message.nbytes), is_buffer=False)
+            type_code = array_code(kind, dtype_index(message.dtype), message.ndim)
+            found = MessageType(
+                type_code, self._call_info(request, message.nbytes), is_buffer=False
+            )
         self._keep(key, found)
         return found
 
@@ -328,7 +330,7 @@ class P2PChannel:
                 shared=stream.engine.under_way,
             )
         if self.native is not None:
-            self.native.remember(dtype, shape, sort.what, sort.info)
+            self.native.remember(dtype, shape, sort.type_code, sort.info)
 
     def _go_on(
         self,

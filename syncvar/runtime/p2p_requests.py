@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from syncvar.protocol.frame import Header
     from syncvar.runtime.call_record import PendingRecord
     from syncvar.runtime.link_exchange import LinkExchange
-    from syncvar.runtime.p2p_endpoints import Key, Landing, RecvEndpoint, SendEndpoint, Taken
+    from syncvar.runtime.p2p_endpoints import Key, Landing, Received, RecvEndpoint, SendEndpoint
     from syncvar.runtime.request import Steps
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
@@ -89,7 +89,7 @@ class Sending:
 
     def is_reached(self) -> bool:
         """Send the requested parts; return whether the receiver has the message."""
-        outward, ring = self._outward, self._outward.box()
+        outward, ring = self._outward, self._outward.ring_writer()
         if ring is None:
             raise InternalError("the ring of an announced message is gone")
         answer = ring.answer(self._number)
@@ -109,7 +109,7 @@ class Sending:
 
     def look(self) -> bool:
         """Spin for a short while; return whether the receiver has answered."""
-        ring = self._outward.box()
+        ring = self._outward.ring_writer()
         # the receiver has to read the sent parts first
         if ring is None or ring.answer(self._number) == 1:
             return False
@@ -143,7 +143,7 @@ class Sending:
         """Write or announce the message in the ring; return False if that is impossible."""
         array = self._array
         if self._waits:
-            self._number = self._outward.tell(self._type_word, self._group, self._call, array)
+            self._number = self._outward.announce(self._type_word, self._group, self._call, array)
             return self._number != 0
         return self._outward.put(
             self._type_word,
@@ -169,7 +169,7 @@ class Receiving:
         self._finish = finish
         self._links: LinkExchange | None = None
         self._key: Key = (0, 0)
-        self._taken: Taken | None = None
+        self._received: Received | None = None
 
     def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
         """Return the steps of the call, given its steps over a link.
@@ -203,10 +203,10 @@ class Receiving:
         if self._links is not None and self._links.has_heard:
             return True
         try:
-            self._taken = self._inward.take(self._key, self._landing)
+            self._received = self._inward.take(self._key, self._landing)
         except SyncvarError as error:  # an error of this message only; the sender has completed
             raise BodyError(error) from error
-        return self._taken is not None
+        return self._received is not None
 
     def look(self) -> bool:
         """Spin for a short while; return whether something has come."""
@@ -222,13 +222,13 @@ class Receiving:
         try:
             next(over_link)  # starts the exchange: the first round waits for a frame
             yield self
-            if self._taken is None:
+            if self._received is None:
                 self._inward.links += 1
                 self._inward.expected.discard(self._key)
                 return (yield from over_link)
         finally:
             over_link.close()
-        kind, message = self._taken
+        kind, message = self._received
         self._inward.expected.discard(self._key)
         try:
             result = self._finish(kind, message)
@@ -257,17 +257,17 @@ class GetRequest:
         "error",
         "is_over",
         "key",
+        "label",
         "peer",
         "result",
         "thread",
         "timeout_s",
-        "what",
     )
 
-    def __init__(self, peer: int, key: int, what: str, deadline: float, timeout_s: float) -> None:
+    def __init__(self, peer: int, key: int, label: str, deadline: float, timeout_s: float) -> None:
         self.peer = peer
         self.key = key
-        self.what = what
+        self.label = label
         self.deadline = deadline
         self.timeout_s = timeout_s
         self.call = -1
@@ -317,7 +317,7 @@ class GetRequests:
         self.frames_sent = 0
         self.find: Callable[[int], Answer | None] = _nothing
         # Appended by any thread, sent by the driver.
-        self.asked: collections.deque[GetRequest] = collections.deque()
+        self.waiting: collections.deque[GetRequest] = collections.deque()
         self._core = core
         self._segment_bytes = core.config.segment_bytes
         self._numbers = itertools.count()
@@ -327,12 +327,12 @@ class GetRequests:
     def send_requests(self) -> None:
         """Send the waiting requests, and fail those that cannot be answered any more."""
         core = self._core
-        while self.asked:
-            question = self.asked.popleft()
+        while self.waiting:
+            question = self.waiting.popleft()
             if core.failure is not None:
                 question.fail(core.failure)
             elif question.peer in core.book.left:
-                question.fail(core.book.ended(question.peer, question.what))
+                question.fail(core.book.ended(question.peer, question.label))
             else:
                 question.call = next(self._numbers)
                 self._open[question.call] = question
@@ -373,7 +373,7 @@ class GetRequests:
                 del self._open[number]
                 question.fail(
                     DeadlineExceeded(
-                        f"{question.what} was not answered within {question.timeout_s:g} s by "
+                        f"{question.label} was not answered within {question.timeout_s:g} s by "
                         f"rank {question.peer}; the group is not affected",
                         (question.peer,),
                         question.timeout_s,

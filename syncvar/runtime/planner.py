@@ -105,20 +105,20 @@ def run_rounds(
     code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
     if code.uses_cells:
         channel.reserve_segments()
-    how, arrays, slots = Arithmetic(ufunc, work.dtype, work.dtype), ((), (work,)), None
+    arithmetic, arrays, slots = Arithmetic(ufunc, work.dtype, work.dtype), ((), (work,)), None
     if opening is not None:
         call, check = opening
-        open_code(channel, code, how, arrays, channel.side ^ 1)
+        open_code(channel, code, arithmetic, arrays, channel.side ^ 1)
         yield from agreed(channel, check, channel.begin(call, check))
         slots = channel.slots_now(0)
         first = channel.next_parity()
     else:
         first = channel.next_parity()
-        open_code(channel, code, how, arrays, first)
+        open_code(channel, code, arithmetic, arrays, first)
         yield channel.publish()
     if code.last_side is not None:
         channel.tail = first ^ code.last_side
-    yield from run_code(channel, code, how, arrays, (first,) * channel.size, slots)
+    yield from run_code(channel, code, arithmetic, arrays, (first,) * channel.size, slots)
 
 
 _PLANS_MAX = 512
@@ -348,14 +348,14 @@ def _takes_between(
 
 def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[CopyInstruction]:
     """Return the copies of elements [low, high) of a publication to the start of a memory."""
-    made, begin = [], 0
+    copies, begin = [], 0
     for chunk in ranges:
         start, stop = max(low, begin), min(high, begin + chunk.count)
         if stop > start:
             source = _span(chunk).cut(start - begin, stop - begin)
-            made.append(CopyInstruction(source, Span(into, start - low, stop - start)))
+            copies.append(CopyInstruction(source, Span(into, start - low, stop - start)))
         begin += chunk.count
-    return made
+    return copies
 
 
 def _take_steps(take: Take, part: Span, first: int) -> list[Instruction]:

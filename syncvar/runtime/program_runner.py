@@ -177,14 +177,14 @@ def agreed(channel: GroupChannel, check: int, reached: int) -> Iterator[int]:
         yield DISAGREE
 
 
-def native_of(code: CompiledProgram, how: Arithmetic) -> Any:
+def native_of(code: CompiledProgram, arithmetic: Arithmetic) -> Any:
     """Return a program for the C extension, or None if it has no loop for the arithmetic."""
-    found = code.natives.get(how, _MISSING)
+    found = code.natives.get(arithmetic, _MISSING)
     if found is _MISSING:
         # A registered op may be any callable.
-        is_known = how.ufunc is None or isinstance(how.ufunc, np.ufunc)
-        found = code.natives[how] = (
-            native_program(*code.numbers(), how.native) if is_known else None
+        is_known = arithmetic.ufunc is None or isinstance(arithmetic.ufunc, np.ufunc)
+        found = code.natives[arithmetic] = (
+            native_program(*code.numbers(), arithmetic.native) if is_known else None
         )
     return found
 
@@ -195,14 +195,14 @@ _MISSING = object()
 def open_code(
     channel: GroupChannel,
     code: CompiledProgram,
-    how: Arithmetic,
+    arithmetic: Arithmetic,
     arrays: Arrays,
     side: int,
     slots: tuple[int, ...] | None = None,
 ) -> None:
     """Make the copies of phase 0 into cells or the slot of this side; see `run_code`."""
-    found = _found(channel, code, how, arrays, channel.own_side(side), slots)
-    native = _native(channel, code, how, found)
+    found = _found(channel, code, arithmetic, arrays, channel.own_side(side), slots)
+    native = _native(channel, code, arithmetic, found)
     if native is not None:
         open_program(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
     elif code.opening:
@@ -212,7 +212,7 @@ def open_code(
 def run_code(
     channel: GroupChannel,
     code: CompiledProgram,
-    how: Arithmetic,
+    arithmetic: Arithmetic,
     arrays: Arrays,
     sides: tuple[int, ...],
     slots: tuple[int, ...] | None = None,
@@ -223,15 +223,15 @@ def run_code(
     Args:
         channel: This rank's channel.
         code: The program.
-        how: Its arithmetic.
+        arithmetic: Its arithmetic.
         arrays: (SOURCEs, TARGETs).
         sides: Side of the first cells of each rank; from bit 1 on the page at which they begin.
         slots: Offsets of the slots of all ranks in shared memory; None for the slots of these
             sides.
         location_of: Function of (kind, rank, place): location of an array of another rank.
     """
-    found = _found(channel, code, how, arrays, sides, slots, location_of)
-    native = _native(channel, code, how, found)
+    found = _found(channel, code, arithmetic, arrays, sides, slots, location_of)
+    native = _native(channel, code, arithmetic, found)
     if native is not None:
         steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
         yield from reading(
@@ -239,12 +239,12 @@ def run_code(
         )
         return
     copy = copier()
-    store = storer(how, copy)
+    store = storer(arithmetic, copy)
     if RemoteRef in map(type, found):
         store = _reading(channel, store)
     try:
         yield from interpret(
-            channel, code.steps, _views(channel, code, found), copy, store, folder(how)
+            channel, code.steps, _views(channel, code, found), copy, store, folder(arithmetic)
         )
     except UnknownRef:
         yield PEER_ENDED
@@ -282,14 +282,14 @@ def _reading(channel: GroupChannel, store: Copier) -> Copier:
 def _found(
     channel: GroupChannel,
     code: CompiledProgram,
-    how: Arithmetic,
+    arithmetic: Arithmetic,
     arrays: Arrays,
     sides: tuple[int, ...],
     slots: tuple[int, ...] | None = None,
     location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> list[Any]:
     """Return the memories of a program: arrays, `ShmRef`, `RemoteRef`, or None if not known yet."""
-    (sources, targets), wire = arrays, how.wire
+    (sources, targets), wire = arrays, arithmetic.wire
     key = code, sides, wire, slots
     shared = channel.found.get(key)
     if shared is None:
@@ -339,18 +339,18 @@ def _found_shared(
 
 
 def _native(
-    channel: GroupChannel, code: CompiledProgram, how: Arithmetic, found: Sequence[Any]
+    channel: GroupChannel, code: CompiledProgram, arithmetic: Arithmetic, found: Sequence[Any]
 ) -> Any:
     """Return the program for the C extension; None if it cannot run these arrays."""
     if not channel.is_native:
         return None
-    wire = how.wire
+    wire = arithmetic.wire
     for array in found:
         if isinstance(array, np.ndarray) and (
             array.dtype != wire or not (array.flags.aligned and array.flags.c_contiguous)
         ):
             return None
-    return native_of(code, how)
+    return native_of(code, arithmetic)
 
 
 def _views(channel: GroupChannel, code: CompiledProgram, found: Sequence[Any]) -> list[Any]:

@@ -25,6 +25,7 @@ from syncvar.core.errors import DeadlineExceeded, InternalError, MismatchError, 
 from syncvar.core.process_ids import process_name
 from syncvar.core.stack_dump import stack_text
 from syncvar.runtime.call_record import (
+    COLUMNS,
     DETAIL_MAX,
     NOWHERE,
     CallInfo,
@@ -69,7 +70,7 @@ class CallNumbers:
         else:
             gaps.append((first, left_out))
 
-    def text(self, what: str, group: int, call: int) -> str:
+    def text(self, label: str, group: int, call: int) -> str:
         """Return a call with its ordinal, for messages.
 
         Example:
@@ -78,7 +79,7 @@ class CallNumbers:
             >>> numbers.text("barrier", 0, 1), numbers.text("barrier", 0, 1_000_000)
             ('barrier (call 2)', 'barrier (call 3)')
         """
-        return what if call < 0 else f"{what} (call {self.ordinal(group, call)})"
+        return label if call < 0 else f"{label} (call {self.ordinal(group, call)})"
 
     def ordinal(self, group: int, call: int) -> int:
         """Return the ordinal of a call in its group, from 1."""
@@ -178,9 +179,9 @@ class Recorder:
         self.add(entry)
         return entry
 
-    def note(self, what: str, detail: str = "") -> None:
+    def note(self, label: str, detail: str = "") -> None:
         """Add an event."""
-        entry = self.begin(CallInfo(what, NOWHERE, (), 0, 0, ""), NOWHERE)
+        entry = self.begin(CallInfo(label, NOWHERE, (), 0, 0, ""), NOWHERE)
         entry.state, entry.ended, entry.detail = "noted", entry.began, detail[:DETAIL_MAX]
 
     def refused(self, info: CallInfo, call: int, error: BaseException) -> None:
@@ -246,8 +247,8 @@ class Recorder:
         if last is None:
             return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
         age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
-        what = self.numbers.text(last.what, last.group, last.call)
-        return {"last": what, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
+        label = self.numbers.text(last.label, last.group, last.call)
+        return {"last": label, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
 
     def record(
         self, reason: str = "", *, is_final: bool = True, stack: Sequence[StackFrame] = ()
@@ -284,7 +285,7 @@ class Recorder:
             },
             "stack": [list(frame) for frame in stack or main_stack()],
             "threads": _threads({event.thread for event in events}),
-            "columns": list(Event._fields),
+            "columns": list(COLUMNS),
             "events": [list(event) for event in events],
         }
 

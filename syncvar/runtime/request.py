@@ -74,7 +74,7 @@ class Stage(NamedTuple):
         ufunc: Combines two operands; None for schedules that only move data.
         vector: Input and output buffers of an all-reduce in shared memory, instead of `work`.
         movement: Blocks to move concurrently in shared memory, instead of the schedule.
-        brought: Input that a schedule over links reads, instead of a copy of it in `work`.
+        send_buffer: Input that a schedule over links reads, instead of a copy of it in `work`.
         several: Small vectors of other dtypes in shared memory, besides `vector` or instead of it.
     """
 
@@ -83,7 +83,7 @@ class Stage(NamedTuple):
     ufunc: Combiner | None = None
     vector: ReduceBuffers | None = None
     movement: Movement | None = None
-    brought: NDArray[Any] | None = None
+    send_buffer: NDArray[Any] | None = None
     several: Sequence[ReduceBuffers] = ()
 
 
@@ -139,7 +139,7 @@ class Request:
         self.members = info.members
         self.call = entry.call
         self.fingerprint = info.fingerprint
-        self.what = info.what
+        self.label = info.label
         self.channel = channel
         self.links = links
         # No frame arrives for calls in shared memory, so they need polling.
@@ -275,7 +275,7 @@ class Request:
         links = self.links
         if links is None:
             raise InternalError(
-                f"{self.what}: a frame arrived for a call that uses shared memory only"
+                f"{self.label}: a frame arrived for a call that uses shared memory only"
             )
         if self.state != RequestState.RUNNING or not links.expects(frame):
             links.put_aside(frame)
@@ -298,7 +298,7 @@ class Request:
         """Use a frame of this round, if there is one, and take all steps that are possible now."""
         steps, links = self._steps, self.links
         if steps is None:
-            raise InternalError(f"{self.what}: the engine began a call that has no steps")
+            raise InternalError(f"{self.label}: the engine began a call that has no steps")
         try:
             if frame is None and not self._is_its_turn():
                 return
@@ -376,7 +376,7 @@ def stage_steps(
     channel: GroupChannel | None,
     links: LinkExchange | None,
     *,
-    is_begun: bool = False,
+    has_published: bool = False,
 ) -> Steps:
     """Return the steps of a call: they run its stages, and return the result of the body.
 
@@ -386,11 +386,11 @@ def stage_steps(
             ranks raise it.
         channel: This rank's end of its host's channel; None if the call has no stage there.
         links: Exchange of frames; None if the call has no stage over links.
-        is_begun: Phase 0 is over.
+        has_published: Phase 0 is over.
     """
     check = check_of(entry.info.fingerprint, entry.call)
     # Arguments of phase 0, which the first stage on the host executes.
-    opening = None if channel is None or is_begun else (entry.call, check)
+    opening = None if channel is None or has_published else (entry.call, check)
     is_read = True  # all ranks have read what this rank published in the stage before
     try:
         if channel is not None and opening is not None and links is None:
@@ -420,7 +420,7 @@ def stage_steps(
             elif isinstance(stage.plan, LinkSchedule):
                 if links is None:
                     raise InternalError("a call in shared memory has a schedule for links")
-                yield from links.run(stage.plan, stage.work, stage.ufunc, stage.brought)
+                yield from links.run(stage.plan, stage.work, stage.ufunc, stage.send_buffer)
             elif channel is None:
                 raise InternalError("a call over links has a schedule for shared memory")
             else:

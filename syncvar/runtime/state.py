@@ -2,8 +2,8 @@
 
 Admission of calls, the driver's lock, the launcher's channel and the failure.
 
-Cached calls and C code read `is_quiet`, `queues` and `begun` at every call. So these are attributes
-of one C object.
+Cached calls and C code read `is_quiet` and `driver` at every call. So these are attributes of one
+C object.
 
 One thread at a time drives: it holds `lock` and owns the transport and the launcher's channel.
 Other threads wait for it, or post callbacks to it. The first lost rank, missed deadline or
@@ -47,7 +47,7 @@ class Awaited(Protocol):
     An operation, a remote get, or the first of several operations.
     """
 
-    what: str
+    label: str
     call: int
     entry: PendingRecord
     thread: int  # identity of the waiting thread; 0 for none
@@ -77,7 +77,7 @@ class Core(AdmissionState):
         failure: Error that broke the group; None while it works.
         queues: Queues with deferred writes. A call that may wait sends them first.
         before_calls: Functions called with group and name before each call.
-        begun: Cached calls that wait for other ranks, and that only their callers know.
+        async_calls: Cached calls that wait for other ranks, and that only their callers know.
         book: Sequence numbers of the calls of each group.
         lock: Held by the driver, see `seize`.
         driver: Identity of the driving thread; 0 for none.
@@ -110,7 +110,7 @@ class Core(AdmissionState):
         self.is_quiet = True
         self.queues: list[Queued] = []
         self.before_calls: list[Callable[[int, str], None]] = []
-        self.begun: list[AsyncCall] = []
+        self.async_calls: list[AsyncCall] = []
         self.lock = threading.Lock()
         self.driver = 0
         self.active: dict[tuple[int, int], Request] = {}
@@ -167,22 +167,22 @@ class Core(AdmissionState):
             # thread.
             return
         try:
-            for begun in list(self.begun):
-                if after_s == 0.0 or time.monotonic_ns() - begun.begin > after_s * 1e9:
-                    begun.adopt()
+            for call in list(self.async_calls):
+                if after_s == 0.0 or time.monotonic_ns() - call.begin > after_s * 1e9:
+                    call.adopt()
         finally:
             self._adopting.release()
 
-    def adopted(self, begun: AsyncCall) -> Request | None:
+    def adopted(self, call: AsyncCall) -> Request | None:
         """Continue a cached call in the engine; return its operation, or None if the call is over.
 
         Raises:
             TransportError: An exception interrupted the engine while it took over the call.
         """
         with self._adopting:
-            begun.adopt()
-        operation: Request | None = begun.operation
-        if operation is None and not begun.is_over:
+            call.adopt()
+        operation: Request | None = call.operation
+        if operation is None and not call.is_over:
             self.check()
             raise InternalError("a cached call waits, but the engine has not taken it over")
         return operation
@@ -262,7 +262,7 @@ class Core(AdmissionState):
 
     # -- messages to the launcher ------------------------------------------------------------------
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send_control(self, kind: str, **fields: Any) -> None:
         """Send a message to the launcher, as the driver."""
         self.control.send(pack_message(kind, **fields))
 
@@ -271,8 +271,8 @@ class Core(AdmissionState):
         data = pack_message(kind, **fields)
         self.post_to_driver(lambda: self.control.send(data))
 
-    def poison(
-        self, group: int, members: tuple[int, ...], call: int, what: str, reason: str
+    def report_refused_call(
+        self, group: int, members: tuple[int, ...], call: int, label: str, reason: str
     ) -> None:
         """Report that this rank's call had a bad argument.
 
@@ -283,7 +283,7 @@ class Core(AdmissionState):
             group=group,
             members=list(members),
             call=call,
-            what=what,
+            what=label,
             reason=reason[:_REASON_MAX],
         )
 
@@ -291,7 +291,7 @@ class Core(AdmissionState):
         self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str
     ) -> None:
         """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
-        if self.begun:
+        if self.async_calls:
             self.adopt()
         self.send_control_async(
             "left_run",
@@ -309,7 +309,7 @@ class Core(AdmissionState):
         same calls. Then the group is informed, and this rank's next call fails too. Otherwise
         nothing is sent.
         """
-        if self.begun:
+        if self.async_calls:
             self.adopt()
         for one in self.book.check_ended_blocks(groups, SKIPPED_CALL, self.rank):
             self.is_quiet = False
@@ -338,7 +338,7 @@ class Core(AdmissionState):
         """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
         group = operation.entry.info.group
-        location = self.recorder.numbers.text(operation.what, group, operation.call)
+        location = self.recorder.numbers.text(operation.label, group, operation.call)
         self.fall(error, location, but=operation)
 
     def fall(self, error: BaseException, location: str, but: Awaited | None = None) -> None:
@@ -359,7 +359,9 @@ class Core(AdmissionState):
             self.interrupted(operation, error)
         else:
             reason = f"{type(error).__name__}: {error}"
-            self.poison(operation.group, operation.members, operation.call, operation.what, reason)
+            self.report_refused_call(
+                operation.group, operation.members, operation.call, operation.label, reason
+            )
 
 
 class Queued(Protocol):

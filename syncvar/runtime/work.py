@@ -60,7 +60,7 @@ class Work(MigrationHintsMixin):
         array([1., 1.])
     """
 
-    _begun: AsyncCall | None = None  # while the engine does not know the call
+    _async_call: AsyncCall | None = None  # while the engine does not know the call
     _finish: Callable[[Any], Any] | None = None
     _operation: Request
 
@@ -70,7 +70,7 @@ class Work(MigrationHintsMixin):
         self._engine = engine
         self._sends = sends  # this call sends deferred writes
         if isinstance(operation, AsyncCall):
-            self._begun = operation
+            self._async_call = operation
         else:
             self._operation = operation
 
@@ -90,9 +90,9 @@ class Work(MigrationHintsMixin):
         Raises:
             SyncvarError: The error of the collective.
         """
-        begun = self._begun
-        if begun is not None:
-            result = self._take_result(begun, waits=True)
+        async_call = self._async_call
+        if async_call is not None:
+            result = self._take_result(async_call, waits=True)
             if result is not None:
                 return result if self._finish is None else self._finish(result)
         operation = self._operation
@@ -119,20 +119,20 @@ class Work(MigrationHintsMixin):
                 operation.deadline, operation.timeout_s = until, allowed
         return engine.wait(operation)
 
-    def _take_result(self, begun: AsyncCall, *, waits: bool) -> Any:
+    def _take_result(self, async_call: AsyncCall, *, waits: bool) -> Any:
         """Return the result of a call unknown to the engine.
 
         None if the engine continues it now.
         """
-        result = begun.end(waits)
+        result = async_call.end(waits)
         if result is None:
             assert self._engine is not None
-            operation = self._engine.adopted(begun)
+            operation = self._engine.adopted(async_call)
             if operation is None:
-                return begun.end(False)  # the call has ended meanwhile
-            # set before `_begun`: another thread may wait for the same call
+                return async_call.end(False)  # the call has ended meanwhile
+            # set before `_async_call`: another thread may wait for the same call
             self._operation = operation
-            self._begun = None
+            self._async_call = None
         return result
 
     def done(self) -> bool:
@@ -140,8 +140,8 @@ class Work(MigrationHintsMixin):
 
         Makes a little progress.
         """
-        begun = self._begun
-        if begun is not None and self._take_result(begun, waits=False) is not None:
+        async_call = self._async_call
+        if async_call is not None and self._take_result(async_call, waits=False) is not None:
             return True
         operation = self._operation
         if self._engine is not None and not operation.is_over:
@@ -221,7 +221,7 @@ class _FirstEnded:
         operations: At least one.
     """
 
-    what = "wait_any"
+    label = "wait_any"
     call = -1
     error = None
     result = None
@@ -231,7 +231,7 @@ class _FirstEnded:
         self.thread = 0
         path = f"{len(operations)} started calls"
         self.entry = engine.recorder.begin(
-            CallInfo(self.what, self.call, (), 0, 0, path), self.call
+            CallInfo(self.label, self.call, (), 0, 0, path), self.call
         )
 
     @property

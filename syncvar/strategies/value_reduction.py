@@ -110,7 +110,7 @@ class _Reduction(NamedTuple):
         finish = self.finish if is_finished else list
         whole = _structured(request, finish, self.treedef, self.name, self.arrays)
         return ReduceArgs(
-            whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered
+            whole.label, whole.digest, whole.body, self.op, is_entered=request.is_entered
         )
 
 
@@ -221,7 +221,7 @@ def gather_values(
         def run() -> Generator[Stage, None, Any]:
             return convert_back(part, (yield from body))
 
-        return CollectiveSpec(request.what, request.digest, run())
+        return CollectiveSpec(request.label, request.digest, run())
 
     return communicator.perform(name, check, timeout)
 

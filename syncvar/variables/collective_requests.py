@@ -145,7 +145,7 @@ def rows_request(
             together["indices"], together["values"]
         )
 
-    return CollectiveSpec(request.what, request.digest, body())
+    return CollectiveSpec(request.label, request.digest, body())
 
 
 def _same_request(

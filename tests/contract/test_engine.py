@@ -467,11 +467,11 @@ def test_a_loss_is_told_to_the_launcher_once():
         engine = current().engine
         sv.barrier()
         error = caught(sv.barrier)
-        tell, engine.tell = engine.tell, lambda kind, **_: said.append(kind)
+        tell, engine.send_control = engine.send_control, lambda kind, **_: said.append(kind)
         with engine.lock:
             for number in range(3):
                 engine.timers(time.monotonic() + number)
-        engine.tell = tell
+        engine.send_control = tell
         return error
 
     run_ranks(2, fn, config=SOON, faults=Faults(cut=(0, 1, 1)))

@@ -21,7 +21,7 @@ collect_ignore = [
 def pytest_collection_modifyitems(config, items):
     """Leave out what compares both runners of persistent calls where there is one of them only, and say why."""
     own = [item for item in items if item.get_closest_marker("needs_c_extension")]
-    if own and (why := _native.why_not_native()):
+    if own and (why := _native.missing_reason()):
         config.syncvar_left_out.append(f"{len(own)} tests of the C extension were left out: {why}")
         config.hook.pytest_deselected(items=own)
         items[:] = [item for item in items if item not in own]

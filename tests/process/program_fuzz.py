@@ -131,7 +131,7 @@ def both(draw):
         place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
     steps = steps_of(draw, places)
     vector = ReduceBuffers.of([np.empty(1, dtype)], [np.empty(1, dtype)], ufunc, wide, divisor)
-    how = vector.how
+    how = vector.arithmetic
     arrays, offsets = tuple(place.array for place in places), [place.offset for place in places]
     memories = [Memory(MemoryKind.SCRATCH, -1, number) for number in range(len(places))]
     if draw.integers(
@@ -163,7 +163,9 @@ def both(draw):
         place[...] = np.frombuffer(bytes_before, np.uint8)
     channel = channel_over(shm, 3)
     with np.errstate(all="ignore"):
-        needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.how)))
+        needs = list(
+            interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.arithmetic))
+        )
     assert len(needs) == sum(step[0] == 4 for step in steps)
     assert channel.phase == phases
     shm[:4096] = words
