@@ -296,7 +296,7 @@ class Job:
             host=self.host,
             binding=self.binding.reason,
             transport=transport,
-            kernel=_native.told(self.options.runtime.call_runner),
+            kernel=_native.runner_text(self.options.runtime.call_runner),
             beginning=f"workers: {self._checked_beginning()}",
             servers=[
                 (self.host_name(one), mirrors, self.server_command(one))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.core.output_files import TOTALS
 from syncvar.core.process_ids import process_list
-from syncvar.runtime.flight_recorder.call_stats import bus_factor
+from syncvar.runtime.call_record import bus_factor
 from syncvar_launcher.io.output import escape
 
 if TYPE_CHECKING:

@@ -174,7 +174,7 @@ def _request(
         flat = np.asarray(total).reshape(-1)
         return outcome(how._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
-    return CollectiveSpec(request.what, request.digest, body())
+    return CollectiveSpec(request.label, request.digest, body())
 
 
 def reduce_request(

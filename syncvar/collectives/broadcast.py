@@ -34,9 +34,9 @@ from syncvar.core.pytree import (
 )
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -36,9 +36,9 @@ from syncvar.core.pytree import (
 )
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.arithmetic import widen
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.arithmetic import widen
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:

@@ -39,9 +39,8 @@ from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.same_host_links import lender_of
 from syncvar.parameter_server.server_links import ServerLinks
 from syncvar.parameter_server.server_machine import Server
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.call_stats import size_class
-from syncvar.runtime.flight_recorder.recorder import Recorder
+from syncvar.runtime.call_record import CallInfo, size_class
+from syncvar.runtime.recorder import Recorder
 from syncvar.shm.segment_file import bytes_in_words
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError
 from syncvar.core.process_ids import rank_list
+from syncvar.runtime.call_record import CallFields, CallLabel, collective_of
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -30,8 +30,8 @@ from syncvar.core.pytree import (
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
+from syncvar.runtime.call_record import CallFields, CallLabel, collective_of
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
@@ -140,7 +140,7 @@ class _Reduction(NamedTuple):
         finish = self.finish if is_finished else list
         whole = _structured(request, finish, self.treedef, self.name, self.arrays)
         return ReduceArgs(
-            whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered
+            whole.label, whole.digest, whole.body, self.op, is_entered=request.is_entered
         )
 
 
@@ -251,7 +251,7 @@ def gather_values(
         def run() -> Generator[Stage, None, Any]:
             return convert_back(part, (yield from body))
 
-        return CollectiveSpec(request.what, request.digest, run())
+        return CollectiveSpec(request.label, request.digest, run())
 
     return communicator.perform(name, check, timeout)
 

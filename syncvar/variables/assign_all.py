@@ -17,7 +17,7 @@ from syncvar.collectives.buckets import owns_itself
 from syncvar.collectives.reduce_args import reduction_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
+from syncvar.runtime.persistent_reduce import prepare_reduction
 from syncvar.variables.create import VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, Action, CallContext, Effect, Travel
 from syncvar.variables.replica_call import grouped_request

@@ -24,9 +24,9 @@ from syncvar.collectives.buckets import reduce_together
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
+from syncvar.runtime.state import send_queued
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

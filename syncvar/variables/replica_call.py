@@ -17,8 +17,8 @@ from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 from syncvar.variables.policy import Action, Effect, Travel, VariableAggregation
 from syncvar.variables.storage import digest_of
@@ -146,7 +146,7 @@ def rows_request(
             together["indices"], together["values"]
         )
 
-    return CollectiveSpec(request.what, request.digest, body())
+    return CollectiveSpec(request.label, request.digest, body())
 
 
 def _same_request(

@@ -402,7 +402,7 @@ SHOWN_TIMES = {
     "launcher/job/event_log.py": {"time.time"},
     "launcher/io/output.py": {"datetime"},
     "launcher/job/restart_loop.py": {"time.time"},
-    "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
+    "syncvar/runtime/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/folder.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/object_codec.py": {"datetime"},
 }

@@ -9,7 +9,7 @@ import pytest
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount, pack_counts
 from syncvar.runtime.communicator import Communicator, begin_epochs
-from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
+from syncvar.runtime.recorder import CallNumbers
 from syncvar.runtime.sequence import EpochRange, SequenceTracker
 
 GROUP = 7

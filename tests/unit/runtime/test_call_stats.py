@@ -5,15 +5,17 @@ import json
 import pytest
 
 from syncvar.cli.collective_registry import COLLECTIVES
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallInfo, CallLabel
-from syncvar.runtime.flight_recorder.call_stats import (
+from syncvar.runtime.call_record import (
     BUS_FACTORS,
+    CallFields,
+    CallInfo,
+    CallLabel,
     Totals,
     bus_factor,
     size_class,
     size_of,
 )
-from syncvar.runtime.flight_recorder.recorder import RING, Recorder
+from syncvar.runtime.recorder import RING, Recorder
 from syncvar_launcher.job.job_stats import merged, read_totals, table
 
 

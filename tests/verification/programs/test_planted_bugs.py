@@ -34,7 +34,7 @@ def sum_assigns_own_value(patch):
             options["out"][...] = x
             return x
 
-        return CollectiveSpec(request.what, request.digest, body())
+        return CollectiveSpec(request.label, request.digest, body())
 
     patch.setattr(writes_module, "request_of", wrong)
 

@@ -85,7 +85,7 @@ def simulate_symbols(seed):
                 yield Stage(plan, works[rank], symbols.combine)
             else:
                 works[rank][...] = UNKNOWN
-                yield Stage(plan, works[rank], symbols.combine, brought=brought[rank])
+                yield Stage(plan, works[rank], symbols.combine, send_buffer=brought[rank])
 
         return CollectiveSpec(f"{collective} by {algorithm}", 99, body())
 

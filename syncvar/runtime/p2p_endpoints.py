@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.progress import ProgressEngine
+    from syncvar.runtime.state import Core
     from syncvar.shm.message_ring import RingEntry, RingReader, RingTable, RingWriter
 
     Key = tuple[int, int]  # (identity of the pair's calls, call number)
     # (kind, dtype, shape) -> buffer for a message.
     Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]
-    Taken = tuple[int, NDArray[Any]]  # kind, message
+    Received = tuple[int, NDArray[Any]]  # kind, message
 
 
 class EndpointTable:
@@ -43,14 +43,14 @@ class EndpointTable:
     Args:
         boxes: Its message rings.
         engine: Progress engine.
-        kept_nbytes_max: Bytes of unexpected messages from one rank; beyond that, messages use
+        unexpected_nbytes_max: Bytes of unexpected messages from one rank; beyond that, messages use
             links.
     """
 
-    def __init__(self, boxes: RingTable, engine: ProgressEngine, kept_nbytes_max: int) -> None:
+    def __init__(self, boxes: RingTable, engine: Core, unexpected_nbytes_max: int) -> None:
         self._boxes = boxes
         self._engine = engine
-        self._unexpected_nbytes_max = kept_nbytes_max
+        self._unexpected_nbytes_max = unexpected_nbytes_max
         self._outward: dict[int, SendEndpoint] = {}
         self._inward: dict[int, RecvEndpoint] = {}
 
@@ -92,7 +92,7 @@ class SendEndpoint:
         self._ring: RingWriter | None = None
         self._has_none = False
 
-    def box(self) -> RingWriter | None:
+    def ring_writer(self) -> RingWriter | None:
         """Return the ring, created by the first message.
 
         None if shared memory has no space for it.
@@ -104,7 +104,7 @@ class SendEndpoint:
 
     def put(
         self,
-        what: int,
+        type_code: int,
         stream: int,
         call: int,
         shape: tuple[int, ...],
@@ -122,10 +122,10 @@ class SendEndpoint:
         if not self.lock.acquire(blocking=False):
             return False
         try:
-            ring = self.box()
+            ring = self.ring_writer()
             if ring is None:
                 return False
-            while not ring.put(what, stream, call, shape, data, nbytes):
+            while not ring.put(type_code, stream, call, shape, data, nbytes):
                 room = ring.room_at(shape, nbytes) if waits else None
                 if room is None or not self.wait(room[:1], room[1]):
                     return False
@@ -133,17 +133,17 @@ class SendEndpoint:
         finally:
             self.lock.release()
 
-    def tell(self, what: int, stream: int, call: int, array: NDArray[Any]) -> int:
+    def announce(self, type_code: int, stream: int, call: int, array: NDArray[Any]) -> int:
         """Announce a long message; return its number in the ring, or 0. See `RingWriter.tell`."""
         if not self.lock.acquire(blocking=False):
             return 0
         try:
-            ring = self.box()
+            ring = self.ring_writer()
             if ring is None:
                 return 0
             address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
             return ring.put_address(
-                what,
+                type_code,
                 stream,
                 call,
                 array.shape,
@@ -156,7 +156,7 @@ class SendEndpoint:
 
     def is_read_soon(self, number: int) -> bool:
         """Spin for a short while; return whether a long message has been read."""
-        ring = self.box()
+        ring = self.ring_writer()
         return (
             ring is not None
             and self.wait((ring.answers_at(number),), (number << 1) - 1)
@@ -165,7 +165,7 @@ class SendEndpoint:
 
     def cancel(self, number: int) -> None:
         """Withdraw a long message."""
-        ring = self.box()
+        ring = self.ring_writer()
         if ring is not None:
             ring.cancel(number)
 
@@ -213,12 +213,16 @@ class RecvEndpoint:
     Args:
         boxes: This rank's message rings.
         source: World rank of the sender.
-        kept_nbytes_max: See `EndpointTable`.
+        unexpected_nbytes_max: See `EndpointTable`.
         following: Returns the number of the next call of a pair.
     """
 
     def __init__(
-        self, boxes: RingTable, source: int, kept_nbytes_max: int, following: Callable[[int], int]
+        self,
+        boxes: RingTable,
+        source: int,
+        unexpected_nbytes_max: int,
+        following: Callable[[int], int],
     ) -> None:
         self.source = source
         self.lock = threading.Lock()
@@ -230,7 +234,7 @@ class RecvEndpoint:
         self.seen = 0  # last news of the sender that was read
         self._unexpected: dict[Key, _PendingMessage | RingEntry] = {}
         self._unexpected_nbytes = 0
-        self._unexpected_nbytes_max = kept_nbytes_max
+        self._unexpected_nbytes_max = unexpected_nbytes_max
         self._refuses = False
         self._parts: dict[Key, _Parts] = {}
         self._forgotten: collections.deque[Key] = collections.deque()  # keys of failed receives
@@ -278,7 +282,7 @@ class RecvEndpoint:
             else self._wait((ring.news_at,), self.seen + 1)
         )
 
-    def take(self, key: Key, landing: Landing) -> Taken | None:
+    def take(self, key: Key, landing: Landing) -> Received | None:
         """Return a message if it is there.
 
         Args:
@@ -318,7 +322,7 @@ class RecvEndpoint:
             if isinstance(found, _PendingMessage):
                 self._let_go(found)
 
-    def _search(self, key: Key, landing: Landing) -> Taken | None:
+    def _search(self, key: Key, landing: Landing) -> Received | None:
         ring = self._ring
         if ring is None:
             ring = self._ring = self._boxes.inbox(self.source)
@@ -390,7 +394,7 @@ class RecvEndpoint:
 
     def _opened(
         self, key: Key, found: _PendingMessage | RingEntry, landing: Landing
-    ) -> Taken | None:
+    ) -> Received | None:
         if isinstance(found, _PendingMessage):
             self._let_go(found)
             created = landing(found.kind, found.message.dtype, found.message.shape)
@@ -400,7 +404,7 @@ class RecvEndpoint:
             return found.kind, created
         return self._read(key, found, landing)
 
-    def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Taken | None:
+    def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Received | None:
         """Read a long message from the sender.
 
         None if it was withdrawn, comes in parts, or the sender died.

@@ -8,6 +8,8 @@ the slow path. Long waits continue in the engine with the same call number.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,10 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from syncvar.core.array_types import dtype_index
-from syncvar.core.errors import SyncvarError
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
-from syncvar.runtime.p2p.message_requests import WAY, Sending
+from syncvar.core.errors import SyncvarError, UsageError
+from syncvar.runtime.call_record import CallInfo, PendingRecord
+from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
+from syncvar.runtime.p2p_requests import WAY, Sending
+from syncvar.runtime.request import Request, RequestState
+from syncvar.runtime.work import Work
 from syncvar.shm.message_ring import array_code
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.communicator import CollectiveSpec, Communicator
-    from syncvar.runtime.p2p.endpoints import Landing
+    from syncvar.runtime.p2p_endpoints import Landing
 
 NOT_YET = object()
 _SORTS_MAX = 64  # message types cached per pair and tag
@@ -47,12 +51,12 @@ class MessageType(NamedTuple):
     """Properties shared by messages of one dtype and shape.
 
     Args:
-        what: Packed type, see `RingWriter.put`.
+        type_code: Packed type, see `RingWriter.put`.
         info: Shared part of the flight records.
         is_buffer: The array can be copied as it is.
     """
 
-    what: int
+    type_code: int
     info: CallInfo
     is_buffer: bool
 
@@ -154,12 +158,12 @@ class P2PChannel:
             )
             try:
                 if waits:
-                    number = outward.tell(sort.what, stream.identity, call, array)
+                    number = outward.announce(sort.type_code, stream.identity, call, array)
                     is_accepted = number != 0
                 else:
                     data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
                     is_accepted = outward.put(
-                        sort.what,
+                        sort.type_code,
                         stream.identity,
                         call,
                         array.shape,
@@ -287,7 +291,7 @@ class P2PChannel:
     def _call_info(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
         stream, spec = self.stream, request()
         spec.body.close()
-        return CallInfo(spec.what, stream.identity, stream.members, spec.digest, nbytes, WAY)
+        return CallInfo(spec.label, stream.identity, stream.members, spec.digest, nbytes, WAY)
 
     def _met(
         self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
@@ -296,8 +300,10 @@ class P2PChannel:
         key = message.dtype, message.shape, kind
         found = self._sorts.get(key)
         if found is None:
-            what = array_code(kind, dtype_index(message.dtype), message.ndim)
-            found = MessageType(what, self._call_info(request, message.nbytes), is_buffer=False)
+            type_code = array_code(kind, dtype_index(message.dtype), message.ndim)
+            found = MessageType(
+                type_code, self._call_info(request, message.nbytes), is_buffer=False
+            )
         self._keep(key, found)
         return found
 
@@ -324,7 +330,7 @@ class P2PChannel:
                 shared=stream.engine.under_way,
             )
         if self.native is not None:
-            self.native.remember(dtype, shape, sort.what, sort.info)
+            self.native.remember(dtype, shape, sort.type_code, sort.info)
 
     def _go_on(
         self,
@@ -363,3 +369,135 @@ def _resumed(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveS
     if isinstance(request.message, Sending):
         request.message.go_on_with(number, done)
     return request
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
+
+_lock = threading.RLock()  # reentrant for signal handlers
+_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
+
+
+def done(result: Any = None) -> Work:
+    """Return a completed work.
+
+    Example:
+        >>> done(5).wait()
+        5
+    """
+    operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
+    operation.state, operation.result = RequestState.DONE, result
+    return Work(None, operation)
+
+
+def failed(error: SyncvarError) -> Work:
+    """Return a failed work; `wait` raises its error."""
+    operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
+    operation.state, operation.error = RequestState.FAILED, error
+    return Work(None, operation)
+
+
+class Mailbox:
+    """Messages with one tag that this rank has sent to itself, or receives that wait for them.
+
+    Args:
+        boxes: Messages or receives of the group, by tag; tags without any are removed.
+        rank: This process in the group.
+        tag: The tag.
+    """
+
+    def __init__(self, boxes: dict[int, deque[Any]], rank: int, tag: int) -> None:
+        self._boxes = boxes
+        self._rank = rank
+        self._tag = tag
+
+    def put(self, kind: int, message: NDArray[Any]) -> None:
+        """Pass a message to the oldest receive, or keep it."""
+        with _lock:
+            first = self._popped(_Expected)
+            if first is None:
+                self._append((kind, message))
+                return
+        first.take(kind, message)
+
+    def take(self, name: str, finish: Finish) -> Any:
+        """Return `finish` of the oldest message.
+
+        Raises:
+            UsageError: There is no message.
+        """
+        with _lock:
+            first = self._popped(tuple)
+        if first is None:
+            raise self._refusal(
+                name,
+                f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, "
+                "async_op=True)",
+            )
+        return finish(*first)
+
+    def start(self, name: str, finish: Finish) -> Work:
+        """Return a receive of the oldest message, or of the next one."""
+        with _lock:
+            first = self._popped(tuple)
+            if first is None:
+                receive = _Expected(self._refusal(name, "wait after that"), finish)
+                self._append(receive)
+                return receive
+        return done(finish(*first))
+
+    def _popped(self, kind: type) -> Any:
+        """Remove and return the oldest item if it has this type; else None."""
+        queue = self._boxes.get(self._tag)
+        if queue is None or not isinstance(queue[0], kind):
+            return None
+        if len(queue) == 1:
+            del self._boxes[self._tag]
+        return queue.popleft()
+
+    def _append(self, item: Any) -> None:
+        queue = self._boxes.get(self._tag)
+        if queue is None:
+            self._boxes[self._tag] = deque([item])
+        else:
+            queue.append(item)
+
+    def _refusal(self, name: str, advice: str) -> UsageError:
+        return UsageError(
+            f"{name} from rank {self._rank}, which is this one: it has sent itself nothing with "
+            f"tag {self._tag}, and nobody else would end this wait. Send first, or {advice}"
+        )
+
+
+class _Expected(Work):
+    """A receive that was started before its message was sent."""
+
+    def __init__(self, refusal: UsageError, finish: Finish) -> None:
+        self._refusal = refusal
+        self._finish_message = finish
+        super().__init__(None, Request(PendingRecord(_TO_ITSELF, 0, 0), None))
+
+    def take(self, kind: int, message: NDArray[Any]) -> None:
+        """Complete with a message."""
+        operation = self._operation
+        try:
+            operation.result = self._finish_message(kind, message)
+            operation.state = RequestState.DONE
+        except SyncvarError as error:  # the receive fails, not the send
+            operation.error = error
+            operation.state = RequestState.FAILED
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the message.
+
+        Raises:
+            UsageError: The message has not been sent. The receive stays, and may be waited for
+                again.
+        """
+        if not self._operation.is_over:
+            raise self._refusal
+        return super().wait(timeout)

@@ -151,7 +151,7 @@ def program_text(program: Program, most: int | None = None) -> str:
     """Return a program as text, one instruction a line, with at most `most` steps after phase 0.
 
     Example:
-        >>> from syncvar.runtime.programs.compile_reduce import lower_small
+        >>> from syncvar.runtime.compile_reduce import lower_small
         >>> print(program_text(lower_small(0, 2, 3)), end="")
         copy     source[0:3] -> slot of rank 0 [0:3]
         phase 0  all ranks publish their call, and compare
@@ -271,15 +271,15 @@ class CompiledProgram:
 def _joined(
     opening: tuple[tuple[int, ...], ...],
 ) -> list[tuple[list[tuple[int, int, int]], int, int]]:
-    made: list[tuple[list[tuple[int, int, int]], int, int]] = []
+    joins: list[tuple[list[tuple[int, int, int]], int, int]] = []
     end = -1
     for _, source, first, target, start, length in opening:
-        if made and made[-1][1] == target and start == end:
-            made[-1][0].append((source, first, length))
+        if joins and joins[-1][1] == target and start == end:
+            joins[-1][0].append((source, first, length))
         else:
-            made.append(([(source, first, length)], target, start))
+            joins.append(([(source, first, length)], target, start))
         end = start + length
-    return made
+    return joins
 
 
 def assemble(program: Program) -> CompiledProgram:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar._native.constants import MemoryKind
 from syncvar.algorithms.schedule import even_chunks
-from syncvar.runtime.programs.instructions import (
+from syncvar.runtime.instructions import (
     Await,
     Combine,
     CompiledProgram,
@@ -195,9 +195,9 @@ class _Arrays:
         pairs = self._pairs(MemoryKind.SOURCE, cell, start)
         return tuple([CopyInstruction(theirs, ours) for theirs, ours in pairs])
 
-    def copies_from(self, made: Span, start: int) -> tuple[CopyInstruction, ...]:
+    def copies_from(self, combined: Span, start: int) -> tuple[CopyInstruction, ...]:
         """Return the copies of a combination into the targets, from `start` of the vector on."""
-        pairs = self._pairs(MemoryKind.TARGET, made, start)
+        pairs = self._pairs(MemoryKind.TARGET, combined, start)
         return tuple([CopyInstruction(ours, theirs) for theirs, ours in pairs])
 
     def are_many(self, start: int, length: int) -> bool:
@@ -223,7 +223,7 @@ class _Arrays:
         steps: list[Instruction] = []
         for array, parts, first in self._folds(terms, start, length, own) if terms else ():
             target = Span(Memory(MemoryKind.TARGET, -1, array), first, parts[0].length)
-            made = (
+            combined = (
                 parts[0]
                 if len(parts) == 1
                 else Span(_SCRATCH, 0, target.length)
@@ -231,9 +231,9 @@ class _Arrays:
                 else target
             )
             if len(parts) > 1:
-                steps.append(Combine(parts, made))
-            if made != target:
-                steps.append(CopyInstruction(made, target))
+                steps.append(Combine(parts, combined))
+            if combined != target:
+                steps.append(CopyInstruction(combined, target))
         return tuple(steps)
 
     def sum_whole(
@@ -242,18 +242,18 @@ class _Arrays:
         """Return the same steps for terms that are combined at once, and then stored."""
         if len(terms) < 2:
             return self.copies_from(terms[0], start) if terms else ()
-        made = Span(_SCRATCH, 0, length)
-        return (Combine(terms, made), *self.copies_from(made, start))
+        combined = Span(_SCRATCH, 0, length)
+        return (Combine(terms, combined), *self.copies_from(combined, start))
 
     def sum_into(
-        self, made: Span, terms: tuple[Span, ...], start: int, own: int | None
+        self, combined: Span, terms: tuple[Span, ...], start: int, own: int | None
     ) -> list[Combine]:
         """Return the steps that combine terms into one memory; `own` as in `sum`."""
-        if self.are_many(start, made.length):
-            return [Combine(terms, made)]
+        if self.are_many(start, combined.length):
+            return [Combine(terms, combined)]
         folds, done = [], 0
-        for _, parts, _ in self._folds(terms, start, made.length, own):
-            folds.append(Combine(parts, made.cut(done, done + parts[0].length)))
+        for _, parts, _ in self._folds(terms, start, combined.length, own):
+            folds.append(Combine(parts, combined.cut(done, done + parts[0].length)))
             done += parts[0].length
         return folds
 
@@ -444,13 +444,13 @@ class _Lowering:
                 terms[own] = Span(Memory(MemoryKind.SOURCE), start, high - low)
             self._into_all(start, terms)
         elif high > low:
-            made = self._made(self.rank, turn, high - low)
+            combined = self._combined_span(self.rank, turn, high - low)
             self.steps += [
-                *self.arrays.sum_into(made, tuple(terms), start, own),
-                *(self.arrays.copies_from(made, start) if self.terms else ()),
+                *self.arrays.sum_into(combined, tuple(terms), start, own),
+                *(self.arrays.copies_from(combined, start) if self.terms else ()),
             ]
 
-    def _made(self, rank: int, turn: int, count: int) -> Span:
+    def _combined_span(self, rank: int, turn: int, count: int) -> Span:
         lag = self.cells.lag
         part = owner_bounds(self.cells.elements, self.size)[0][1]  # the longest
         return Span(Memory(MemoryKind.COMBINED, rank, (turn // lag) & 1), turn % lag * part, count)
@@ -463,19 +463,23 @@ class _Lowering:
             low, high = parts[other]
             if high > low:
                 self.steps += self.arrays.copies_from(
-                    self._made(other, turn, high - low), turn * self.cells.elements + low
+                    self._combined_span(other, turn, high - low), turn * self.cells.elements + low
                 )
 
     def _into_all(self, start: int, terms: list[Span]) -> None:
         """Combine terms into the targets of all ranks, by blocks that stay in the caches."""
         count = terms[0].length
-        goals = [Memory(MemoryKind.PEER_TARGET, rank) for rank in range(self.size)]
+        target_memories = [Memory(MemoryKind.PEER_TARGET, rank) for rank in range(self.size)]
         for low in range(0, count, self.block):
             high = min(count, low + self.block)
             parts = tuple(term.cut(low, high) for term in terms)
-            targets = [Span(goal, start + low, high - low) for goal in goals]
-            made = Span(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
-            self.steps.append(Combine(parts, made))  # only the first term may be `made` itself
+            targets = [
+                Span(target_memory, start + low, high - low) for target_memory in target_memories
+            ]
+            combined = Span(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
+            self.steps.append(
+                Combine(parts, combined)
+            )  # only the first term may be `combined` itself
             self.steps += [
-                CopyInstruction(made, target) for target in targets if target is not made
+                CopyInstruction(combined, target) for target in targets if target is not combined
             ]

@@ -16,32 +16,219 @@ continues on the slow path with a header.
 
 from __future__ import annotations
 
-from functools import reduce
+from enum import IntEnum
+from functools import lru_cache, reduce
 from math import prod
 from operator import and_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar._native.constants import ADDRESS, BlockOffer
-from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, place_of
-from syncvar.runtime.programs.compile_transfer import Move, TransferPath, move_code
-from syncvar.runtime.programs.program_runner import (
+from syncvar._native.constants import ADDRESS, BlockOffer, MemoryKind
+from syncvar.runtime.arithmetic import Arithmetic
+from syncvar.runtime.instructions import (
+    Await,
+    Combine,
+    CompiledProgram,
+    CopyInstruction,
+    Instruction,
+    Memory,
+    Program,
+    Publish,
+    Span,
+    assemble,
+    in_cell,
+)
+from syncvar.runtime.program_runner import (
     DISAGREE,
+    RemoteRef,
+    ShmRef,
     native_of,
     open_code,
+    place_of,
     reading,
     run_code,
 )
 from syncvar.shm.channel_table import MASK, SEGMENT_BYTES, SMALL_BYTES
+
+
+class TransferPath(IntEnum):
+    """How blocks get from one rank to the others."""
+
+    SLOTS = 0
+    DIRECT = 1
+    CELLS = 2
+
+
+class Move(NamedTuple):
+    """Blocks that a rank publishes and takes.
+
+    Args:
+        rank: This rank in the group.
+        elements: Elements of each block.
+        cell: Elements of each block that go through a cell.
+        lag: Cells on each side, at least 2.
+        blocks: Largest number of blocks that a rank of the group publishes.
+        puts: Blocks that this rank publishes: SOURCE 0, 1, ...
+        takes: (peer, index of its block) for each block that it takes, to TARGET 0, 1, ...
+        keeps: It also has a block for itself: the SOURCE after the others.
+        folds: It combines the blocks it takes and its own, in rank order, into TARGET 0. Else its
+            own block goes to the TARGET after those it takes.
+        converts: Its own block has another dtype than the combination.
+        makes_first: The combination has another dtype than the target.
+        starts: Start of each SOURCE in SOURCE 0, and of each TARGET in TARGET 0, if they are parts
+            of one array; None if they are arrays of their own.
+    """
+
+    rank: int
+    elements: int
+    cell: int
+    lag: int
+    blocks: int
+    puts: int
+    takes: tuple[tuple[int, int], ...]
+    keeps: bool = False
+    folds: bool = False
+    converts: bool = False
+    makes_first: bool = False
+    starts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def length(self, turn: int) -> int:
+        """Return how many elements of a block go through the cell of a turn."""
+        return max(0, min(self.cell, self.elements - turn * self.cell))
+
+    def own(self, kind: MemoryKind, place: int, start: int, length: int) -> Span:
+        """Return a span of a SOURCE or TARGET."""
+        if self.starts is None:
+            return Span(Memory(kind, -1, place), start, length)
+        return Span(Memory(kind), self.starts[kind == MemoryKind.TARGET][place] + start, length)
+
+    def part(self, way: TransferPath, rank: int, place: int, turn: int) -> Span:
+        """Return the span from which others take a part of a rank's block."""
+        if way == TransferPath.DIRECT:
+            return Span(Memory(MemoryKind.PEER_SOURCE, rank, place), 0, self.elements)
+        if way == TransferPath.SLOTS:
+            return Span(Memory(MemoryKind.SLOT, rank), place * self.elements, self.elements)
+        return in_cell(
+            rank, turn, self.lag, self.blocks * self.cell, place * self.cell, self.length(turn)
+        )
+
+
+@lru_cache(maxsize=256)
+def move_code(
+    move: Move, way: TransferPath, *, has_published: bool = False, some_published: bool = False
+) -> CompiledProgram:
+    """Compile `lower_move`."""
+    return assemble(
+        lower_move(move, way, has_published=has_published, some_published=some_published)
+    )
+
+
+def lower_move(
+    move: Move, way: TransferPath, *, has_published: bool = False, some_published: bool = False
+) -> Program:
+    """Return a rank's program of a transfer.
+
+    Args:
+        move: The blocks.
+        way: The path.
+        has_published: This rank has published locations with phase 0, but not written cells.
+        some_published: Some rank has published locations.
+
+    Example:
+        >>> move = Move(rank=0, elements=5, cell=3, lag=2, blocks=1, puts=1, takes=((1, 0),))
+        >>> [type(step).__name__ for step in lower_move(move, TransferPath.CELLS).steps]
+        ['CopyInstruction', 'Publish', 'CopyInstruction', 'Await', 'CopyInstruction']
+    """
+    if way != TransferPath.CELLS:
+        move = move._replace(cell=move.elements)
+        steps = (*_keep(move, 0), *_take(move, way, 0))
+        if way == TransferPath.SLOTS:
+            return Program(tuple(_put(move, way, 0)), steps)
+        return Program((), (*steps, Publish(), Await()))
+    turns = -(-move.elements // move.cell)
+    opening = _put(move, way, 0)
+    publishing: list[Instruction] = (
+        [*(opening if has_published else ()), Publish(), Await()] if some_published else []
+    )
+    last_side = ((turns - 1) // move.lag) & 1 if move.puts and turns else None
+    copies = () if has_published else tuple(opening)
+    return Program(copies, (*publishing, *_by_cells(move, turns)), last_side, is_read=False)
+
+
+def _by_cells(move: Move, turns: int) -> list[Instruction]:
+    """Return the steps after all ranks have written their first cells."""
+    ahead = move.lag - 1
+    # Before its end a rank knows that all ranks have taken so many cells.
+    heard = max(0, turns - 1) // move.lag * move.lag
+    final = heard + ahead if heard else turns - 1  # the last phase
+    steps: list[Instruction] = [*_keep(move, 0)]
+
+    def put(turn: int) -> list[Instruction]:
+        return [*_put(move, TransferPath.CELLS, turn), Publish(), *_keep(move, turn)]
+
+    for turn in range(1, min(ahead, turns)):
+        steps += put(turn)
+    for turn in range(turns):
+        if turn + ahead <= final:
+            steps += put(turn + ahead)
+        if turn and (move.takes or turn + move.lag < turns):
+            steps.append(Await(min(turn + ahead, final) - turn))
+        steps += _take(move, TransferPath.CELLS, turn)
+    if heard and (final > turns - 1 or not move.takes):
+        steps.append(Await())
+    return steps
+
+
+def _put(move: Move, way: TransferPath, turn: int) -> list[CopyInstruction]:
+    """Return the copies that write a part of all blocks."""
+    start, length = turn * move.cell, move.length(turn)
+    puts = range(move.puts if length else 0)
+    return [
+        CopyInstruction(
+            move.own(MemoryKind.SOURCE, place, start, length),
+            move.part(way, move.rank, place, turn),
+        )
+        for place in puts
+    ]
+
+
+def _keep(move: Move, turn: int) -> list[CopyInstruction]:
+    """Return the copies of the same part of this rank's own block to the result."""
+    start, length = turn * move.cell, move.length(turn)
+    if move.folds or not move.keeps or not length:
+        return []
+    source = move.own(MemoryKind.SOURCE, move.puts, start, length)
+    return [CopyInstruction(source, move.own(MemoryKind.TARGET, len(move.takes), start, length))]
+
+
+def _take(move: Move, way: TransferPath, turn: int) -> list[Instruction]:
+    """Return the steps for a part of the blocks that are taken."""
+    start, length = turn * move.cell, move.length(turn)
+    parts = [move.part(way, *take, turn) for take in move.takes]
+    if not move.folds:
+        return [
+            CopyInstruction(part, move.own(MemoryKind.TARGET, place, start, length))
+            for place, part in enumerate(parts)
+        ]
+    own = move.own(MemoryKind.SOURCE, move.puts, start, length)
+    steps: list[Instruction] = []
+    if move.converts:
+        converted = Span(Memory(MemoryKind.SCRATCH, -1, 1), 0, length)
+        steps.append(CopyInstruction(own, converted))
+        own = converted
+    target = move.own(MemoryKind.TARGET, 0, start, length)
+    output = Span(Memory(MemoryKind.SCRATCH), 0, length) if move.makes_first else target
+    steps.append(Combine((*parts[: move.rank], own, *parts[move.rank :]), output))
+    return steps if output is target else [*steps, CopyInstruction(output, target)]
+
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.programs.instructions import CompiledProgram
+    from syncvar.runtime.instructions import CompiledProgram
     from syncvar.shm.group_channel import GroupChannel
 
     Starts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -56,7 +243,7 @@ _READ_BYTES = 512 << 10  # from here on reading one of several blocks is faster 
 _LONE = 128  # the same for a single block: so many times _READ_BYTES
 
 NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-"""`Blocks.made` of a rank that gets no result."""
+"""`Blocks.output` of a rank that gets no result."""
 
 
 def cells_of_blocks(
@@ -148,7 +335,7 @@ class TransferLayout(NamedTuple):
         return is_worth_reading(nbytes, self.blocks, self.most_takes, are_native=are_native)
 
     @property
-    def how(self) -> Arithmetic:
+    def arithmetic(self) -> Arithmetic:
         """The arithmetic of the call."""
         return Arithmetic(self.ufunc, self.dtype, self.dtype, self.divisor)
 
@@ -162,7 +349,7 @@ class TransferLayout(NamedTuple):
         blocks: Blocks,
         way: TransferPath,
         starts: Starts | None = None,
-        **told: bool,
+        **published: bool,
     ) -> CompiledProgram:
         """Return the program of this rank; see `move_code`."""
         folds, own = self.ufunc is not None, blocks.own
@@ -184,14 +371,14 @@ class TransferLayout(NamedTuple):
             makes_first=folds and blocks.targets[0].dtype != self.dtype,
             starts=starts,
         )
-        return move_code(move, way, **told)
+        return move_code(move, way, **published)
 
 
 class Blocks(NamedTuple):
     """Arrays of one call, each of the layout's shape.
 
     Args:
-        made: The result.
+        output: The result.
         outgoing: Blocks that this rank publishes.
         targets: Contiguous outputs of the blocks it takes; for a reduction one array.
         own: Block that this rank keeps.
@@ -200,7 +387,7 @@ class Blocks(NamedTuple):
             the result itself.
     """
 
-    made: Any
+    output: Any
     outgoing: Sequence[NDArray[Any]] = ()
     targets: Sequence[NDArray[Any]] = ()
     own: NDArray[Any] | None = None
@@ -211,9 +398,9 @@ class Blocks(NamedTuple):
     def result(self) -> Any:
         """The caller's result."""
         if not self.parts:
-            return self.made
-        rows = len(self.made) // self.parts
-        return [self.made[part * rows : (part + 1) * rows] for part in range(self.parts)]
+            return self.output
+        rows = len(self.output) // self.parts
+        return [self.output[part * rows : (part + 1) * rows] for part in range(self.parts)]
 
 
 class Movement:
@@ -271,10 +458,12 @@ def move_published(
             yield channel.last
             yield from take_blocks(channel, check, movement)
             return
-        told = (
+        locations = (
             (peer, channel.block_location(peer, place)) for peer, place in movement.layout.takes
         )
-        yield from reading(channel, run, ((peer, place) for peer, place in told if place & ADDRESS))
+        yield from reading(
+            channel, run, ((peer, place) for peer, place in locations if place & ADDRESS)
+        )
         movement.is_done = True
     except BaseException:
         _keep_published(channel, check, movement, mark)
@@ -298,7 +487,7 @@ def add_native_programs(
     """
     for pattern, way in enumerate((TransferPath.CELLS, TransferPath.DIRECT)):
         code = layout.code(channel, blocks, way, starts)
-        program = native_of(code, layout.how)
+        program = native_of(code, layout.arithmetic)
         if program is None:
             return False
         native.learn(
@@ -312,21 +501,23 @@ def _put_blocks(channel: GroupChannel, movement: Movement) -> int:
     layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
         code = layout.code(channel, blocks, TransferPath.SLOTS)
-        open_code(channel, code, layout.how, movement.arrays, channel.side ^ 1)
+        open_code(channel, code, layout.arithmetic, movement.arrays, channel.side ^ 1)
         return 0
     side = channel.tail ^ 1
     flat = movement.outgoing
     if flat:
         channel.reserve_segments()
-    offer = _tell(channel, layout, flat)
+    offer = _offer_blocks(channel, layout, flat)
     if flat and not offer:
         code = layout.code(channel, blocks, TransferPath.CELLS)
-        open_code(channel, code, layout.how, movement.arrays, side)
+        open_code(channel, code, layout.arithmetic, movement.arrays, side)
         channel.tail = side
     return side << 3 | offer
 
 
-def _tell(channel: GroupChannel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]) -> int:
+def _offer_blocks(
+    channel: GroupChannel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]
+) -> int:
     """Publish the locations of blocks, if others can read them; return the offer, 0 for cells."""
     offer = _OFFER if layout.is_read(channel) else _RESIDENT | _LOCATED
     places = []
@@ -370,8 +561,14 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side
 
     def location_of(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
-        told = channel.block_location(rank, place)
-        return RemoteRef(rank, told, layout.dtype) if told & ADDRESS else ShmRef(told, layout.dtype)
+        location = channel.block_location(rank, place)
+        return (
+            RemoteRef(rank, location, layout.dtype)
+            if location & ADDRESS
+            else ShmRef(location, layout.dtype)
+        )
 
-    yield from run_code(channel, code, layout.how, movement.arrays, sides, location_of=location_of)
+    yield from run_code(
+        channel, code, layout.arithmetic, movement.arrays, sides, location_of=location_of
+    )
     movement.is_done = True

@@ -6,6 +6,9 @@ opens a socket.
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -13,18 +16,19 @@ import numpy as np
 from syncvar.algorithms.compile_schedule import INCOMING_LEFT, OVERWRITE
 from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
-from syncvar.protocol.frame import FrameType, pack_header
-from syncvar.runtime.programs.arithmetic import combine_two
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header
+from syncvar.runtime.arithmetic import combine_two
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
     from syncvar.algorithms.compile_schedule import Incoming, LinkRound, LinkSchedule
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.flight_recorder.call_record import PendingRecord
-    from syncvar.transports.base import Frame
+    from syncvar.core.settings import RuntimeConfig
+    from syncvar.runtime.call_record import PendingRecord
+    from syncvar.transports.base import Frame, Transport
 
 _ROUNDS_PER_STAGE = 1 << 24
 _PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
@@ -179,14 +183,14 @@ class LinkExchange:
 
     def apply(self, frame: Frame) -> None:
         """Use a frame of this round."""
-        what = self._entry.info.what
+        label = self._entry.info.label
         header, payload = frame
         source = header.source
         wanted = self._incoming.get(source)
         left = self._pending.get(source)
         if wanted is None or left is None:
             raise InternalError(
-                f"{what}: rank {source} sent a frame that round {self._round} does not expect"
+                f"{label}: rank {source} sent a frame that round {self._round} does not expect"
             )
         self.has_heard = True
         array = self._buffers[wanted.buffer]
@@ -197,7 +201,7 @@ class LinkExchange:
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
             raise InternalError(
-                f"{what}: rank {source} sent {header.nbytes} bytes, not "
+                f"{label}: rank {source} sent {header.nbytes} bytes, not "
                 f"{(stop - start) * array.itemsize}"
             )
         if header.nbytes:
@@ -223,16 +227,16 @@ class LinkExchange:
         plan: LinkSchedule,
         work: NDArray[Any],
         ufunc: Combiner | None = None,
-        brought: NDArray[Any] | None = None,
+        send_buffer: NDArray[Any] | None = None,
     ) -> Iterator[LinkExchange]:
         """Run a schedule; the arguments are those of a `Stage`."""
         scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
-        if brought is not None:
+        if send_buffer is not None:
             if plan.in_place is None:
-                what = self._entry.info.what
-                raise InternalError(f"{what}: the schedule needs its input in the work buffer")
-            rounds, self._buffers = plan.in_place, (work, scratch, brought)
+                label = self._entry.info.label
+                raise InternalError(f"{label}: the schedule needs its input in the work buffer")
+            rounds, self._buffers = plan.in_place, (work, scratch, send_buffer)
         self._entry.stage(plan.algorithm, work.nbytes)
         self._stage += 1
         for self._round, one in enumerate(rounds):  # noqa: B020
@@ -301,5 +305,157 @@ class LinkExchange:
 
     def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
         if self._ufunc is None:
-            raise InternalError(f"{self._entry.info.what}: the schedule reduces, but has no op")
+            raise InternalError(f"{self._entry.info.label}: the schedule reduces, but has no op")
         combine_two(self._ufunc, left, right, target)
+
+
+class _Credit:
+    __slots__ = ("outstanding", "queue")
+
+    def __init__(self) -> None:
+        self.outstanding = 0
+        # Heap by call and order of sending; the counter makes entries comparable.
+        self.queue: list[tuple[int, int, LinkExchange, bytes, memoryview | None]] = []
+
+
+class Flow:
+    """Credit of all links of a process, and the frame sink of its calls."""
+
+    def __init__(
+        self,
+        rank: int,
+        generation: int,
+        transport: Transport,
+        config: RuntimeConfig,
+        active: Iterable[tuple[int, int]],
+    ) -> None:
+        self.rank = rank
+        self.generation = generation
+        self.segment_bytes = config.segment_bytes
+        self.frames_sent = 0
+        self._transport = transport
+        self._window_bytes = config.window_bytes
+        self._active = active
+        self._numbers = count()
+        self._credits: dict[tuple[int, int], _Credit] = {}
+        self._owed: dict[tuple[int, int], int] = {}
+        # (group, peer) of released pairs, from any thread.
+        self._resting: deque[tuple[int, int]] = deque()
+
+    def post(
+        self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None
+    ) -> None:
+        """Send a frame now, or when the credit allows."""
+        credit = self._credits.get((peer, links.group))
+        if credit is None:
+            credit = self._credits[peer, links.group] = _Credit()
+        nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
+        if not credit.queue and self._fits(credit, nbytes, links):
+            self._send(credit, nbytes, links, peer, header, payload)
+            return
+        heapq.heappush(credit.queue, (links.call, next(self._numbers), links, header, payload))
+        links.queued += 1
+        self._go_on(peer, credit)
+
+    def consumed(self, peer: int, group: int, nbytes: int) -> None:
+        """Record that a frame of `nbytes` payload has been used; return credit in larger pieces."""
+        key = (peer, group)
+        owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
+        if owed * 4 >= self._window_bytes:
+            self._transport.send(
+                peer, pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
+            )
+            owed = 0
+        self._owed[key] = owed
+
+    def credited(self, peer: int, group: int, nbytes: int) -> None:
+        """Add returned credit and send frames that waited for it."""
+        credit = self._credits.get((peer, group))
+        if credit is None:
+            return
+        credit.outstanding -= nbytes
+        self._go_on(peer, credit)
+        if not credit.outstanding and not credit.queue:
+            self._credits.pop((peer, group), None)
+
+    def use_up(self, frames: Iterable[Frame]) -> None:
+        """Return credit for frames that will never be used."""
+        for frame in frames:
+            if frame.header.kind != FrameType.WAKE:
+                self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
+
+    def forget(self) -> None:
+        """Drop all frames that wait for credit."""
+        self._credits.clear()
+
+    def notify_waiting(self, peer: int, group: int, call: int, fingerprint: int) -> None:
+        """Inform a rank, which may not poll, that this rank waits for it in shared memory."""
+        header = pack_header(
+            FrameType.WAKE, self.rank, self.generation, group, call, fingerprint=fingerprint
+        )
+        self._transport.send(peer, header)
+
+    def rest(self, group: int, peer: int) -> None:
+        """Let the driver drop the accounts of a group that is not in use; from any thread."""
+        self._resting.append((group, peer))
+        self._transport.wake()
+
+    def settle(self) -> None:
+        """Return the credit owed for released groups, and drop their accounts."""
+        while self._resting:
+            group, peer = self._resting.popleft()
+            owed = self._owed.pop((peer, group), 0)
+            if owed:
+                self._transport.send(
+                    peer,
+                    pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed),
+                )
+
+    def go_on(self, group: int) -> None:
+        """Send what is possible after an operation of a group has ended.
+
+        Another one may be the oldest.
+        """
+        for (peer, other), credit in list(self._credits.items()):  # a failing send clears the dict
+            if other == group and credit.queue:
+                self._go_on(peer, credit)
+
+    def _fits(self, credit: _Credit, nbytes: int, links: LinkExchange) -> bool:
+        total = credit.outstanding + nbytes
+        if total * 4 <= self._window_bytes:
+            return True
+        # If less than half of the window is used, a frame of the oldest call may go however large
+        # it is.
+        return (
+            credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
+        ) and self._is_oldest(links)
+
+    def _is_oldest(self, links: LinkExchange) -> bool:
+        """Return whether no older operation of the group is running."""
+        group, call = links.group, links.call
+        return not any(number < call for other, number in list(self._active) if other == group)
+
+    def _go_on(self, peer: int, credit: _Credit) -> None:
+        while credit.queue:
+            _, _, links, header, payload = credit.queue[0]
+            nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
+            if not self._fits(credit, nbytes, links):
+                return
+            heapq.heappop(credit.queue)
+            links.queued -= 1
+            self._send(credit, nbytes, links, peer, header, payload)
+
+    def _send(
+        self,
+        credit: _Credit,
+        nbytes: int,
+        links: LinkExchange,
+        peer: int,
+        header: bytes,
+        payload: memoryview | None,
+    ) -> None:
+        credit.outstanding += nbytes
+        self.frames_sent += 1
+        loan = self._transport.send(peer, header, payload, borrow=True)
+        if loan is not None and not loan.is_done():
+            links.loans.append(loan)

@@ -15,13 +15,12 @@ from syncvar.algorithms.reproducible_tree import tree_order
 from syncvar.core.errors import SyncvarError
 from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import quiet_caller, reduction
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.persistent.builder import builder_for, run_while_spinning
-from syncvar.runtime.programs.arithmetic import HALVES, store_parts
-from syncvar.runtime.programs.block_transfer import NOTHING
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
-from syncvar.runtime.programs.program_runner import agreed
-from syncvar.runtime.programs.shm_reduce import (
+from syncvar.runtime.arithmetic import HALVES, gil_monitor, store_parts
+from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
+from syncvar.runtime.persistent_builder import builder_for, run_while_spinning
+from syncvar.runtime.program_runner import agreed
+from syncvar.runtime.shm_reduce import (
     ReduceBuffers,
     add_native_program,
     flat_of,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
+    from syncvar.runtime.persistent_builder import CallLabel, PersistentCallBuilder
     from syncvar.shm.group_channel import GroupChannel
 
     # Left operand, right operand, room; None stands for the array of the result.
@@ -47,10 +46,10 @@ if TYPE_CHECKING:
 
 def prepare_reduction(
     communicator: Communicator,
-    how: Reduction,
+    reduction: Reduction,
     shape: tuple[int, ...],
     digest: int,
-    what: str,
+    label: str,
     apply: np.ufunc | None = None,
     ends: ResultPlacement = EVERYWHERE,
     neutral: Any = None,
@@ -60,10 +59,10 @@ def prepare_reduction(
 
     Args:
         communicator: The group.
-        how: The reduction.
+        reduction: The reduction.
         shape: Shape of the arrays.
         digest: Fingerprint of the call, as on the slow path.
-        what: Text of the call.
+        label: Text of the call.
         apply: `out`, which must then be given, becomes apply(out, result).
         ends: Which ranks get which result; a rank without a result gets an empty array.
         neutral: Result of a rank that combines nothing, if all ranks get a result.
@@ -71,14 +70,14 @@ def prepare_reduction(
 
     Returns:
         A function of (x, out, label, timeout). x is a native array of this dtype and shape, or a
-        `PyTree` of such arrays; `out` is None or anything. `label` is (text, fingerprint) of this
-        call, None for `what` and `digest`. `timeout` is in seconds, None for the job's default;
+        `PyTree` of such arrays; `out` is None or anything. Its `label` is (text, fingerprint) of
+        this call, None for those given here. `timeout` is in seconds, None for the job's default;
         `is_seconds` must hold for it. The function returns the result, or None if it did nothing:
         take the slow path then.
     """
-    nbytes = prod(shape) * how.accumulate.itemsize
+    nbytes = prod(shape) * reduction.accumulate.itemsize
     is_small = is_direct(nbytes, communicator.size)
-    ground = builder_for(communicator, what, digest, nbytes, "shm small" if is_small else "shm")
+    ground = builder_for(communicator, label, digest, nbytes, "shm small" if is_small else "shm")
     if ground is None:
         return None
     output_spec = OutputSpec(
@@ -87,13 +86,13 @@ def prepare_reduction(
     if ends.collective == "reduce" and not output_spec.terms:
         output_spec = output_spec._replace(nothing=NOTHING)
     if is_small:
-        return _small(ground, how, shape, apply, output_spec, leaves)
-    return _long(ground, how, shape, apply, output_spec)
+        return _small(ground, reduction, shape, apply, output_spec, leaves)
+    return _long(ground, reduction, shape, apply, output_spec)
 
 
-def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
+def prepare_barrier(communicator: Communicator, digest: int, label: str) -> PreparedCall | None:
     """Build the persistent call of a barrier, a reduction of empty arrays, or return None."""
-    ground = builder_for(communicator, what, digest, 0, "shm")
+    ground = builder_for(communicator, label, digest, 0, "shm")
     if ground is None:
         return None
     output_spec = OutputSpec(EVERYWHERE, range(communicator.size), NOTHING)
@@ -115,16 +114,16 @@ class OutputSpec(NamedTuple):
     nothing: NDArray[Any] | None = None
     neutral: Any = None
 
-    def filled(self, made: Any) -> Any:
+    def filled(self, output: Any) -> Any:
         """Return the result, neutral if nothing has been combined."""
         if not self.terms and self.nothing is None:
-            made[...] = self.neutral
-        return made
+            output[...] = self.neutral
+        return output
 
 
 def _small(
     ground: PersistentCallBuilder,
-    how: Reduction,
+    reduction: Reduction,
     shape: tuple[int, ...],
     apply: np.ufunc | None,
     output_spec: OutputSpec,
@@ -132,12 +131,12 @@ def _small(
 ) -> PreparedCall:
     """Build the persistent call of a vector that goes through slots."""
     ends, terms, nothing, _ = output_spec
-    _, channel, engine, told = ground
+    _, channel, engine, call_info = ground
     words, entry, others, wait = channel.words, channel.entry, channel.others, channel.wait
     size, rank = channel.size, channel.rank
-    ufunc, kind, empty, ndarray = how.ufunc, how.result, np.empty, np.ndarray
-    accumulate = how.accumulate
-    digest, add, clock = told.fingerprint, engine.recorder.add, monotonic_ns
+    ufunc, kind, empty, ndarray = reduction.ufunc, reduction.result, np.empty, np.ndarray
+    accumulate = reduction.accumulate
+    digest, add, clock = call_info.fingerprint, engine.recorder.add, monotonic_ns
     count = prod(shape)
     slots = [
         [channel.small(other, side, count, accumulate).reshape(shape) for side in (0, 1)]
@@ -151,8 +150,8 @@ def _small(
     # Integers have no floating-point errors to silence.
     combine: Callable[..., Any] = ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)
     is_cast = kind != accumulate
-    divisor = np.asarray(ends.divisor(rank, size), accumulate) if how.is_mean else None
-    straight = not is_cast and not how.is_mean and apply is None
+    divisor = np.asarray(ends.divisor(rank, size), accumulate) if reduction.is_mean else None
+    straight = not is_cast and not reduction.is_mean and apply is None
     whole = count * accumulate.itemsize
     is_wide = whole > WIDE_BYTES
     levels = [
@@ -255,7 +254,7 @@ def _small(
         begin: int,
         _x: Any,
         _out: Any,
-        made: Any,
+        output: Any,
         label: CallLabel | None,
         _run: None,
         _native: Any,
@@ -263,30 +262,30 @@ def _small(
         """Continue a call that C has published; return (is over, result or steps)."""
         side, target = channel.side, channel.last
         check = words[entry + CHECK + side]
-        result = finished(side, check, target, made if leaves is None else None)
+        result = finished(side, check, target, output if leaves is None else None)
         if result is None:
-            return False, left(check, target, made)
+            return False, left(check, target, output)
         if leaves is not None:
-            store_parts(flat_of(made), result, None)
-        info = told if label is None else ground.with_label(label).told
+            store_parts(flat_of(output), result, None)
+        info = call_info if label is None else ground.with_label(label).info
         add((info, number, begin, clock(), get_ident()))
-        return True, result if leaves is None else made
+        return True, result if leaves is None else output
 
-    def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
+    def left(check: int, target: int, output: Any) -> Generator[int, None, Any]:
         """Continue as `rest`; return the result, a tuple for several arrays."""
-        result = yield from rest(check, target, made if leaves is None else None)
+        result = yield from rest(check, target, output if leaves is None else None)
         if leaves is None:
             return result
-        store_parts(flat_of(made), result, None)
-        return made
+        store_parts(flat_of(output), result, None)
+        return output
 
-    def adopted(number: int, made: Any) -> Generator[int, None, Any]:
+    def adopted(number: int, output: Any) -> Generator[int, None, Any]:
         """Continue an asynchronous call, and return the caller's result."""
-        result = yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)
+        result = yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, output)
         return result if leaves is None else leaves.with_arrays(result)
 
     # C takes equal dtypes of input and result only.
-    if how.source != kind.name or (not terms and (nothing is None or is_cast)):
+    if reduction.source != kind.name or (not terms and (nothing is None or is_cast)):
         return call
     native = ground.build_native(
         call,
@@ -365,11 +364,11 @@ def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
     def call(x: Any, out: Any, label: CallLabel | None = None, timeout: float | None = None) -> Any:
         if out is not None or not isinstance(x, PyTree):
             return None
-        made = flat(np.concatenate(flat_of(x.arrays)), None, label, timeout)
-        if made is None:
+        output = flat(np.concatenate(flat_of(x.arrays)), None, label, timeout)
+        if output is None:
             return None
-        parts = [np.empty(array.shape, made.dtype) for array in x.arrays]
-        store_parts(flat_of(parts), made, None)
+        parts = [np.empty(array.shape, output.dtype) for array in x.arrays]
+        store_parts(flat_of(parts), output, None)
         return leaves.with_arrays(parts)
 
     return call
@@ -377,16 +376,16 @@ def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
 
 def _long(
     ground: PersistentCallBuilder,
-    how: Reduction,
+    reduction: Reduction,
     shape: tuple[int, ...],
     apply: np.ufunc | None,
     output_spec: OutputSpec,
 ) -> PreparedCall:
-    _, channel, _, told = ground
+    _, channel, _, call_info = ground
     ends, terms, nothing, _ = output_spec
-    kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
-    digest = told.fingerprint
-    divisor = ends.divisor(channel.rank, channel.size) if how.is_mean else 0
+    kind, accumulate, ufunc = reduction.result, reduction.accumulate, reduction.ufunc
+    digest = call_info.fingerprint
+    divisor = ends.divisor(channel.rank, channel.size) if reduction.is_mean else 0
     nowhere: NDArray[Any] = np.empty(0, kind)
     is_flat = len(shape) == 1
 
@@ -400,7 +399,7 @@ def _long(
         if nothing is not None:
             return vector_of(np.ascontiguousarray(x).reshape(-1), nowhere), nothing
         if out is None:
-            made = np.empty(shape, kind)
+            output = np.empty(shape, kind)
         elif (
             type(out) is not np.ndarray
             or out.shape != shape
@@ -410,15 +409,15 @@ def _long(
         ):
             return None
         else:
-            made = out
-        flat_out = made if is_flat else made.reshape(-1)
-        if x is made:
+            output = out
+        flat_out = output if is_flat else output.reshape(-1)
+        if x is output:
             flat = flat_out
         else:
             flat = x if is_flat and x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
             if out is not None and np.may_share_memory(flat, flat_out):
                 flat = flat.copy()
-        return vector_of(flat, flat_out), made
+        return vector_of(flat, flat_out), output
 
     call = reducing(ground, reduce_shared, arrays_of, output_spec)
 
@@ -427,33 +426,33 @@ def _long(
         _begin: int,
         x: Any,
         _out: Any,
-        made: Any,
+        output: Any,
         label: CallLabel | None,
         run: Any,
         native: Any,
     ) -> tuple[bool, Any]:
         """Continue a call that C has published or begun."""
         if run is not None:
-            return False, then(run, made, output_spec)
+            return False, then(run, output, output_spec)
         check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
-        vector = vector_of(x.reshape(-1), made.reshape(-1))
-        return False, then(reduce_published(channel, check, vector, native), made, output_spec)
+        vector = vector_of(x.reshape(-1), output.reshape(-1))
+        return False, then(reduce_published(channel, check, vector, native), output, output_spec)
 
     like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
     vector = vector_of(like, like)
     if (
-        how.source != kind.name
+        reduction.source != kind.name
         or (nothing is None and not terms)
         or not channel.are_native
         or not vector.suits_native
     ):
         return call
-    made = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
+    output = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
     native = ground.build_native(
         call,
         later,
         input_form=(kind, shape),
-        output_form=made,
+        output_form=output,
         gil_monitor=gil_monitor,
         everyone=ends == EVERYWHERE,
         nothing=nothing,
@@ -474,12 +473,12 @@ def reducing(
     channel = ground.channel
 
     def attempt(number: int, check: int, arrays: tuple[Any, Any]) -> tuple[Any, Any, int, None]:
-        vector, made = arrays
+        vector, output = arrays
         steps = reduce(channel, (number, check), vector)
         need = run_while_spinning(channel, steps, number)
         if need is None:
-            return (output_spec.filled(made), None, 0, None)
-        return (None, then(steps, made, output_spec), need, None)
+            return (output_spec.filled(output), None, 0, None)
+        return (None, then(steps, output, output_spec), need, None)
 
     return ground.build_python(arrays_of, attempt, notes=True)
 
@@ -493,7 +492,7 @@ def has_segments(channel: GroupChannel) -> bool:
     return True
 
 
-def then(steps: Any, made: Any, output_spec: OutputSpec) -> Generator[int, None, Any]:
+def then(steps: Any, output: Any, output_spec: OutputSpec) -> Generator[int, None, Any]:
     """Run the remaining steps of a call, and return its result."""
     yield from steps
-    return output_spec.filled(made)
+    return output_spec.filled(output)

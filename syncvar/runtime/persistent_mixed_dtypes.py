@@ -14,13 +14,12 @@ from numpy.lib.stride_tricks import as_strided
 
 from syncvar._native.constants import KINDS_MAX
 from syncvar.core.pytree import PyTree
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.persistent.builder import DtypeGroup, builder_for
-from syncvar.runtime.persistent.persistent_reduce import OutputSpec, has_segments, reducing, then
-from syncvar.runtime.programs.arithmetic import HALVES
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement
-from syncvar.runtime.programs.program_runner import agreed
-from syncvar.runtime.programs.shm_reduce import (
+from syncvar.runtime.arithmetic import HALVES, gil_monitor
+from syncvar.runtime.compile_reduce import EVERYWHERE, BufferPlacement
+from syncvar.runtime.persistent_builder import DtypeGroup, builder_for
+from syncvar.runtime.persistent_reduce import OutputSpec, has_segments, reducing, then
+from syncvar.runtime.program_runner import agreed
+from syncvar.runtime.shm_reduce import (
     ReduceBuffers,
     add_native_program,
     combine_small,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import CallLabel, PersistentCallBuilder
+    from syncvar.runtime.persistent_builder import CallLabel, PersistentCallBuilder
     from syncvar.shm.group_channel import GroupChannel
 
 
@@ -50,7 +49,7 @@ def prepare_kinds(
     longest: int | None,
     leaves: PyTree,
     digest: int,
-    what: str,
+    label: str,
 ) -> PreparedCall | None:
     """Build the persistent call of arrays of several dtypes, or of long ones of one dtype.
 
@@ -61,7 +60,7 @@ def prepare_kinds(
         longest: The kind with long arrays; None if all arrays are short.
         leaves: Example arrays.
         digest: Fingerprint of the call, as on the slow path.
-        what: Text of the call.
+        label: Text of the call.
     """
     order = sorted(range(len(sizes)), key=lambda number: number != longest)  # the long one first
     ordered, sizes = (
@@ -69,7 +68,7 @@ def prepare_kinds(
         [sizes[number] for number in order],
     )
     ground = builder_for(
-        communicator, what, digest, sum(sizes), "shm small" if longest is None else "shm"
+        communicator, label, digest, sum(sizes), "shm small" if longest is None else "shm"
     )
     if ground is None:
         return None
@@ -87,63 +86,63 @@ class _Kinds(NamedTuple):
     size: int
 
     def vectors_of(
-        self, arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]
+        self, arrays: Sequence[NDArray[Any]], output: Sequence[NDArray[Any]]
     ) -> list[ReduceBuffers]:
         """Return the buffers of each kind."""
         return [
             ReduceBuffers.of(
                 flat_of([arrays[place] for place in places]),
-                flat_of([made[place] for place in places]),
-                how.ufunc,
-                how.accumulate,
-                self.size if how.is_mean else 0,
+                flat_of([output[place] for place in places]),
+                reduction.ufunc,
+                reduction.accumulate,
+                self.size if reduction.is_mean else 0,
             )
-            for how, places in self.kinds
+            for reduction, places in self.kinds
         ]
 
     def prepared_by(self, x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
         """Return the buffers and the result of a call's (x, out), or None for the slow path."""
         if out is not None or not isinstance(x, PyTree):
             return None
-        made: list[Any] = [None] * len(x.arrays)
-        for how, places in self.kinds:
+        output: list[Any] = [None] * len(x.arrays)
+        for reduction, places in self.kinds:
             for place in places:
-                made[place] = np.empty(x.arrays[place].shape, how.result)
-        return self.vectors_of(x.arrays, made), x.with_arrays(made)
+                output[place] = np.empty(x.arrays[place].shape, reduction.result)
+        return self.vectors_of(x.arrays, output), x.with_arrays(output)
 
     @property
     def are_native(self) -> bool:
         """Whether C takes so many kinds, whose inputs and results have equal dtypes."""
         return len(self.kinds) <= KINDS_MAX and all(
-            how.source == how.result.name for how, _ in self.kinds
+            reduction.source == reduction.result.name for reduction, _ in self.kinds
         )
 
     def build_native(self, first: int) -> list[DtypeGroup]:
         """Return the kinds for C; those from `first` on use the slots."""
         starts = [0] * first + list(places_of(self.sizes[first:])[0])
         return [
-            DtypeGroup(_arithmetic(how, self.size), how.result, start, places)
-            for (how, places), start in zip(self.kinds, starts, strict=True)
+            DtypeGroup(_arithmetic(reduction, self.size), reduction.result, start, places)
+            for (reduction, places), start in zip(self.kinds, starts, strict=True)
         ]
 
 
 def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     """Build the persistent call of arrays that all go through slots."""
-    channel, engine, digest = ground.channel, ground.engine, ground.told.fingerprint
+    channel, engine, digest = ground.channel, ground.engine, ground.info.fingerprint
     leaves, nbytes = several.leaves, places_of(several.sizes)[1]
 
-    def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
+    def left(check: int, target: int, output: Any) -> Generator[int, None, Any]:
         """Continue a call that C has published; return the results as a tuple."""
         yield from agreed(channel, check, target)
-        yield from combine_small(channel, several.vectors_of(made, made))
-        return made
+        yield from combine_small(channel, several.vectors_of(output, output))
+        return output
 
     def later(
         number: int,
         begin: int,
         _x: Any,
         _out: Any,
-        made: Any,
+        output: Any,
         label: CallLabel | None,
         _run: None,
         native: Any,
@@ -153,16 +152,16 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
             ((digest if label is None else label[1]) + number * SPREAD) & MASK,
             channel.last,
         )
-        if not channel.wait(channel.others, target) or not native.end(check, made):
-            return False, left(check, target, made)
+        if not channel.wait(channel.others, target) or not native.end(check, output):
+            return False, left(check, target, output)
         engine.recorder.add(
-            (ground.with_label(label).told, number, begin, monotonic_ns(), get_ident())
+            (ground.with_label(label).info, number, begin, monotonic_ns(), get_ident())
         )
-        return True, made
+        return True, output
 
-    def adopted(number: int, made: Any) -> Generator[int, None, Any]:
+    def adopted(number: int, output: Any) -> Generator[int, None, Any]:
         return leaves.with_arrays(
-            (yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made))
+            (yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, output))
         )
 
     call = reducing(
@@ -187,7 +186,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
 
 def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     """Build the persistent call whose first kind is a long vector; the other kinds use slots."""
-    channel, digest, leaves = ground.channel, ground.told.fingerprint, several.leaves
+    channel, digest, leaves = ground.channel, ground.info.fingerprint, several.leaves
     output_spec = OutputSpec(EVERYWHERE, range(channel.size))
 
     def arrays_of(x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
@@ -203,31 +202,35 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         _begin: int,
         x: Any,
         _out: Any,
-        made: Any,
+        output: Any,
         label: CallLabel | None,
         run: Any,
         native: Any,
     ) -> tuple[bool, Any]:
         """Continue a call that C has published or begun."""
         if run is not None:
-            return False, then(run, made, output_spec)
-        vector, *riders = several.vectors_of(x, made)
+            return False, then(run, output, output_spec)
+        vector, *riders = several.vectors_of(x, output)
         check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
         return False, then(
-            reduce_published(channel, check, vector, native, riders), made, output_spec
+            reduce_published(channel, check, vector, native, riders), output, output_spec
         )
 
     call = reducing(ground, reduce, arrays_of, output_spec)
-    how, places = several.kinds[0]
+    reduction, places = several.kinds[0]
     counts = [leaves.arrays[place].size for place in places]
-    like = as_strided(np.empty(1, how.result), (sum(counts),), (0,))
+    like = as_strided(np.empty(1, reduction.result), (sum(counts),), (0,))
     parts = [like[:count] for count in counts]
     vector = ReduceBuffers.of(
-        parts, parts, how.ufunc, how.accumulate, channel.size if how.is_mean else 0
+        parts,
+        parts,
+        reduction.ufunc,
+        reduction.accumulate,
+        channel.size if reduction.is_mean else 0,
     )
     if not (several.are_native and channel.are_native and vector.suits_native):
         return call
-    form = (how.result, (sum(counts),))
+    form = (reduction.result, (sum(counts),))
     native = ground.build_native(
         call,
         later,
@@ -243,10 +246,19 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     return native
 
 
-def _arithmetic(how: Reduction, size: int) -> tuple[Any, ...]:
+def _arithmetic(reduction: Reduction, size: int) -> tuple[Any, ...]:
     """Return the arithmetic in slots, where halves are float32."""
     division = (
-        (np.divide, np.asarray(size, how.accumulate).tobytes()) if how.is_mean else (None, b"")
+        (np.divide, np.asarray(size, reduction.accumulate).tobytes())
+        if reduction.is_mean
+        else (None, b"")
     )
-    half = HALVES[how.result.name] if how.result != how.accumulate else 0
-    return how.accumulate.itemsize, how.accumulate, half, how.ufunc, *division, None
+    half = HALVES[reduction.result.name] if reduction.result != reduction.accumulate else 0
+    return (
+        reduction.accumulate.itemsize,
+        reduction.accumulate,
+        half,
+        reduction.ufunc,
+        *division,
+        None,
+    )

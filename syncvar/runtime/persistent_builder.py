@@ -16,14 +16,12 @@ import numpy as np
 
 from syncvar._native import slot_call
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.call_sites import site_of
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.programs.program_runner import DISAGREE
-from syncvar.runtime.programs.shm_reduce import is_separate
+from syncvar.runtime.arithmetic import gil_monitor
+from syncvar.runtime.call_record import CallInfo, site_of
+from syncvar.runtime.program_runner import DISAGREE
 from syncvar.runtime.request import Request
-from syncvar.runtime.timeouts import checked_timeout
-from syncvar.runtime.work import Work
+from syncvar.runtime.shm_reduce import is_separate
+from syncvar.runtime.work import Work, checked_timeout
 from syncvar.shm.channel_table import MASK, SPREAD
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def builder_for(
-    communicator: Communicator, what: str, digest: int, nbytes: int, way: str
+    communicator: Communicator, label: str, digest: int, nbytes: int, way: str
 ) -> PersistentCallBuilder | None:
     """Return the builder of a persistent call; None without a channel or cache."""
     channel, engine = communicator.channel, communicator.engine
@@ -53,21 +51,21 @@ def builder_for(
         or channel.size == 1
     ):
         return None
-    told = CallInfo(what, communicator.identity, communicator.members, digest, nbytes, way)
-    return PersistentCallBuilder(communicator, channel, engine, told)
+    call_info = CallInfo(label, communicator.identity, communicator.members, digest, nbytes, way)
+    return PersistentCallBuilder(communicator, channel, engine, call_info)
 
 
 class DtypeGroup(NamedTuple):
     """Arrays of one dtype in a call through small slots.
 
     Args:
-        how: Arithmetic of their terms, as `Arithmetic.native` returns it.
+        arithmetic: Arithmetic of their terms, as `Arithmetic.native` returns it.
         dtype: dtype of the arrays.
         start: Start of their vector in a slot, in bytes.
         places: Indices of the arrays among all.
     """
 
-    how: tuple[Any, ...]
+    arithmetic: tuple[Any, ...]
     dtype: np.dtype[Any]
     start: int
     places: Sequence[int]
@@ -79,17 +77,17 @@ class PersistentCallBuilder(NamedTuple):
     communicator: Communicator
     channel: GroupChannel
     engine: ProgressEngine
-    told: CallInfo
+    info: CallInfo
 
     def with_label(self, label: CallLabel | None) -> PersistentCallBuilder:
         """Return a builder with the text and fingerprint of one call."""
         if label is None:
             return self
-        return self._replace(told=self.told._replace(what=label[0], fingerprint=label[1]))
+        return self._replace(info=self.info._replace(label=label[0], fingerprint=label[1]))
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> Request:
         return Request(
-            self.engine.recorder.begin(self.told, number, begin), steps, self.channel, wait=need
+            self.engine.recorder.begin(self.info, number, begin), steps, self.channel, wait=need
         )
 
     def continue_in_engine(
@@ -126,8 +124,8 @@ class PersistentCallBuilder(NamedTuple):
                     alive.
             notes: Report the duration of waits, from which `gil_monitor` detects contention.
         """
-        communicator, channel, engine, told = self
-        queue, busy, digest = channel.queue, communicator.busy, told.fingerprint
+        communicator, channel, engine, call_info = self
+        queue, busy, digest = channel.queue, communicator.busy, call_info.fingerprint
         add, clock = engine.recorder.add, monotonic_ns
 
         def call(
@@ -155,20 +153,20 @@ class PersistentCallBuilder(NamedTuple):
                 begin = clock()
                 try:
                     check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
-                    made, steps, need, held = attempt(number, check, arrays)
+                    output, steps, need, held = attempt(number, check, arrays)
                     if steps is None:
-                        info = told if label is None else self.with_label(label).told
+                        info = call_info if label is None else self.with_label(label).info
                         add((info, number, begin, clock(), get_ident()))
-                        return made
+                        return output
                 except BaseException as error:
                     self.with_label(label).interrupt(number, begin, error)
                     raise
-                made = self.with_label(label).continue_in_engine(
+                output = self.with_label(label).continue_in_engine(
                     number, begin, steps, need, held, timeout=timeout
                 )
                 if notes:
-                    gil_monitor.note((clock() - begin) / 1e9, told.nbytes)
-                return made
+                    gil_monitor.note((clock() - begin) / 1e9, call_info.nbytes)
+                return output
 
         return call
 
@@ -181,7 +179,7 @@ class PersistentCallBuilder(NamedTuple):
         fold: Any = None,
         apply: Any = None,
         detail: int = 0,
-        tells: bool = False,
+        publishes_check: bool = False,
         nothing: NDArray[Any] | None = None,
         steps: Callable[[int, Any], Any] | None = None,
         leaves: PyTree | None = None,
@@ -199,7 +197,7 @@ class PersistentCallBuilder(NamedTuple):
             fold: Ufunc that combines terms; None if nothing is combined.
             apply: The result becomes apply(out, combination).
             detail: Detail of the layout, see `TransferLayout`.
-            tells: Publish the plain check beside the one with the detail.
+            publishes_check: Publish the plain check beside the one with the detail.
             nothing: Result of a rank that gets none, returned to callers as None. None otherwise.
             steps: Function of (number, output) that returns the remaining steps of a published
                 call; None if calls cannot be asynchronous.
@@ -228,12 +226,12 @@ class PersistentCallBuilder(NamedTuple):
         def hand_over(
             number: int, begin: int, steps: Any, label: CallLabel | None, timeout: float | None
         ) -> Any:
-            made = self.with_label(label).continue_in_engine(
+            output = self.with_label(label).continue_in_engine(
                 number, begin, steps, self.channel.last, timeout=timeout
             )
             if layout["gil_monitor"] is not None:
-                gil_monitor.note((monotonic_ns() - begin) / 1e9, self.told.nbytes)
-            return made
+                gil_monitor.note((monotonic_ns() - begin) / 1e9, self.info.nbytes)
+            return output
 
         def interrupt(
             number: int, begin: int, error: BaseException, label: CallLabel | None
@@ -243,14 +241,14 @@ class PersistentCallBuilder(NamedTuple):
         def adopt(
             number: int,
             begin: int,
-            made: Any,
+            output: Any,
             timeout: float | None,
             site: Any,
             instruction: int | None,
         ) -> Request:
             """Let the engine continue the call that is first in the channel's queue."""
             assert steps is not None
-            operation = self._operation(number, begin, steps(number, made), self.channel.last)
+            operation = self._operation(number, begin, steps(number, output), self.channel.last)
             operation.site = site if instruction is None else site_of(site, instruction)
             self.channel.queue.popleft()
             self.engine.start(
@@ -260,24 +258,24 @@ class PersistentCallBuilder(NamedTuple):
 
         in_slots = np.dtype(np.float32) if layout["half"] else layout["output_form"][0]
         division = (None, b"") if divisor is None else (np.divide, divisor.tobytes())
-        how = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
+        arithmetic = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
         arrays = () if leaves is None else leaves.arrays
         kinds = (
-            kinds or [DtypeGroup(how, layout["output_form"][0], 0, range(len(arrays)))]
+            kinds or [DtypeGroup(arithmetic, layout["output_form"][0], 0, range(len(arrays)))]
             if leaves is not None
             else ()
         )
         group_index = {place: number for number, kind in enumerate(kinds) for place in kind.places}
-        made: PreparedCall | None = slot_call(
-            self.told.fingerprint,
+        output: PreparedCall | None = slot_call(
+            self.info.fingerprint,
             detail,
-            tells,
+            publishes_check,
             layout["input_form"],
             layout["output_form"],
             layout["puts"],
             layout["takes"],
             layout["terms"],
-            how,
+            arithmetic,
             layout["ring"],
             layout["parts"],
             layout["everyone"],
@@ -285,7 +283,7 @@ class PersistentCallBuilder(NamedTuple):
             tuple(
                 [
                     (
-                        kind.how,
+                        kind.arithmetic,
                         kind.dtype,
                         kind.start,
                         sum([arrays[place].size for place in kind.places]),
@@ -311,19 +309,19 @@ class PersistentCallBuilder(NamedTuple):
             communicator=self.communicator,
             busy=self.communicator.busy,
             add=self.engine.recorder.add,
-            info=self.told,
+            info=self.info,
             plain=plain,
             later=later,
             hand_over=hand_over,
             interrupt=interrupt,
-            with_label=lambda label: self.with_label(label).told,
-            begun=self.engine.begun,
+            with_label=lambda label: self.with_label(label).info,
+            begun=self.engine.async_calls,
             work=Work,
             adopt=None if steps is None else adopt,
             gil_monitor=layout["gil_monitor"],
             nothing=nothing,
         )
-        return made
+        return output
 
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
         """Abort the job: an exception has left a call in which other ranks take part."""

@@ -26,16 +26,15 @@ import numpy as np
 
 from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind
 from syncvar.algorithms.selection import choose
-from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import ShmRef
-from syncvar.runtime.programs.compile_reduce import (
+from syncvar.runtime.arithmetic import Arithmetic
+from syncvar.runtime.compile_reduce import (
     EVERYWHERE,
     BufferPlacement,
     Cells,
     ResultPlacement,
     reduce_code,
 )
-from syncvar.runtime.programs.program_runner import agreed, native_of, open_code, run_code
+from syncvar.runtime.program_runner import ShmRef, agreed, native_of, open_code, run_code
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
 if TYPE_CHECKING:
@@ -44,12 +43,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.programs.instructions import CompiledProgram
+    from syncvar.runtime.instructions import CompiledProgram
     from syncvar.shm.group_channel import GroupChannel
 
 # Published words; no array has one of these offsets, where shared memory has its header.
 _NOWHERE = 0
-_APART = 1  # of several arrays: some long ones are in shared memory, and have to be published
+_SEPARATE = 1  # of several arrays: some long ones are in shared memory, and have to be published
 _BLOCK_BYTES = 256 << 10  # combined by an owner before it writes them to all targets
 _NATIVE_BLOCK_BYTES = 32 << 10
 _CELLS, _LAG = 8, 4  # cells of a segment, and how many may be unread, if all ranks run in C
@@ -70,13 +69,13 @@ class ReduceBuffers(NamedTuple):
     Args:
         sources: Arrays of one dtype; each may be its own target, but must not overlap another one.
         targets: Arrays of the same counts, of one dtype; empty if this rank gets no result.
-        how: The arithmetic.
+        arithmetic: The arithmetic.
         ends: Which ranks get which result.
     """
 
     sources: Sequence[NDArray[Any]]
     targets: Sequence[NDArray[Any]]
-    how: Arithmetic
+    arithmetic: Arithmetic
     ends: ResultPlacement = EVERYWHERE
 
     @classmethod
@@ -95,10 +94,10 @@ class ReduceBuffers(NamedTuple):
         is_widened = (
             source_dtype != accumulate and targets[0].dtype == source_dtype and apply is None
         )
-        how = Arithmetic(
+        arithmetic = Arithmetic(
             ufunc, source_dtype if is_widened else accumulate, accumulate, divisor, apply
         )
-        return cls(sources, targets, how, ends)
+        return cls(sources, targets, arithmetic, ends)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -108,14 +107,14 @@ class ReduceBuffers(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the combination."""
-        return sum(self.counts) * self.how.accumulate.itemsize
+        return sum(self.counts) * self.arithmetic.accumulate.itemsize
 
     @property
     def suits_native(self) -> bool:
         """Whether the C extension takes it; the same on all ranks that make the same call."""
         return (
-            self.sources[0].dtype == self.how.wire == self.targets[0].dtype
-            and self.how.suits_native
+            self.sources[0].dtype == self.arithmetic.wire == self.targets[0].dtype
+            and self.arithmetic.suits_native
         )
 
     def only(self, places: Sequence[int]) -> ReduceBuffers:
@@ -125,7 +124,7 @@ class ReduceBuffers(NamedTuple):
             targets=[self.targets[place] for place in places],
         )
 
-    def told(self, channel: GroupChannel, side: int) -> tuple[int, int]:
+    def words(self, channel: GroupChannel, side: int) -> tuple[int, int]:
         """Return the words that publish the locations of the arrays; copies go to cells of `side`.
 
         Only `BufferLocations.from_words` may read such a word: it is not an offset.
@@ -133,9 +132,9 @@ class ReduceBuffers(NamedTuple):
         if len(self.sources) > 1:
             long = [array for array in (*self.sources, *self.targets) if is_separate(array)]
             lie = any(channel.shm.locate(array) is not None for array in long)
-            return (_APART if lie else _NOWHERE) << 1 | side, _NOWHERE
+            return (_SEPARATE if lie else _NOWHERE) << 1 | side, _NOWHERE
         x, out = self.sources[0], self.targets[0]
-        source = channel.shm.locate(x) if x.dtype == self.how.wire else None
+        source = channel.shm.locate(x) if x.dtype == self.arithmetic.wire else None
         target = source if out is x else channel.shm.locate(out)
         if out is x and self.ends != EVERYWHERE:  # others would read it while it is overwritten
             source = None
@@ -167,7 +166,7 @@ class BufferLocations(NamedTuple):
 
     @classmethod
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> BufferLocations:
-        """Read the words of all ranks, from `ReduceBuffers.told` or from the C extension."""
+        """Read the words of all ranks, from `ReduceBuffers.words` or from the C extension."""
         places = [_NOWHERE if word & AT_PAGE else word >> 1 for word in sources]
         sides = [word ^ AT_PAGE if word & AT_PAGE else word & 1 for word in sources]
         return cls(places, targets, tuple(sides))
@@ -210,7 +209,7 @@ def reduce_shared(
         return (yield from _reduce_later(channel, vector))
     call, check = opening
     side = channel.tail ^ 1
-    source, target = vector.told(channel, side)
+    source, target = vector.words(channel, side)
     if source >> 1 == _NOWHERE:
         _write_first(channel, vector, side)
     _put_small(channel, riders)
@@ -223,18 +222,18 @@ def _reduce_located(
     channel: GroupChannel, vector: ReduceBuffers, native: Any = None
 ) -> Generator[int, None, bool]:
     """Continue after all ranks have published locations; show C this placement."""
-    placed = BufferLocations.from_words(*channel.arrays())
-    if len(vector.sources) > 1 and any(placed.sources):
+    locations = BufferLocations.from_words(*channel.arrays())
+    if len(vector.sources) > 1 and any(locations.sources):
         return (yield from _reduce_later(channel, vector))
     if native is not None:
-        add_native_program(channel, vector, placed.places, native)
-    return (yield from _reduce_with_locations(channel, vector, placed))
+        add_native_program(channel, vector, locations.places, native)
+    return (yield from _reduce_with_locations(channel, vector, locations))
 
 
 def _reduce_later(channel: GroupChannel, vector: ReduceBuffers) -> Generator[int, None, bool]:
     """Reduce a vector after phase 0: long arrays one by one in place, the rest together."""
     sides = (channel.next_parity(),) * channel.size
-    alone, joined = _divided(vector.counts, vector.how.accumulate.itemsize)
+    alone, joined = _divided(vector.counts, vector.arithmetic.accumulate.itemsize)
     if alone:
         sides = yield from _reduce_separately(channel, vector.only(alone))
         if not joined:
@@ -242,8 +241,8 @@ def _reduce_later(channel: GroupChannel, vector: ReduceBuffers) -> Generator[int
         vector = vector.only(joined)
     _write_first(channel, vector, sides[channel.rank])
     yield channel.publish()
-    placed = BufferLocations.from_words(sides, [_NOWHERE] * channel.size)
-    return (yield from _reduce_with_locations(channel, vector, placed))
+    locations = BufferLocations.from_words(sides, [_NOWHERE] * channel.size)
+    return (yield from _reduce_with_locations(channel, vector, locations))
 
 
 @lru_cache(maxsize=256)
@@ -267,22 +266,22 @@ def _reduce_separately(
     vectors = [several.only([place]) for place in range(len(several.sources))]
     side = channel.next_parity()
     # Cells use the other side: ranks may still be reading the table on this one.
-    told = [vector.told(channel, side ^ 1) for vector in vectors]
-    length = 2 * len(told)
-    channel.segment(rank, side, length, _WORD).reshape(-1, 2)[...] = told
+    own_table = [vector.words(channel, side ^ 1) for vector in vectors]
+    length = 2 * len(own_table)
+    channel.segment(rank, side, length, _WORD).reshape(-1, 2)[...] = own_table
     yield channel.publish()
     sides = [side] * size
     tables = [channel.segment(other, sides[other], length, _WORD).tolist() for other in range(size)]
     for index, vector in enumerate(vectors):
-        placed = BufferLocations.from_words(
+        locations = BufferLocations.from_words(
             [table[2 * index] for table in tables], [table[2 * index + 1] for table in tables]
         )
         # Otherwise inputs or results go through segments.
-        if not (_are_known(placed.sources) and _are_known(placed.targets)):
-            if placed.sources[rank] == _NOWHERE:
-                _write_first(channel, vector, placed.sides[rank])
+        if not (_are_known(locations.sources) and _are_known(locations.targets)):
+            if locations.sources[rank] == _NOWHERE:
+                _write_first(channel, vector, locations.sides[rank])
             yield channel.publish()  # also: the results of the vector before have been taken
-        yield from _reduce_with_locations(channel, vector, placed, goes_on=True)
+        yield from _reduce_with_locations(channel, vector, locations, goes_on=True)
     return tuple([one ^ 1 for one in sides])
 
 
@@ -305,7 +304,7 @@ def add_native_program(
     """Give the C extension the program of a call for a placement of vectors."""
     code = _code(channel, vector, places)
     sources = sum(1 << rank for rank in places.sources)
-    last_side, program = code.last_side, native_of(code, vector.how)
+    last_side, program = code.last_side, native_of(code, vector.arithmetic)
     last_side = -1 if last_side is None else last_side
     native.learn(sources, places.into_all, places.by_owners, last_side, program)
 
@@ -313,7 +312,7 @@ def add_native_program(
 def _write_first(channel: GroupChannel, vector: ReduceBuffers, side: int) -> None:
     """Write the first cells of a vector."""
     code = _code(channel, vector, _NOWHERE_ELSE)
-    open_code(channel, code, vector.how, vector[:2], side)
+    open_code(channel, code, vector.arithmetic, vector[:2], side)
     if code.opening:
         channel.tail = side
 
@@ -322,29 +321,35 @@ _NOWHERE_ELSE = BufferPlacement()
 
 
 def _reduce_with_locations(
-    channel: GroupChannel, vector: ReduceBuffers, placed: BufferLocations, *, goes_on: bool = False
+    channel: GroupChannel,
+    vector: ReduceBuffers,
+    locations: BufferLocations,
+    *,
+    goes_on: bool = False,
 ) -> Generator[int, None, bool]:
     """Combine a vector after all ranks know all locations; yield the publications to wait for.
 
     The first cells of copied inputs have been published. With `goes_on`, more of the call follows.
     Returns whether all ranks have read this rank's cells; the same on all ranks.
     """
-    code = _code(channel, vector, placed.places._replace(goes_on=goes_on))
+    code = _code(channel, vector, locations.places._replace(goes_on=goes_on))
     if code.last_side is not None:
-        channel.tail = (placed.sides[channel.rank] & 1) ^ code.last_side
-    how, kind_of_target = vector.how, vector.targets[0].dtype
+        channel.tail = (locations.sides[channel.rank] & 1) ^ code.last_side
+    arithmetic, kind_of_target = vector.arithmetic, vector.targets[0].dtype
 
     def location_of(kind: int, rank: int, _place: int) -> ShmRef:
         if kind == MemoryKind.PEER_SOURCE:
-            return ShmRef(placed.sources[rank], how.wire)
-        return ShmRef(placed.targets[rank], kind_of_target)
+            return ShmRef(locations.sources[rank], arithmetic.wire)
+        return ShmRef(locations.targets[rank], kind_of_target)
 
-    yield from run_code(channel, code, how, vector[:2], placed.sides, location_of=location_of)
+    yield from run_code(
+        channel, code, arithmetic, vector[:2], locations.sides, location_of=location_of
+    )
     return code.is_read
 
 
 def _code(channel: GroupChannel, vector: ReduceBuffers, places: BufferPlacement) -> CompiledProgram:
-    wire, is_everywhere = vector.how.wire, vector.ends == EVERYWHERE
+    wire, is_everywhere = vector.arithmetic.wire, vector.ends == EVERYWHERE
     places = places._replace(
         into_all=places.into_all and is_everywhere,
         by_owners=places.by_owners and is_everywhere,
@@ -371,7 +376,7 @@ def _makes_first(vector: ReduceBuffers, wire: np.dtype[Any]) -> bool:
     is_term = vector.ends.is_prefix and any(
         target is source for target, source in zip(vector.targets, vector.sources, strict=True)
     )
-    return vector.how.apply is not None or vector.targets[0].dtype != wire or is_term
+    return vector.arithmetic.apply is not None or vector.targets[0].dtype != wire or is_term
 
 
 def places_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -428,8 +433,8 @@ def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
         places_of([vector.nbytes for vector in vectors]),
     )
     for vector, start in zip(vectors, starts, strict=True):
-        code, how = _code_of_small(channel, vector)
-        open_code(channel, code, how, vector[:2], side, (own + start,) * channel.size)
+        code, arithmetic = _code_of_small(channel, vector)
+        open_code(channel, code, arithmetic, vector[:2], side, (own + start,) * channel.size)
 
 
 def combine_small(
@@ -441,16 +446,23 @@ def combine_small(
     """
     slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
-        code, how = _code_of_small(channel, vector)
+        code, arithmetic = _code_of_small(channel, vector)
         yield from run_code(
-            channel, code, how, vector[:2], channel.sides(), tuple([slot + start for slot in slots])
+            channel,
+            code,
+            arithmetic,
+            vector[:2],
+            channel.sides(),
+            tuple([slot + start for slot in slots]),
         )
 
 
 def _code_of_small(
     channel: GroupChannel, vector: ReduceBuffers
 ) -> tuple[CompiledProgram, Arithmetic]:
-    how = vector.how._replace(wire=vector.how.accumulate)  # halves would save nothing in slots
+    arithmetic = vector.arithmetic._replace(
+        wire=vector.arithmetic.accumulate
+    )  # halves would save nothing in slots
     rank, size, counts = channel.rank, channel.size, vector.counts
-    places = BufferPlacement(makes_first=_makes_first(vector, how.wire))
-    return reduce_code(rank, size, counts, None, places, 1, vector.ends), how
+    places = BufferPlacement(makes_first=_makes_first(vector, arithmetic.wire))
+    return reduce_code(rank, size, counts, None, places, 1, vector.ends), arithmetic

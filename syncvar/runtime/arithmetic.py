@@ -12,6 +12,8 @@ scaled value to nearest even at one fixed bit, whatever its exponent, gives the 
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +23,6 @@ from syncvar._native import program as native_program
 from syncvar._native.constants import HalfType
 from syncvar.algorithms.reproducible_tree import tree_order
 from syncvar.core.errors import InternalError
-from syncvar.runtime.gil_contention import PIECE, gil_monitor, ufunc_holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +30,83 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.gil_contention import Copier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar.core.reduce_ops import Combiner
+
+    Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
+
+PIECE = 500  # elements up to which NumPy keeps the GIL
+_SLOW_S = 0.002
+_SLOW_S_PER_BYTE = 2e-9
+_HOLD_S = 2.0
+
+
+class GilMonitor:
+    """Whether other threads of this process compete for the GIL."""
+
+    def __init__(self) -> None:
+        self.usual_threads = 1  # the caller
+        self.is_alert = False  # calls may have to keep the GIL
+        self._until = 0.0
+
+    def is_there(self) -> bool:
+        """Return whether there are threads besides the caller and syncvar's own.
+
+        They may be idle.
+        """
+        return (
+            sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate())
+            > self.usual_threads
+        )
+
+    def holds(self) -> bool:
+        """Return whether calls should keep the GIL now."""
+        if self.is_alert and time.perf_counter() >= self._until:
+            self.is_alert = False
+        return self.is_alert and self.is_there()
+
+    def note(self, seconds: float, nbytes: int) -> None:
+        """Record the duration of a call. A late peer looks like contention, which does no harm."""
+        if seconds > _SLOW_S + _SLOW_S_PER_BYTE * nbytes and self.is_there():
+            self._until = time.perf_counter() + _HOLD_S
+            self.is_alert = True
+
+
+gil_monitor = GilMonitor()
+
+
+def ufunc_holding(
+    ufunc: Combiner, one: NDArray[Any], other: NDArray[Any], out: NDArray[Any]
+) -> None:
+    """Execute `ufunc(one, other, out)` on flat arrays without releasing the GIL."""
+    for start in range(0, out.size, PIECE):
+        stop = start + PIECE
+        ufunc(one[start:stop], other[start:stop], out=out[start:stop])
+
+
+def _copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Execute `target[...] = source` on flat arrays without releasing the GIL."""
+    if (
+        target.dtype == source.dtype
+        and target.size
+        and target.flags.c_contiguous
+        and source.flags.c_contiguous
+    ):
+        target.view(np.uint8).data[:] = source.view(np.uint8).data
+        return
+    for start in range(0, target.size, PIECE):
+        target[start : start + PIECE] = source[start : start + PIECE]
+
+
+def copier() -> Copier:
+    """Return the function that copies flat arrays now: one that keeps the GIL under contention."""
+    return _copy_holding if gil_monitor.holds() else np.copyto
+
 
 HALVES = {"float16": int(HalfType.FLOAT16), "bfloat16": int(HalfType.BFLOAT16)}
 _WIDENED = 32 << 10  # elements widened at once
@@ -67,26 +144,27 @@ class Arithmetic(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _suits_native(how: Arithmetic) -> bool:
+def _suits_native(arithmetic: Arithmetic) -> bool:
     return (
-        isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), how.native) is not None
+        isinstance(arithmetic.ufunc, np.ufunc)
+        and native_program(b"", 0, (), (), arithmetic.native) is not None
     )
 
 
-def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
+def folder(arithmetic: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
     """Return a function that combines terms into an array, and divides."""
-    ufunc, divisor, hold = how.ufunc, how.divisor, gil_monitor.holds()
+    ufunc, divisor, hold = arithmetic.ufunc, arithmetic.divisor, gil_monitor.holds()
     if ufunc is None:
         return _fold_nothing
-    if how.wire != how.accumulate:
-        return lambda terms, made: combine_widened(
-            terms, ufunc, made, how.accumulate, divisor, hold=hold
+    if arithmetic.wire != arithmetic.accumulate:
+        return lambda terms, output: combine_widened(
+            terms, ufunc, output, arithmetic.accumulate, divisor, hold=hold
         )
 
-    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
-        combine(terms, ufunc, made, hold=hold)
+    def fold(terms: list[NDArray[Any]], output: NDArray[Any]) -> None:
+        combine(terms, ufunc, output, hold=hold)
         if divisor:
-            np.divide(made, divisor, out=made)
+            np.divide(output, divisor, out=output)
 
     return fold
 
@@ -158,7 +236,7 @@ def combine_widened(
     is_half = out.dtype == np.float16
     for start in range(0, out.size, per_piece):
         stop = min(out.size, start + per_piece)
-        parts, made = [term[start:stop] for term in terms], out[start:stop]
+        parts, output = [term[start:stop] for term in terms], out[start:stop]
         wide = list(room[:, : stop - start])
         is_scaled = is_half and are_scalable(parts, ufunc, divisor)
         for part, row in zip(parts, wide, strict=True):
@@ -172,9 +250,9 @@ def combine_widened(
         if divisor:
             np.divide(wide[0], divisor, out=wide[0])
         if is_scaled:
-            round_scaled(wide[0], made, wide[1])
+            round_scaled(wide[0], output, wide[1])
         else:
-            made[...] = wide[0]
+            output[...] = wide[0]
 
 
 def store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
@@ -195,9 +273,9 @@ def store_parts(
         start += array.size
 
 
-def storer(how: Arithmetic, copy: Copier) -> Copier:
+def storer(arithmetic: Arithmetic, copy: Copier) -> Copier:
     """Return a function that stores combinations in targets; `copy` serves equal dtypes."""
-    apply = how.apply
+    apply = arithmetic.apply
 
     def store_combination(target: NDArray[Any], value: NDArray[Any]) -> None:
         if apply is None and target.dtype == value.dtype:

@@ -11,35 +11,97 @@ host and boot, and the offset of its clock from rank 0's.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import os
 import threading
 import time
+from collections import OrderedDict, deque
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
 from syncvar.core.process_ids import process_name
 from syncvar.core.stack_dump import stack_text
-from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
-from syncvar.runtime.flight_recorder.call_record import (
+from syncvar.runtime.call_record import (
+    COLUMNS,
     DETAIL_MAX,
     NOWHERE,
     CallInfo,
     Event,
     PendingRecord,
     call_info_of,
+    call_site,
     error_text,
     event_of,
+    main_stack,
 )
-from syncvar.runtime.flight_recorder.call_sites import call_site, main_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from syncvar.core.stack_dump import StackFrame
-    from syncvar.runtime.flight_recorder.call_stats import Totals
+    from syncvar.runtime.call_record import Totals
+
+Gap = tuple[int, int]
+"""First number of a block of calls, and how many numbers before it belong to no call."""
+
+_BLOCKS_MAX = 2048  # as many as the ring of events: each kept block has a call
+_GROUPS_MAX = 1024
+
+
+class CallNumbers:
+    """The numbers that each group of a process has left out."""
+
+    def __init__(self) -> None:
+        self._gaps: OrderedDict[int, deque[Gap]] = OrderedDict()
+
+    def skip(self, group: int, following: int, first: int) -> None:
+        """Record that a group continues with another number than the following one."""
+        gaps = self._gaps.get(group)
+        if gaps is None:
+            gaps = self._gaps[group] = deque(maxlen=_BLOCKS_MAX)
+            if len(self._gaps) > _GROUPS_MAX:
+                self._gaps.popitem(last=False)
+        left_out = first - following + (gaps[-1][1] if gaps else 0)
+        if gaps and gaps[-1][0] == following:  # the block has no call
+            gaps[-1] = (first, left_out)
+        else:
+            gaps.append((first, left_out))
+
+    def text(self, label: str, group: int, call: int) -> str:
+        """Return a call with its ordinal, for messages.
+
+        Example:
+            >>> numbers = CallNumbers()
+            >>> numbers.skip(0, 2, 1_000_000)
+            >>> numbers.text("barrier", 0, 1), numbers.text("barrier", 0, 1_000_000)
+            ('barrier (call 2)', 'barrier (call 3)')
+        """
+        return label if call < 0 else f"{label} (call {self.ordinal(group, call)})"
+
+    def ordinal(self, group: int, call: int) -> int:
+        """Return the ordinal of a call in its group, from 1."""
+        gaps = self._gaps.get(group)
+        return call + 1 if gaps is None else ordinal(list(gaps), call)
+
+    def known(self) -> dict[int, list[Gap]]:
+        """Return the gaps by group."""
+        return {group: list(gaps) for group, gaps in self._gaps.copy().items()}
+
+
+def ordinal(gaps: Sequence[Gap], call: int) -> int:
+    """Return the ordinal of a call, from 1.
+
+    Example:
+        >>> gaps = [(1_000_000, 999_998), (3_000_000, 2_999_995)]
+        >>> [ordinal(gaps, call) for call in (0, 1, 1_000_000, 3_000_001)]
+        [1, 2, 3, 7]
+    """
+    index = bisect.bisect_right(gaps, call, key=lambda gap: gap[0])
+    return call + 1 - (gaps[index - 1][1] if index else 0)
+
 
 RING = 2048
 FORMAT = "syncvar flight record 1"
@@ -89,7 +151,7 @@ class Recorder:
         self._stats = stats
         self._totals: Totals | None = None
         if stats:
-            from syncvar.runtime.flight_recorder.call_stats import Totals
+            from syncvar.runtime.call_record import Totals
 
             self._totals = Totals(self._ring.append)
             self.add = self._totals.add
@@ -117,9 +179,9 @@ class Recorder:
         self.add(entry)
         return entry
 
-    def note(self, what: str, detail: str = "") -> None:
+    def note(self, label: str, detail: str = "") -> None:
         """Add an event."""
-        entry = self.begin(CallInfo(what, NOWHERE, (), 0, 0, ""), NOWHERE)
+        entry = self.begin(CallInfo(label, NOWHERE, (), 0, 0, ""), NOWHERE)
         entry.state, entry.ended, entry.detail = "noted", entry.began, detail[:DETAIL_MAX]
 
     def refused(self, info: CallInfo, call: int, error: BaseException) -> None:
@@ -185,8 +247,8 @@ class Recorder:
         if last is None:
             return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
         age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
-        what = self.numbers.text(last.what, last.group, last.call)
-        return {"last": what, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
+        label = self.numbers.text(last.label, last.group, last.call)
+        return {"last": label, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
 
     def record(
         self, reason: str = "", *, is_final: bool = True, stack: Sequence[StackFrame] = ()
@@ -223,7 +285,7 @@ class Recorder:
             },
             "stack": [list(frame) for frame in stack or main_stack()],
             "threads": _threads({event.thread for event in events}),
-            "columns": list(Event._fields),
+            "columns": list(COLUMNS),
             "events": [list(event) for event in events],
         }
 

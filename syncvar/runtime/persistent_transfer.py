@@ -10,15 +10,8 @@ import numpy as np
 
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.flight_recorder.call_record import UNRECORDED
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.persistent.builder import (
-    PersistentCallBuilder,
-    builder_for,
-    run_while_spinning,
-)
-from syncvar.runtime.programs.arithmetic import folder
-from syncvar.runtime.programs.block_transfer import (
+from syncvar.runtime.arithmetic import folder, gil_monitor
+from syncvar.runtime.block_transfer import (
     NOTHING,
     Movement,
     add_native_programs,
@@ -26,7 +19,13 @@ from syncvar.runtime.programs.block_transfer import (
     move_shared,
     take_blocks,
 )
-from syncvar.runtime.stage_executor import stage_steps
+from syncvar.runtime.call_record import UNRECORDED
+from syncvar.runtime.persistent_builder import (
+    PersistentCallBuilder,
+    builder_for,
+    run_while_spinning,
+)
+from syncvar.runtime.request import stage_steps
 from syncvar.shm.channel_table import CHECK, MASK, SPREAD
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.communicator import CollectiveSpec, Communicator, PreparedCall
-    from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
@@ -63,11 +62,11 @@ def prepare_move(
             for inputs that differ between ranks.
         example: Example input of this rank.
     """
-    ground = builder_for(communicator, request.what, request.digest, layout.nbytes, "shm")
+    ground = builder_for(communicator, request.label, request.digest, layout.nbytes, "shm")
     if ground is None:
         return None
-    _, channel, engine, told = ground
-    digest, add = told.fingerprint, engine.recorder.add
+    _, channel, engine, call_info = ground
+    digest, add = call_info.fingerprint, engine.recorder.add
     small = _SmallBlocks(channel, layout) if layout.goes_by_slots(channel) else None
 
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any, Blocks] | None:
@@ -104,27 +103,33 @@ def prepare_move(
         if movement.is_done:
             return movement.blocks.result
         if general is None:
-            raise InternalError(f"{told.what}: the inputs of the ranks differ, but must not")
-        made = yield from stage_steps(UNRECORDED, general(x, out), channel, None, is_begun=True)
-        return movement.blocks.made if made is None else made  # None would mean: nothing was done
+            raise InternalError(f"{call_info.label}: the inputs of the ranks differ, but must not")
+        output = yield from stage_steps(
+            UNRECORDED, general(x, out), channel, None, has_published=True
+        )
+        return (
+            movement.blocks.output if output is None else output
+        )  # None would mean: nothing was done
 
     def later(
         number: int,
         begin: int,
         x: NDArray[Any],
         out: Any,
-        made: NDArray[Any],
+        output: NDArray[Any],
         _label: None,
         run: Any,
         _native: Any,
     ) -> tuple[bool, Any]:
         """Continue a call that C has published; return (is over, result or steps)."""
-        blocks = front(x, made)
+        blocks = front(x, output)
         if blocks is None:
-            raise InternalError(f"{told.what}: the output of the C extension does not fit the call")
+            raise InternalError(
+                f"{call_info.label}: the output of the C extension does not fit the call"
+            )
         check = (digest + number * SPREAD) & MASK
-        if small is not None and small.taken(check, channel.last, blocks):
-            add((told, number, begin, monotonic_ns(), get_ident()))
+        if small is not None and small.finish(check, channel.last, blocks):
+            add((call_info, number, begin, monotonic_ns(), get_ident()))
             return True, blocks.result
         movement = Movement(layout, blocks)
         steps = (
@@ -149,24 +154,28 @@ def _build_native(
     """Build such calls in C, or return None; an example call shows the offsets of all blocks."""
     x, channel, folds = np.empty(like.shape, like.dtype), ground.channel, layout.ufunc is not None
     blocks = front(x, None)
-    if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
+    if (
+        blocks is None
+        or type(blocks.output) is not np.ndarray
+        or not blocks.output.flags.c_contiguous
+    ):
         return None
-    made, takes_nothing = blocks.made, blocks.made is NOTHING
+    output, takes_nothing = blocks.output, blocks.output is NOTHING
     nbytes = layout.elements * layout.dtype.itemsize
     keeps = blocks.own is not None and (folds or blocks.own_target is not None)
     sources = [_offset(block, x) for block in (*blocks.outgoing, *([blocks.own] if keeps else ()))]
     targets = [
-        _offset(target, made)
+        _offset(target, output)
         for target in (*blocks.targets, *([blocks.own_target] if keeps and not folds else ()))
     ]
-    is_plain = x.dtype == layout.dtype and (takes_nothing or made.dtype == layout.dtype)
+    is_plain = x.dtype == layout.dtype and (takes_nothing or output.dtype == layout.dtype)
     if None in sources or None in targets or not is_plain:
         return None
     like_all: dict[str, Any] = {
         "input_form": (x.dtype, x.shape),
-        "output_form": (made.dtype, made.shape),
+        "output_form": (output.dtype, output.shape),
         "detail": layout.detail or 0,
-        "tells": True,
+        "publishes_check": True,
         "parts": blocks.parts,
         "nothing": NOTHING if takes_nothing else None,
     }
@@ -194,8 +203,8 @@ def _build_native(
     puts = tuple([(start, place * nbytes, nbytes, channel.rank) for place, start in places])
     outputs = targets * len(layout.takes) if folds else targets[: len(layout.takes)]
     others = [
-        (place * nbytes, goal, nbytes, peer)
-        for (peer, place), goal in zip(layout.takes, outputs, strict=True)
+        (place * nbytes, target, nbytes, peer)
+        for (peer, place), target in zip(layout.takes, outputs, strict=True)
     ]
     own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
     if folds:
@@ -242,9 +251,11 @@ class _SmallBlocks:
         channel = self._channel
         for slot, block in zip(self._mine[channel.side ^ 1], blocks.outgoing):  # noqa: B905  (not every rank puts as many)
             slot[...] = block
-        return self.taken(check, channel.begin(number, self._layout.check_of(check), check), blocks)
+        return self.finish(
+            check, channel.begin(number, self._layout.check_of(check), check), blocks
+        )
 
-    def taken(self, check: int, target: int, blocks: Blocks) -> bool:
+    def finish(self, check: int, target: int, blocks: Blocks) -> bool:
         """Continue a published call."""
         channel, layout = self._channel, self._layout
         words, wait, others, side = channel.words, channel.wait, channel.others, channel.side
@@ -267,8 +278,8 @@ class _SmallBlocks:
     def _combine(self, theirs: Sequence[NDArray[Any]], own: Any, target: NDArray[Any]) -> None:
         dtype, rank = self._layout.dtype, self._channel.rank
         terms = [*theirs[:rank], own if own.dtype == dtype else own.astype(dtype), *theirs[rank:]]
-        made = target if target.dtype == dtype else np.empty(target.shape, dtype)
+        output = target if target.dtype == dtype else np.empty(target.shape, dtype)
         with quiet():
-            folder(self._layout.how)(terms, made)
-            if made is not target:
-                target[...] = made
+            folder(self._layout.arithmetic)(terms, output)
+            if output is not target:
+                target[...] = output
