@@ -18,7 +18,7 @@ from syncvar.core.process_ids import rank_spans
 from syncvar.core.stack_dump import current_frames, frames_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import CodeType, FrameType
 
     from syncvar.core.stack_dump import StackFrame
