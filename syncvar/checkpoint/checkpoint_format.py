@@ -175,24 +175,24 @@ def _tensor(name: str, fields: Any) -> Tensor:
     return Tensor(name, dtype, tuple(shape), start, stop)
 
 
-def strict_json(data: bytes, what: str) -> dict[str, Any]:
+def strict_json(data: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object; reject duplicate keys, NaN and infinities."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise CheckpointError(f"{what} has a key twice")
+            raise CheckpointError(f"{name} has a key twice")
         return found
 
-    def refuse(name: str) -> Any:
-        raise CheckpointError(f"{what} has the number {name}")
+    def refuse(number: str) -> Any:
+        raise CheckpointError(f"{name} has the number {number}")
 
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not JSON: {str(error)[:200]}") from None
+        raise CheckpointError(f"{name} is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is not a JSON object")
+        raise CheckpointError(f"{name} is not a JSON object")
     return value
 
 

@@ -158,8 +158,8 @@ def ownerless_keys(leaves: Iterable[Leaf], saved: Collection[str], prefix: str) 
     """Return the keys of saved state that no optimizer of this program uses."""
     leaves = list(leaves)
     below = tuple(prefix + leaf.below for leaf in leaves if isinstance(leaf, RuleLeaf))
-    taken = {prefix + leaf.key for leaf in leaves}
-    return sorted(key for key in saved if below and key.startswith(below) and key not in taken)
+    used = {prefix + leaf.key for leaf in leaves}
+    return sorted(key for key in saved if below and key.startswith(below) and key not in used)
 
 
 def refuse_ownerless(path: str, ownerless: list[str]) -> None:

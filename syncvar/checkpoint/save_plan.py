@@ -165,7 +165,9 @@ def failure_of(error: SyncvarError) -> list[str]:
     return ["NotFound" if isinstance(error, NotFound) else "CheckpointError", str(error)]
 
 
-def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None, what: str) -> None:
+def raise_failures(
+    failures: dict[int, list[str]], mine: CheckpointError | None, outcome: str
+) -> None:
     """Raise if a rank has failed: its own error on that rank, an equivalent error on all others."""
     if not failures:
         return
@@ -175,7 +177,7 @@ def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None,
     if kind == "Corrupt":
         key, expected, actual, detail = words
         raise Corrupt(key, expected, actual, f"rank {rank}: {detail}" if detail else f"rank {rank}")
-    shown = f"rank {rank}: {words[0]} ({what})"
+    shown = f"rank {rank}: {words[0]} ({outcome})"
     raise NotFound(shown) if kind == "NotFound" else CheckpointError(shown)
 
 

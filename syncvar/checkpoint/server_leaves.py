@@ -134,11 +134,11 @@ def give_back(
     strategy: ParameterServerStrategy,
     variables: Sequence[SavedVariable],
     number: int,
-    says: Any,
+    record: Any,
     timeout: float | None,
     pushes: dict[int, int] | None = None,
 ) -> None:
-    """Restore variables on all servers or on none, with a report for the other workers."""
+    """Restore variables on all servers or on none, with a record for the other workers."""
     strategy.here.settle("restoring", timeout)
     request = RequestBuilder()
     for variable, value, slots in variables:
@@ -155,8 +155,8 @@ def give_back(
             request.restore(server, key, spec, variable.staleness, part, rules)
     if pushes is not None:
         for server in range(strategy.server_count):
-            request.add(server, "count", pushes=pushes if server == _HOME else {})
-    report = np.frombuffer(pack_object(says), np.uint8)
+            request.add(server, "set_pushes", pushes=pushes if server == _HOME else {})
+    report = np.frombuffer(pack_object(record), np.uint8)
     spec = Spec(report.shape, "uint8", "NONE", report.shape, 0)
     request.restore(_HOME, _key(number), spec, None, report)
     strategy.servers.ask(request, "restoring", timeout=timeout)

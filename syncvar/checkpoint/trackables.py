@@ -348,19 +348,19 @@ def _has_state(value: Any) -> bool:
     )
 
 
-def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], what: str) -> None:
+def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], owner: str) -> None:
     """Raise CheckpointError unless a stored array has this dtype and shape."""
     if stored.dtype != dtype or stored.shape != shape:
         raise CheckpointError(
-            f"{key!r}: the checkpoint has {stored.words}, {what} is {dtype}{list(shape)}"
+            f"{key!r}: the checkpoint has {stored.words}, {owner} is {dtype}{list(shape)}"
         )
 
 
-def require_kind(key: str, entry: ManifestEntry, kind: str, what: str) -> None:
+def require_kind(key: str, entry: ManifestEntry, kind: str, owner: str) -> None:
     """Raise CheckpointError unless an entry has this kind."""
     if entry.kind != kind:
         raise CheckpointError(
-            f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}"
+            f"{key!r}: the checkpoint has a {entry.kind}, this program has {owner}"
         )
 
 
@@ -379,7 +379,7 @@ class SoloGroup:
         self.workers = workers
         self.members = (rank,)
 
-    def require_all(self, what: str, instead: str = "") -> None:
+    def require_all(self, action: str, instead: str = "") -> None:
         """Do nothing: this group needs no other rank."""
 
 

@@ -208,7 +208,7 @@ class ServerVariable(Variable):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:
+    def read_value(self, copy: bool = True) -> NDArray[Any]:  # noqa: FBT001, FBT002  (public signature)
         """Pull the value, read-only.
 
         It includes all pushes of this worker, and those of others that the staleness bound

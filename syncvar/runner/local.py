@@ -224,7 +224,7 @@ def finding(module_name: str, folder: Path | None) -> Iterator[None]:
         _finding.pop()
 
 
-def run(
+def run(  # noqa: PLR0913  (public signature)
     fn: Callable[..., Any],
     workers: int | str | None = None,
     args: Sequence[Any] = (),

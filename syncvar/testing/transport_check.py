@@ -458,7 +458,7 @@ class _Arrivals:
                     self.frames[rank].append(arrival)
 
     def until(
-        self, condition: Callable[[], bool], what: str, ranks: Sequence[int] | None = None
+        self, condition: Callable[[], bool], event: str, ranks: Sequence[int] | None = None
     ) -> None:
         """Drive `ranks` until a condition holds."""
         ranks = range(len(self.world)) if ranks is None else ranks
@@ -467,7 +467,7 @@ class _Arrivals:
             self.take(ranks)
             if condition():
                 return
-            assert time.monotonic() < deadline, f"waited {_PATIENCE_S:g} s for {what}"
+            assert time.monotonic() < deadline, f"waited {_PATIENCE_S:g} s for {event}"
             for rank in ranks:
                 self.world[rank].wait(0.002)
 
