@@ -88,11 +88,7 @@ def fault_of(path: str) -> str:
 
 
 class CheckpointReader:
-    """An open checkpoint; a context manager.
-
-    Args:
-        path: Its folder.
-    """
+    """An open checkpoint; a context manager."""
 
     def __init__(self, path: str) -> None:
         self._stack = contextlib.ExitStack()
@@ -196,19 +192,12 @@ class CheckpointReader:
 
 
 class RetainedCheckpoint(NamedTuple):
-    """A committed checkpoint of a manager's directory.
+    """A committed checkpoint of a manager's directory."""
 
-    Args:
-        step: Step of the program.
-        metric: Quality, or None.
-        number: Sequence number of the save in the directory; 0 if the manifest has none.
-        is_whole: Whether no damage is known.
-    """
-
-    step: int
-    metric: float | None = None
-    number: int = 0
-    is_whole: bool = True
+    step: int  # step of the program
+    metric: float | None = None  # quality, or None
+    number: int = 0  # sequence number of the save in the directory; 0 if the manifest has none
+    is_whole: bool = True  # whether no damage is known
 
     @property
     def order(self) -> tuple[int, int]:

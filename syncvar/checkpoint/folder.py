@@ -83,13 +83,7 @@ class Disk:
 
 
 class CheckpointFolder:
-    """An open folder; a context manager.
-
-    It opens files relative to its descriptor and follows no links.
-
-    Args:
-        path: Path of the folder.
-    """
+    """An open folder; it opens files relative to its descriptor and follows no links."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -273,11 +267,9 @@ def make_folder(path: str) -> CheckpointFolder:
 
 
 class FolderLock:
-    """The lock of a folder, held from its construction.
+    """The lock of an existing folder, held from its construction.
 
-    Args:
-        folder: Path of an existing folder.
-        activity: What the holder does there, for the error of other processes.
+    Errors of other processes name the holder's `activity`.
     """
 
     def __init__(self, folder: str, activity: str) -> None:

@@ -25,25 +25,17 @@ if TYPE_CHECKING:
 
 
 class StagedSlot(NamedTuple):
-    """New state of a slot.
+    """New state of a slot."""
 
-    Args:
-        value: This replica's copy; None for the initial value of the slot.
-        is_apart: Whether the optimizer steps NONE variables only.
-    """
-
-    value: NDArray[Any] | None
-    is_replica_local: bool
+    value: NDArray[Any] | None  # this replica's copy; None for the initial value of the slot
+    is_replica_local: bool  # whether the optimizer steps NONE variables only
 
 
 class SlotLeaf(VariableLeaf):
     """A slot of an optimizer, whether or not its variable exists yet.
 
-    Args:
-        key: Its key.
-        slot: The slot.
-        owners: Keys that a checkpoint has if it has the state of this optimizer and variable. The
-            key of the rule comes first.
+    A checkpoint that has the state of this optimizer and variable has all keys of `owners`; the
+    key of the rule comes first.
     """
 
     is_optional = True

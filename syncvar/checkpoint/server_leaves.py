@@ -312,13 +312,7 @@ Walked = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
 
 
 class ServerLeaves:
-    """All server-side objects of a checkpoint.
-
-    Args:
-        found: Variables.
-        steppers: Optimizers that may keep state on servers.
-        keys: Key of each variable in the whole checkpoint, by `id`.
-    """
+    """All server-side objects of a checkpoint; `keys` has the key of each variable, by `id`."""
 
     def __init__(
         self,
@@ -484,20 +478,14 @@ def snapshot_for_file(
 
 
 class CheckpointContent(NamedTuple):
-    """All objects of a checkpoint.
+    """All objects of a checkpoint."""
 
-    Args:
-        leaves: Leaves sorted by key, without server-side ones.
-        group: Group that saves them.
-        refused: Error of an object that cannot be saved, reported to the group; or None.
-        on_servers: Server-side objects, or None.
-        unsaved: Error about optimizer state that a save would leave out; or None.
-    """
-
-    leaves: list[Leaf]
-    group: Together
+    leaves: list[Leaf]  # leaves sorted by key, without server-side ones
+    group: Together  # group that saves them
+    # error of an object that cannot be saved, reported to the group; or None
     refused: Exception | None
-    on_servers: ServerLeaves | None
+    on_servers: ServerLeaves | None  # server-side objects, or None
+    # error about optimizer state that a save would leave out; or None
     unsaved: ConfigError | None = None
 
 

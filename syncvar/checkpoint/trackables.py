@@ -168,14 +168,9 @@ def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 class PlainLeaf:
-    """An object whose state is plain data.
+    """An object of `kind` "generator", "state" or "value", whose state is plain data.
 
-    Args:
-        key: Its key.
-        kind: "generator", "state" or "value".
-        get: Returns the state.
-        put: Sets the state.
-        check: Raises CheckpointError if a state does not fit; may be None.
+    `check`, if any, raises CheckpointError for a state that does not fit.
     """
 
     is_optional = False
@@ -365,12 +360,7 @@ def require_kind(key: str, entry: ManifestEntry, kind: str, owner: str) -> None:
 
 
 class SoloGroup:
-    """Group of one worker that saves or restores for all, or leaves that to rank 0.
-
-    Args:
-        rank: Rank of this worker.
-        workers: Number of workers of the job.
-    """
+    """Group of one worker that saves or restores for all, or leaves that to rank 0."""
 
     size = 1
 

@@ -242,12 +242,8 @@ def packed(
 ) -> Packed:
     """Pack a message without copying its parts.
 
-    Args:
-        frames: Parts of the message: contiguous buffers of bytes.
-        lent: Index and location of the parts that are lent in `segment`.
-        segment: The sender's shared memory; None for none.
-        has_checksum: Whether to add a checksum of the parts that are not lent.
-        separate_nbytes: Length from which parts are separate.
+    `lent` has index and location of the parts in the sender's `segment`. Parts of at least
+    `separate_nbytes` are separate. A checksum leaves out lent parts.
     """
     table: list[int] = []
     pieces: list[Any] = [b""]
@@ -287,11 +283,7 @@ def cut(part: Any) -> list[Any]:
 
 
 def joined(frames: Iterable[Any]) -> list[Any]:
-    """Return the parts in some frames, without a copy of parts of one frame.
-
-    Raises:
-        ValueError: The last frames of a part are missing.
-    """
+    """Return the parts in some frames; ValueError if the last frames of a part are missing."""
     parts: list[Any] = []
     waiting: deque[Any] = deque()
     for frame in frames:
@@ -316,11 +308,7 @@ def _concatenated(frames: deque[Any]) -> memoryview:
 
 
 def length_of(start: Any, nbytes_max: int = NBYTES_MAX) -> int:
-    """Return the length of the message that begins with at least eight bytes.
-
-    Raises:
-        ValueError: These are no first bytes of a message, or it is longer than `nbytes_max`.
-    """
+    """Return the length of the message that begins with at least eight bytes, or ValueError."""
     nbytes = int.from_bytes(start[:8], "little")
     if not _HEAD.size <= nbytes <= nbytes_max or nbytes % 8:
         raise ValueError(f"no message is {nbytes} bytes long")
@@ -332,14 +320,8 @@ def unpacked(
 ) -> tuple[list[Any], SegmentId | None]:
     """Return the parts of a message, views of it, and the sender's segment (None for none).
 
-    Args:
-        message: Bytes, or a view of them.
-        separate: The separate parts.
-        borrow: Function that returns the bytes of a reference; None if there is no shared memory.
-
-    Raises:
-        ValueError: The message is malformed.
-        InternalError: It refers to shared memory that this process has not mapped.
+    `borrow` returns the bytes of a reference. Raises ValueError for a malformed message, and
+    InternalError if it refers to shared memory that this process has not mapped.
     """
     view = memoryview(message)
     if view.nbytes < _HEAD.size:

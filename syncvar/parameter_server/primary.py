@@ -25,11 +25,7 @@ import numpy as np
 
 from syncvar.core.errors import SyncvarError
 from syncvar.parameter_server.messages import OutgoingMessage, changes, reads
-from syncvar.parameter_server.replicated_state import (
-    ReplicatedState,
-    WorkerRequest,
-    is_about,
-)
+from syncvar.parameter_server.replicated_state import ReplicatedState, WorkerRequest, is_about
 from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:

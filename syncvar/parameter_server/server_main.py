@@ -147,8 +147,7 @@ class ServerStats:
     def rows(self, ahead: Mapping[int, int]) -> list[dict[str, Any]]:
         """Return the totals for `syncvar_launcher.job.job_stats`.
 
-        Args:
-            ahead: Ticks ahead of the slowest worker -> number of reads; one row for each.
+        `ahead` is ticks ahead of the slowest worker -> number of reads, one row for each.
         """
         name = process_name(server_number(self._server))
         totals = [(*key, *counts) for key, counts in self._rows.items()]
