@@ -13,12 +13,12 @@ from syncvar.checkpoint.trackables import KEEP, PlainLeaf, VariableLeaf
 from syncvar.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
-    from syncvar.checkpoint.trackables import Leaf, Together
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry
+    from syncvar.checkpoint.trackables import Leaf, Reader, Together
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot
     from syncvar.variables.variable import Variable
@@ -55,13 +55,7 @@ class SlotLeaf(VariableLeaf):
         """Whether a checkpoint must save it."""
         return self.slot.is_present
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return what `put` takes, or KEEP."""
         is_replica_local = entry.mode.startswith("NONE")
         if self.slot.is_own and not self.slot.is_built:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
-    from syncvar.checkpoint.trackables import Together
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry
+    from syncvar.checkpoint.trackables import Reader, Together
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.request_client import ResultRef
     from syncvar.parameter_server.shard import RuleKey
@@ -212,13 +212,7 @@ class _ArrayLeaf:
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return its new value, on the rank that restores."""
         if communicator.member_rank:
             return KEEP
@@ -245,13 +239,7 @@ class _IterationsLeaf(_ArrayLeaf):
         self._optimizer = optimizer
         self.worker_states: list[Any] = []
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return the number, on every rank."""
         del communicator
         require_kind(self.key, entry, "variable", "the iterations of an optimizer")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
 
+    Reader = Callable[[Stored], NDArray[Any]]
 
 _log = logging.getLogger("syncvar")
 
@@ -65,13 +66,7 @@ class Leaf(Protocol):
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
@@ -121,13 +116,7 @@ class VariableLeaf:
             return self.variable.sync()
         return self.variable.read_value()
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return this replica's new copy."""
         del communicator  # its own replicas count
         variable = self.variable
@@ -203,13 +192,7 @@ class PlainLeaf:
         """Return the packed state."""
         return np.frombuffer(self._packed, np.uint8)
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return the new state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, SoloGroup):
@@ -224,12 +207,7 @@ class PlainLeaf:
         return KEEP if packed_state is None else self.accept(packed_state)
 
     def _read(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        rank: int,
-        ranks: int,
+        self, entry: ManifestEntry, read: Reader, policy: str, rank: int, ranks: int
     ) -> bytes | None:
         stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:

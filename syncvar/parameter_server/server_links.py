@@ -319,8 +319,6 @@ class ServerLinks:
             self._gate.close()
             self._gate = None
 
-    # -- inside ------------------------------------------------------------------------------------
-
     @staticmethod
     def _end(one: Any, linger_s: float) -> None:
         if isinstance(one, zmq.Socket):

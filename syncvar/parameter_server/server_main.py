@@ -276,8 +276,6 @@ class Serving:
             self._lender.close()
         os.close(self._wake)
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _receive(self, socket: Any) -> None:
         for _ in range(_BATCH):
             received = self.links.receive(socket)

@@ -323,8 +323,6 @@ class ServerVariable(Variable):
             if inside.any():
                 request.push(server, key, method, value[inside], rows[inside] - start, **step)
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _split(self, parts: int) -> None:
         rows = self._shape[0] if self._shape else 1
         self._ranges = [(start, stop) for start, stop in row_ranges(rows, parts)]

@@ -258,8 +258,6 @@ class ClusterCoordinator:
             "the function was cancelled before it began, because another one had failed"
         )
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _ask(
         self, operation: str, call: str, timeout: float | None = None, **fields: Any
     ) -> Ticket:

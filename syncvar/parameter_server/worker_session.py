@@ -176,8 +176,6 @@ class WorkerSession(Session):
         with contextlib.suppress(SyncvarError):
             self.close()
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _receive(self, ready: list[Any]) -> None:
         """Take the messages of some sockets; the caller holds the lock."""
         try:
