@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     ahead = start_early(arguments, os.environ)
     clock.enter("imports what reads its options")
-    from syncvar.core import exit_codes
+    from syncvar.core import exit_status
     from syncvar.core.errors import ConfigError, HostUnreachable, SyncvarError
     from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
 
@@ -74,18 +74,18 @@ def main(argv: list[str] | None = None) -> int:
         return _run(arguments, ahead)
     except ConfigError as error:
         _refuse(str(error))
-        return exit_codes.LIMITS if isinstance(error, LimitTooLow) else exit_codes.CONFIGURATION
+        return exit_status.LIMITS if isinstance(error, LimitTooLow) else exit_status.CONFIGURATION
     except OSError as error:
         if error.errno not in OF_LIMITS:
             raise
         _refuse(f"a limit of the system is too low: {error.strerror}")
-        return exit_codes.LIMITS
+        return exit_status.LIMITS
     except HostUnreachable as error:
         _refuse(str(error))
-        return exit_codes.TIMEOUT if isinstance(error, TimePassed) else exit_codes.RENDEZVOUS
+        return exit_status.TIMEOUT if isinstance(error, TimePassed) else exit_status.RENDEZVOUS
     except SyncvarError as error:
         _refuse(str(error))
-        return exit_codes.INTERNAL
+        return exit_status.INTERNAL
     finally:
         clock.stop()
         if ahead is not None:

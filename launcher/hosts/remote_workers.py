@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from syncvar.core.errors import WireError
-from syncvar.core.exit_codes import INTERNAL
+from syncvar.core.exit_status import INTERNAL
 from syncvar.core.output_files import EVIDENCE, LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, poll_hosts
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
-from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, keep_result
-from syncvar_launcher.hosts.staging import folder_and_target
+from syncvar_launcher.hosts.file_transfer import (
+    call_parts,
+    folder_and_target,
+    forget_results,
+    keep_result,
+)
 from syncvar_launcher.io.output import escape
-from syncvar_launcher.io.terminal import Input
+from syncvar_launcher.io.standard_streams import Input
 from syncvar_launcher.local.local_workers import (
     Event,
     Spared,
@@ -38,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from syncvar_launcher.hosts.agent_connection import HostSlot
     from syncvar_launcher.hosts.agent_protocol import Message
-    from syncvar_launcher.hosts.provision import HostSlot, JobHosts
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import LocalWorkers
 
@@ -70,6 +74,21 @@ class _RemoteProcess(NamedTuple):
 _UNHEARD = _RemoteProcess()
 
 
+class AgentHosts(Protocol):
+    """What the workers need of the hosts of a job."""
+
+    secret: bytes
+    sites: list[HostSlot]
+
+    def free_port(self) -> int:
+        """Return a free port at the first host's address."""
+        ...
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        ...
+
+
 class RemoteWorkers:
     """The workers of one attempt, each started by the agent of its host.
 
@@ -91,7 +110,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        host_group: JobHosts,
+        host_group: AgentHosts,
         job: Job,
         here: LocalWorkers,
         folder: Path,
@@ -172,23 +191,23 @@ class RemoteWorkers:
                 "shm_bytes": config.shm_bytes,
                 "core_count": site.facts["core_count"],
                 "shm_unavailable_reason": self._shm_unavailable_reason[index],
-                "hands_over": config.transport != "zmq",
-                "is_clear": chosen.program.env_clear,
-                "has_totals": bool(chosen.output.stats),
+                "requests_shm": config.transport != "zmq",
+                "env_clear": chosen.program.env_clear,
+                "saves_call_totals": bool(chosen.output.stats),
                 "start_method": chosen.ranks.start_method,
                 "cwd": cwd,
                 "kind_of_target": chosen.program.kind,
                 "target": target,
                 "args": list(chosen.program.args),
                 "environ": {**carried_variables(self._job.environ), **chosen.program.env},
-                "servers": len(servers),
+                "server_count": len(servers),
             }
             self.workers |= dict.fromkeys((*servers, *ranks), site)
             self._running |= {*servers, *ranks}
             site.remote.heard = time.monotonic()
             for part in call_parts(self._job.environ):
-                site.remote.send("call", data=part)
-            site.remote.send("begin", start=start)
+                site.remote.send("call_data", data=part)
+            site.remote.send("start", request=start)
         self._input.take()
 
     def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
@@ -197,7 +216,9 @@ class RemoteWorkers:
         host = self._job.host_of(rank)
         cores = self._job.binding_of(host).cores[self._job.hosts.local_rank(rank)]
         self._running.add(rank)
-        site.remote.send("begin_again", one=self._told(rank, {}, cores, incarnation=incarnation))
+        site.remote.send(
+            "restart_rank", rank_spec=self._told(rank, {}, cores, incarnation=incarnation)
+        )
         return iter(())
 
     def _told(
@@ -240,7 +261,7 @@ class RemoteWorkers:
                 self._allowed[rank, stream] = (
                     self._allowed.get((rank, stream), FIRST_CREDIT) + count
                 )
-                self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
+                self.workers[rank].remote.send("credit", rank=rank, stream=stream, nbytes=count)
         watched = [
             descriptor
             for site in self._host_group.sites
@@ -274,7 +295,7 @@ class RemoteWorkers:
         """Send a heartbeat to all hosts, and check theirs."""
         now = time.monotonic()
         for site in self._host_group.sites:
-            site.remote.send("beat")
+            site.remote.send("heartbeat")
             silent_s = now - site.remote.heard
             if silent_s > self._job.config.host_silence_s and not site.remote.loss_reason:
                 site.remote.end(
@@ -284,7 +305,9 @@ class RemoteWorkers:
         if self._reader not in self._running:
             self._input.let_go()
         elif (size := self._input.take()) is not None:
-            self.workers[self._reader].remote.send("window", rank=self._reader, size=list(size))
+            self.workers[self._reader].remote.send(
+                "window_size", rank=self._reader, size=list(size)
+            )
 
     def state(self, rank: int) -> str:
         """Return the last known state letter of a worker's process; empty after its end."""
@@ -297,7 +320,7 @@ class RemoteWorkers:
     def send(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to workers; SIGTERM also wakes those that are stopped."""
         for site, own in self._by_site(ranks):
-            site.remote.send("signal", ranks=own, number=number)
+            site.remote.send("signal", ranks=own, signal_number=number)
 
     def send_groups(self, number: int) -> list[int]:
         """Send a signal to the process groups of all ranks.
@@ -305,7 +328,7 @@ class RemoteWorkers:
         An event `Spared` names ranks that do not expect it, later.
         """
         for site in self._host_group.sites:
-            site.remote.send("signal_groups", number=number)
+            site.remote.send("signal_groups", signal_number=number)
         return []
 
     def kill(self, ranks: Sequence[int]) -> None:
@@ -342,7 +365,7 @@ class RemoteWorkers:
         new = [rank for rank in ranks if rank not in self._noted and rank in self._running]
         self._noted |= set(new)
         for site, own in self._by_site(new):
-            site.remote.send("note", ranks=own)
+            site.remote.send("get_places", ranks=own)
 
     def await_noted(self, limit_s: float) -> None:
         """Do nothing: an agent answers before it forwards the next signal."""
@@ -354,7 +377,7 @@ class RemoteWorkers:
         self._asked += 1
         site, asked = self.workers[rank], StackRequest(rank, self._asked, "", all_threads)
         self._unanswered[self._asked] = site, asked
-        site.remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
+        site.remote.send("get_stack", request_id=self._asked, rank=rank, all_threads=all_threads)
         return asked
 
     def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
@@ -402,9 +425,9 @@ class RemoteWorkers:
             for rank, own in self.workers.items():
                 if own is site:
                     for stream in ("out", "err"):
-                        site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
+                        site.remote.send("credit", rank=rank, stream=stream, nbytes=1 << 40)
                         self._allowed[rank, stream] = 1 << 60
-            site.remote.send("end")
+            site.remote.send("end_attempt")
         # Only the waits for an agent count, not those for our reader.
         idle_s = dict.fromkeys((site.name for site in waiting), 0.0)
         while waiting:
@@ -415,7 +438,7 @@ class RemoteWorkers:
             for site, messages in zip(waiting, said, strict=True):
                 idle_s[site.name] = 0.0 if messages else idle_s[site.name] + waited_s
                 for message in messages:
-                    if message["kind"] == "closed":
+                    if message["kind"] == "attempt_ended":
                         have_ended.add(site.name)
                     yield from self._understood(message, site)
                 if idle_s[site.name] > _CLOSE_S:
@@ -459,12 +482,12 @@ class RemoteWorkers:
         if kind == "output" and message["stream"] in ("out", "err"):
             self._count_output((rank, message["stream"]), len(message["data"]))
             yield WorkerOutput(rank, message["stream"], message["data"])
-        elif kind == "began":
+        elif kind == "started":
             for each, pid in message["pids"].items():
                 if self.workers.get(each) is site:
                     self._processes[each] = _RemoteProcess(pid=int(pid))
                     yield WorkerStarted(each, int(pid))
-        elif kind == "spoke":
+        elif kind == "status":
             record = message["record"]
             is_flat = all(
                 isinstance(name, str) and isinstance(value, str | int)
@@ -475,15 +498,15 @@ class RemoteWorkers:
                 raise WireError("a failure without its words")
             if is_flat:
                 yield WorkerStatus(rank, record)
-        elif kind == "ended":
+        elif kind == "exited":
             self._running.discard(rank)
-            yield WorkerExited(rank, message["status"], message["beyond"])
-        elif kind == "spared":
+            yield WorkerExited(rank, message["status"], message["detail"])
+        elif kind == "not_signalled":
             named = [each for each in message["ranks"] if isinstance(each, int)]
             ranks = [each for each in named if self.workers.get(each) is site]
             if ranks:
-                yield Spared(message["number"], ranks)
-        elif kind == "refused":
+                yield Spared(message["signal_number"], ranks)
+        elif kind == "start_failed":
             yield from self._refused(message, site)
         else:
             self._apply(kind, message, site)
@@ -497,7 +520,7 @@ class RemoteWorkers:
     def _refused(self, message: Message, site: HostSlot) -> Iterator[Event]:
         words = site.remote.words().splitlines()[-_WORDS_SHOWN:]
         self._said += [escape(f"{site.name}: {line}") for line in words]
-        code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
+        code = message["exit_code"] if 0 < message["exit_code"] <= _CODE_MAX else INTERNAL
         for each in self._running_on(site):
             self._running.discard(each)
             reason = escape(f"it cannot be started: {message['reason']}")
@@ -505,13 +528,13 @@ class RemoteWorkers:
 
     def _apply(self, kind: str, message: Message, site: HostSlot) -> None:
         """Handle a message that makes no event."""
-        if kind == "states":
+        if kind == "process_states":
             for each, (letter, busy_s, pid) in message["states"].items():
                 if self.workers.get(each) is site:
                     self._processes[each] = _RemoteProcess(str(letter)[:1], float(busy_s), int(pid))
-        elif kind == "stood":
+        elif kind == "stack":
             self._keep_stacks(message, site)
-        elif kind == "placed":
+        elif kind == "places":
             for each, line in message["places"].items():
                 if self.workers.get(each) is site:
                     self.places[each] = escape(str(line))
@@ -519,18 +542,18 @@ class RemoteWorkers:
             self._keep_result(message, site)
         elif kind == "record":
             self._keep(message["name"], message["data"], site)
-        elif kind == "fed":
-            self._input.fed(message["count"])
-        elif kind == "said":
-            self._said.append(escape(f"{site.name}: {message['sentence']}"))
+        elif kind == "input_consumed":
+            self._input.fed(message["nbytes"])
+        elif kind == "notice":
+            self._said.append(escape(f"{site.name}: {message['text']}"))
 
     def _keep_stacks(self, message: Message, site: HostSlot) -> None:
-        number = message["number"]
+        number = message["request_id"]
         host, request = self._unanswered.get(number, (None, None))
         if request is None or host is not site:
             return
         del self._unanswered[number]
-        request.instead = escape(message["instead"])
+        request.instead = escape(message["no_stack_reason"])
         self._stood[number] = [
             Thread(str(ident), bool(is_main), tuple(_frame(*one) for one in frames))
             for ident, is_main, frames in message["threads"]
@@ -538,7 +561,7 @@ class RemoteWorkers:
 
     def _keep(self, name: str, data: bytes, site: HostSlot) -> None:
         """Write a flight record, or totals of calls, that a rank or server has left on its host."""
-        from syncvar.core.state_folder import is_record, write_record  # only after failures
+        from syncvar.core.output_files import is_record, write_record  # only after failures
 
         found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
         if (

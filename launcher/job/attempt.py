@@ -17,13 +17,13 @@ import zmq
 
 import syncvar
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
+from syncvar.core.exit_status import STARTED
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
-from syncvar.core.status_pipe import STARTED
-from syncvar.protocol.failure_detector import Health
-from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
+from syncvar.protocol.membership import Health
+from syncvar_launcher.io.standard_streams import Outlets, await_readers, patience_s
 from syncvar_launcher.job.attempt_report import AttemptReport
 from syncvar_launcher.job.direct_workers import DirectWorkers
 from syncvar_launcher.job.failure_report import (
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.job_directory import JobDirectory
     from syncvar_launcher.io.output import OutputForwarder, Stream
-    from syncvar_launcher.io.signal_watch import SignalWatch
+    from syncvar_launcher.io.standard_streams import SignalWatch
     from syncvar_launcher.job.event_log import EventLog
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.local.fork_client import ForkServer
 
-_CLEAN_STATUSES = (0, exit_codes.PREEMPTED)
+_CLEAN_STATUSES = (0, exit_status.PREEMPTED)
 _LAST_MESSAGE_S = 5.0  # a rank's last messages may arrive this long after the news of its end
 _PAUSE_S = 0.01
 _STACKS_S = 0.25  # for ranks to show their stacks before SIGTERM; most need microseconds
@@ -244,7 +244,7 @@ class Attempt:
         if refusal is not None:
             self.supervisor.never_began(
                 f"{refusal.why}; --start-method spawn does without it",
-                exit_codes.exit_code_of(refusal.status or exit_codes.INTERNAL),
+                exit_status.exit_code_of(refusal.status or exit_status.INTERNAL),
             )
 
     def _fork_from(self, server: ForkServer) -> ForkUnsupported | None:
@@ -365,7 +365,7 @@ class Attempt:
             self.workers.abort(coordinator.roll.generation)
 
     def _show_notices(self) -> None:
-        for sentence in (*self.store.take_said(), *self.workers.take_said()):
+        for sentence in (*self.store.take_messages(), *self.workers.take_said()):
             self.report.has_notice = True
             kind = "stall" if sentence in self.store.stalls else "notice"
             self.events.add(kind, text=sentence)
@@ -449,7 +449,7 @@ class Attempt:
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
             if self.options.ranks.servers:
-                reason = exit_codes.describe_exit(event.status) if event.status else ""
+                reason = exit_status.describe_exit(event.status) if event.status else ""
                 self.store.servers.ended(rank, reason)
 
     def _is_member(self, rank: int) -> bool:
@@ -548,11 +548,11 @@ class Attempt:
             if spared:
                 self._show_spared(Spared(number, spared))
             elif self.options.output.verbose:
-                name = exit_codes.signal_name(number) or number
+                name = exit_status.signal_name(number) or number
                 self.forwarder.say(f"syncvar: {name} passed on to all ranks\n")
 
     def _log_signal(self, event: str, number: int) -> None:
-        self.events.add(event, signal=number, name=exit_codes.signal_name(number))
+        self.events.add(event, signal=number, name=exit_status.signal_name(number))
 
     def _show_spared(self, event: Spared) -> None:
         """Show which ranks got no signal because it would have ended them, and what they do."""
@@ -618,7 +618,7 @@ class Attempt:
             return
         server, self.server = self.server, None
         server.close()
-        self.supervisor.never_began(sentence, exit_codes.RENDEZVOUS)
+        self.supervisor.never_began(sentence, exit_status.RENDEZVOUS)
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -643,5 +643,5 @@ def drop_passing(forwarder: OutputForwarder, watch: SignalWatch, when: str) -> N
     """Drop signals to forward, because no rank runs, and show that."""
     while watch.passing:
         number = watch.passing.popleft()
-        name = exit_codes.signal_name(number) or number
+        name = exit_status.signal_name(number) or number
         forwarder.say(f"syncvar: {name} came {when}, and is dropped\n")

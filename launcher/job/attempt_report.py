@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.process_ids import is_server
 from syncvar.core.restart_policy import Ending
 from syncvar.core.stack_dump import activity_text
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.rendezvous_server import RendezvousServer
     from syncvar_launcher.io.output import OutputForwarder
-    from syncvar_launcher.io.signal_watch import SignalWatch
+    from syncvar_launcher.io.standard_streams import SignalWatch
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.supervisor import FailureCause, JobOutcome, Supervisor
     from syncvar_launcher.job.workers import Workers
@@ -102,11 +102,11 @@ class AttemptReport:
     def tell(self, outcome: JobOutcome, *, is_last: bool) -> None:
         """Show how the attempt ended; the last one also advises what to do."""
         cause = outcome.cause
-        if outcome.exit_code == exit_codes.PREEMPTED and cause is None:
+        if outcome.exit_code == exit_status.PREEMPTED and cause is None:
             number = outcome.interrupted
-            after = f" after {exit_codes.signal_name(number)}" if number else ""
+            after = f" after {exit_status.signal_name(number)}" if number else ""
             advice = "; run it again to go on" if is_last else ""
-            code = f"(exit code {exit_codes.PREEMPTED})"
+            code = f"(exit code {exit_status.PREEMPTED})"
             self._forwarder.say(f"syncvar: the ranks stopped as asked{after} {code}{advice}\n")
         elif outcome.interrupted:
             self._tell_interruption(outcome.interrupted)
@@ -120,7 +120,7 @@ class AttemptReport:
         has_reader = number != signal.SIGPIPE
         places = self._others(-1) if self._positions and has_reader else []
         raised = [one for one in self._raised(_LOST_PEER) if one.is_own]
-        name = exit_codes.signal_name(number)
+        name = exit_status.signal_name(number)
         self._forwarder.say(interrupted_block(name, places, raised, is_whole=self._is_whole))
 
     def _tell_failure(
@@ -135,7 +135,7 @@ class AttemptReport:
             arguments=self._job.arguments if is_last and not outcome_file else [],
             log_dir=str(log_dir) if log_dir else "",
             records=records,
-            raised=self._raised(exit_codes.ERRORS_ABOUT_OTHERS),
+            raised=self._raised(exit_status.ERRORS_ABOUT_OTHERS),
             remedies=self._remedies(cause),
             is_whole=self._is_whole,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from syncvar.core.rank_text import rank_spans
+from syncvar.core.process_ids import rank_spans
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import mask_environment

@@ -33,9 +33,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.output_files import LostFile, write_error_text
-from syncvar.core.private_files import REQUESTED
-from syncvar_launcher.io.nonblocking_writer import NonblockingWriter
+from syncvar.core.output_files import REQUESTED, LostFile, write_error_text
+from syncvar_launcher.io.standard_streams import NonblockingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 from typing import TYPE_CHECKING
 
-from syncvar.core.state_folder import RECORDS, job_name, keep_newest, remove_job, state_folder
+from syncvar.core.output_files import RECORDS, job_name, keep_newest, remove_job, state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,9 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.bus_bandwidth import bus_factor
-from syncvar.core.rank_text import process_list
-from syncvar.core.state_folder import TOTALS
+from syncvar.core.output_files import TOTALS
+from syncvar.core.process_ids import process_list
+from syncvar.runtime.flight_recorder.call_stats import bus_factor
 from syncvar_launcher.io.output import escape
 
 if TYPE_CHECKING:

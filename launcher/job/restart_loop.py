@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import syncvar
 from syncvar.bootstrap.job_directory import JobDirectory
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
 from syncvar.parameter_server.discovery import put_tallies, take_tallies
-from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.io.output import OutputForwarder, Sink
-from syncvar_launcher.io.signal_watch import SignalWatch
+from syncvar_launcher.io.standard_streams import (
+    Outlets,
+    SignalWatch,
+    await_readers,
+    patience_s,
+    wait,
+)
 from syncvar_launcher.job.attempt import Attempt, drop_passing
 from syncvar_launcher.job.event_log import EventLog
 from syncvar_launcher.job.failure_report import FailureReport, failure_block
@@ -87,7 +92,7 @@ def _started(
     )
     job.records.remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.limits.max_restarts, job.config.restart_delay_s)
-    number, had_met, code = 0, False, exit_codes.RENDEZVOUS
+    number, had_met, code = 0, False, exit_status.RENDEZVOUS
     culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
     tallies: dict[str, bytes] = {}
@@ -106,7 +111,7 @@ def _started(
                 except _StartInterrupted:
                     number_of_signal = watch.pending[0]
                     code = 128 + number_of_signal
-                    name = exit_codes.signal_name(number_of_signal)
+                    name = exit_status.signal_name(number_of_signal)
                     why = f"{name} while the launcher waited for the lock of the runtime directory"
                     culprit = {"rank": None, "why": why}
                     forwarder.say(f"syncvar: interrupted by {why}\n")
@@ -118,7 +123,7 @@ def _started(
                     if job.host_group is not None:
                         job.host_group.renew(began + chosen.limits.timeout_s - watch.now())
                 except HostUnreachable as error:
-                    code = exit_codes.TIMEOUT if isinstance(error, TimePassed) else code
+                    code = exit_status.TIMEOUT if isinstance(error, TimePassed) else code
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
                 clock.enter("prepares sockets and shared memory")
@@ -144,7 +149,7 @@ def _started(
             decision = restarting.after(ending)
             attempt.report.tell(outcome, is_last=not decision.restarts)
             culprit = _culprit(outcome, ending.why)
-            if code == exit_codes.PREEMPTED and outcome.cause is None:
+            if code == exit_status.PREEMPTED and outcome.cause is None:
                 events.add("preempted", signal=outcome.interrupted or None)
             if not decision.restarts:
                 if decision.reason and not outcome.interrupted:
@@ -165,7 +170,7 @@ def _started(
                 forwarder, outlets, watch, decision.pause_s, began, chosen.limits.timeout_s
             )
             if ended is not None:
-                code = code if code == exit_codes.PREEMPTED else ended[0]
+                code = code if code == exit_status.PREEMPTED else ended[0]
                 culprit = {"rank": None, "why": ended[1].split("\n", 1)[0]}
                 forwarder.say(ended[1])
                 break
@@ -187,12 +192,12 @@ def _started(
         if watch.is_orphan:  # the caller of `sv.run` cannot remove its folder for results
             shutil.rmtree(job.environ.get("SYNCVAR_RESULT_DIR", ""), ignore_errors=True)
         if outlets.dropped and not code:  # the ranks succeeded, and some of their output is lost
-            code = 128 + watch.pending[0] if watch.pending else exit_codes.TIMEOUT
+            code = 128 + watch.pending[0] if watch.pending else exit_status.TIMEOUT
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
         if not code and events.lost_files() and not _has_caller(job):
             # The last event was the first one that did not fit.
-            code = exit_codes.LOST_FILE
+            code = exit_status.LOST_FILE
     return code
 
 
@@ -221,9 +226,9 @@ def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, cod
     if code or not lost.has_result or _has_caller(job):
         return code
     forwarder.say(
-        f"syncvar: all ranks succeeded, and files are lost: exit code {exit_codes.LOST_FILE}\n"
+        f"syncvar: all ranks succeeded, and files are lost: exit code {exit_status.LOST_FILE}\n"
     )
-    return exit_codes.LOST_FILE
+    return exit_status.LOST_FILE
 
 
 def _tell_totals(
@@ -290,7 +295,7 @@ def _pause(
             number = watch.pending.popleft()
             return (
                 128 + number,
-                f"syncvar: interrupted by {exit_codes.signal_name(number)} before the restart\n",
+                f"syncvar: interrupted by {exit_status.signal_name(number)} before the restart\n",
             )
         drop_passing(forwarder, watch, "between two starts of the ranks")
         now = watch.now()
@@ -301,7 +306,7 @@ def _pause(
                 elapsed_s=now - began,
                 reason=f"the time limit of {timeout_s:g} s passed before the restart",
             )
-            return exit_codes.TIMEOUT, failure_block(failure)
+            return exit_status.TIMEOUT, failure_block(failure)
         if now >= until:
             return None
         wait(forwarder, outlets, watch, min(until, limit) - now)

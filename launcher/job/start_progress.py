@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.rank_text import process_list
+from syncvar.core.process_ids import process_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -21,32 +21,23 @@ import zmq
 
 import syncvar
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.agent_connection import start_agent
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.hosts.ssh import AGENT
-from syncvar_launcher.io.output import escape
-from syncvar_launcher.io.signal_watch import SignalWatch
-from syncvar_launcher.join.join_handshake import (
-    CHUNK,
-    DONE,
-    END_INPUT,
-    ENDED,
-    HELLO,
-    INPUT,
-    OUTPUT,
-    QUEUED,
-    REFUSED,
-    START,
-    WORDS,
+from syncvar_launcher.hosts.agent_connection import AGENT, start_agent
+from syncvar_launcher.hosts.agent_protocol import (
+    FRAME_NBYTES,
+    FRAMES_QUEUED,
     Hello,
+    JoinFrame,
+    PipeOutbox,
 )
-from syncvar_launcher.join.join_key import join_secret
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.io.standard_streams import SignalWatch
+from syncvar_launcher.join.join_rendezvous import join_secret
 from syncvar_launcher.options.join_options import parse_address
 from syncvar_launcher.options.worker_environment import inherited_variables
 
@@ -100,7 +91,7 @@ class _Host:
         with contextlib.suppress(OSError):
             own = address_towards(address, port)
         self._hello = (
-            HELLO
+            JoinFrame.HELLO
             + Hello(
                 socket.gethostname(),
                 own,
@@ -115,7 +106,7 @@ class _Host:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         place = tcp_endpoint(address, port)
-        bound_messages(self._socket, CHUNK + 1, QUEUED)
+        bound_messages(self._socket, FRAME_NBYTES + 1, FRAMES_QUEUED)
         set_family(self._socket, place)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(
@@ -194,11 +185,11 @@ class _Host:
                 if self._notice:
                     self._leave(self._notice)
                 else:
-                    self._unsent.append(ENDED + str(agent.close(_END_S)).encode())
+                    self._unsent.append(JoinFrame.EXITED + str(agent.close(_END_S)).encode())
                     self._agent = None
         self._send()
         is_cut = self._is_cut
-        for _ in range(QUEUED):
+        for _ in range(FRAMES_QUEUED):
             if self._code is not None or (
                 self._agent is not None and self._agent.sinks() and not is_cut
             ):
@@ -221,22 +212,22 @@ class _Host:
 
     def _handle(self, kind: bytes, data: bytes) -> None:
         self._heard = time.monotonic()
-        if kind == START:
+        if kind == JoinFrame.START:
             if not self._has_joined:
                 _say(f"joined {self._where}; waiting for the job to begin, and until it ends")
             self._has_joined = True
             if self._agent is not None:
                 self._agent.close(0.0)
             self._agent = _Agent()
-        elif kind == INPUT and self._agent is not None:
+        elif kind == JoinFrame.STDIN and self._agent is not None:
             self._agent.write(data)
-        elif kind == END_INPUT and self._agent is not None:
+        elif kind == JoinFrame.STDIN_END and self._agent is not None:
             self._agent.end_input()
-        elif kind == REFUSED:
+        elif kind == JoinFrame.REJECTED:
             _say(f"refused by the launcher at {self._where}: {data.decode('utf-8', 'replace')}")
-            self._code = exit_codes.RENDEZVOUS
-        elif kind == DONE:
-            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_codes.INTERNAL
+            self._code = exit_status.RENDEZVOUS
+        elif kind == JoinFrame.JOB_ENDED:
+            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_status.INTERNAL
             if self._code:
                 _say(f"the job has ended with {self._code}; the launcher says why")
 
@@ -256,12 +247,12 @@ class _Host:
                         f"{self._chosen.join.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
-                    self._code = exit_codes.KEY
+                    self._code = exit_status.KEY
 
     def _lose(self, why: str) -> None:
         if self._code is None:
             _say(f"{why}; its workers here are ended")
-            self._code = exit_codes.INTERNAL
+            self._code = exit_status.INTERNAL
 
     def _heed(self, number: int) -> None:
         """Forward the first SIGTERM to the agent; other signals end the workers.
@@ -276,7 +267,7 @@ class _Host:
             self._leave(number)
 
     def _leave(self, number: int) -> None:
-        name = exit_codes.signal_name(number)
+        name = exit_status.signal_name(number)
         _say(f"ended by {name}")
         self._code = 128 + number
         if self._has_joined:
@@ -284,8 +275,8 @@ class _Host:
             self._agent = None
             self._socket.setsockopt(zmq.LINGER, _TELL_MS)
             self._unsent += [
-                WORDS + f"it was ended there by {name}\n".encode(),
-                ENDED + str(status).encode(),
+                JoinFrame.STDERR + f"it was ended there by {name}\n".encode(),
+                JoinFrame.EXITED + str(status).encode(),
             ]
             self._send()
 
@@ -304,7 +295,7 @@ class _Agent:
         for descriptor in (self._process.stdin.fileno(), self._out, self._err):
             os.set_blocking(descriptor, False)
         self._box = PipeOutbox(self._process.stdin.fileno())
-        self._open = {self._out: OUTPUT, self._err: WORDS}
+        self._open = {self._out: JoinFrame.STDOUT, self._err: JoinFrame.STDERR}
 
     def sources(self) -> list[int]:
         return list(self._open)
@@ -322,7 +313,7 @@ class _Agent:
     def read(self, descriptor: int) -> list[bytes]:
         """Return messages of the agent, ready to be sent; show its standard error here, too."""
         try:
-            data = os.read(descriptor, CHUNK)
+            data = os.read(descriptor, FRAME_NBYTES)
         except BlockingIOError:
             return []
         except OSError:

@@ -1,35 +1,80 @@
-"""The hosts that join a job: waits for them, and admits or rejects each until there are enough."""
+"""The hosts that join a job: waits for them, and admits or rejects each until there are enough.
+
+People start `syncvar-launch --join` on these hosts, with the same key file. Some schedulers start
+processes without pipes to the launcher, as pbsdsh does. There `StartedHosts` starts that command on
+each host, with a key of its own in a folder that all hosts have.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from syncvar.bootstrap.job_secret import secret_of_file
+from syncvar.bootstrap.kv_store import shared_folder
+from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import ConfigError, HostUnreachable, WireError
-from syncvar.core.network import bracket_ipv6
-from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, RemoteHost, poll_hosts
-from syncvar_launcher.hosts.host_checks import missing_resources, version_mismatch
-from syncvar_launcher.hosts.network_proof import interfaces
+from syncvar.core.network import address_towards_any, bracket_ipv6
+from syncvar.core.output_files import PRIVATE, create_file
+from syncvar.protocol.auth_keys import KEY_BYTES, derive
+from syncvar_launcher.hosts.agent_connection import (
+    NOT_UNDERSTOOD,
+    RemoteHost,
+    module_command,
+    poll_hosts,
+)
+from syncvar_launcher.hosts.host_checks import (
+    allowed_addresses,
+    interfaces,
+    missing_resources,
+    version_mismatch,
+)
 from syncvar_launcher.io.output import escape
-from syncvar_launcher.join.join_key import join_secret, make_key_file
 from syncvar_launcher.join.listener import Listener
+from syncvar_launcher.local.child_processes import child_of
 from syncvar_launcher.options.hostfile import Host
 from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from syncvar_launcher.join.listener import AgentPipe, JoinedHost
     from syncvar_launcher.options.launch_options import LaunchOptions
 
+_SHOWN = "--key-file "
 _ANSWER_S = 30.0
 _BEAT_S = 5.0
+_END_S = 10.0
 _MOST = 1 << 16
-_JOIN = "join"
+_RUN = "syncvar_launcher.main"
+
+
+def make_key_file(path: Path) -> bool:
+    """Make a key file unless there is one; return whether it made one."""
+    try:
+        descriptor = create_file(path, PRIVATE)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"--key-file {path} cannot be made: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(os.urandom(KEY_BYTES).hex() + "\n")
+    return True
+
+
+def join_secret(path: Path) -> bytes:
+    """Return the secret that protects the connections of hosts that join."""
+    return derive(secret_of_file(str(path), _SHOWN), b"syncvar join")
 
 
 def listen_address(text: str) -> tuple[str, int]:
@@ -134,7 +179,9 @@ class JoinGroup:
         if way is not None:
             self._ways[host.name] = way
             one = RemoteHost(
-                host, way, {"launcher_at": self._address, "reached_at": self._addresses[host.name]}
+                host,
+                way,
+                {"launcher_address": self._address, "login_address": self._addresses[host.name]},
             )
             self._ask(one)
             return one
@@ -182,7 +229,7 @@ class JoinGroup:
             if now >= beat_at:
                 beat_at = now + _BEAT_S
                 for one in came:
-                    one.send("beat")
+                    one.send("heartbeat")
             present = [*came, *asked]
             said, _ = poll_hosts(present, min(until - now, 1.0), [self._door.descriptor()])
             asked += filter(None, map(self._met, self._door.take()))
@@ -218,12 +265,12 @@ class JoinGroup:
         """Ask a new host for its facts; None if its greeting is enough to reject it."""
         hello = joined.hello
         name = self._free_name(hello.name)
-        known = {"launcher_at": self._address, "reached_at": hello.at}
+        known = {"launcher_address": self._address, "login_address": hello.address}
         one = RemoteHost(
             Host(name, hello.slots, cwd=hello.cwd, origin=joined.address), joined.way, known
         )
         self._ways[name] = joined.way
-        self._addresses[name] = hello.at
+        self._addresses[name] = hello.address
         if why := version_mismatch(
             hello.syncvar, hello.protocol, hello.byte_order, hello.python, "join by the same Python"
         ):
@@ -303,3 +350,111 @@ class JoinGroup:
 
 def _shown(one: RemoteHost) -> str:
     return f"{one.host.name} ({one.host.origin})"
+
+
+def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:
+    """Return the command line by which a host of the job joins.
+
+    Args:
+        options: The options, with an allocation.
+        host: The host.
+        place: The address of the launcher.
+        key: The file with the key.
+    """
+    job = options.hosts.scheduled
+    assert job is not None
+    own = [
+        "--join",
+        place,
+        "--key-file",
+        key,
+        *(["--slots", str(host.slots)] if host.slots else []),
+        *(["--cwd", host.cwd] if host.cwd else []),
+    ]
+    if host.name == job.here and host.python is None and options.hosts.remote_python is None:
+        return [*command_of(_RUN), *own]
+    words = [
+        *module_command(host.python or options.hosts.remote_python or sys.executable, _RUN),
+        *own,
+    ]
+    return words if host.name == job.here else job.command(host, words)
+
+
+class StartedHosts:
+    """The commands that run on the hosts of a job and make them join.
+
+    Args:
+        options: The options, with an allocation whose command has no pipes.
+        say: Shows a sentence.
+        ask: Asks an agent for facts about its host.
+
+    Attributes:
+        party: The hosts that join.
+    """
+
+    def __init__(
+        self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None]
+    ) -> None:
+        job = options.hosts.scheduled
+        assert job is not None
+        self._program = job.starter.program
+        others = [one.name for one in options.hosts.entries if one.name != job.here]
+        address = (
+            allowed_addresses(interfaces(), options.hosts.iface, None)[0]
+            if options.hosts.iface
+            else address_towards_any(others)
+        )
+        self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
+        self._started: dict[Host, subprocess.Popen[bytes]] = {}
+        count = len(options.hosts.entries)
+        join = options.join._replace(
+            listen=bracket_ipv6(address), host_count=count, key_file=self._key
+        )
+        self.party = JoinGroup(
+            options._replace(join=join), say, ask, self._program, self._why_ended
+        )
+        environ = inherited_variables(os.environ, is_clear=False)
+        try:
+            for host in options.hosts.entries:
+                line = join_argv(options, host, self.party.place, str(self._key))
+                self._started[host] = subprocess.Popen(
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    env=environ,
+                    start_new_session=True,
+                    preexec_fn=child_of(os.getpid()),  # noqa: PLW1509
+                )
+        except OSError as error:
+            self.close()
+            raise HostUnreachable(
+                f"{self._program} cannot be started: {error.strerror}; give --ssh"
+            ) from error
+
+    def close(self) -> None:
+        """Let the commands end, and remove the key. Idempotent.
+
+        All hosts already know how the job has ended.
+        """
+        with contextlib.suppress(OSError):
+            self._key.unlink()
+        for process in self._started.values():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._started.clear()
+
+    def _why_ended(self) -> str:
+        """Return the hosts that will not join because their command failed, or an empty text."""
+        failed = {
+            host.name: status
+            for host, process in self._started.items()
+            if (status := process.poll())
+        }
+        return "; ".join(
+            f"{name}: {self._program} ended with {status}, and what it wrote is above, or in the "
+            "output of the job"
+            for name, status in failed.items()
+        )

@@ -23,21 +23,12 @@ from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.network import bracket_ipv6, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.join.join_handshake import (
-    CHUNK,
-    DONE,
-    END_INPUT,
-    ENDED,
-    HELLO,
-    INPUT,
-    OUTPUT,
-    PING,
-    QUEUED,
-    REFUSED,
-    START,
-    WORDS,
+from syncvar_launcher.hosts.agent_protocol import (
+    FRAME_NBYTES,
+    FRAMES_QUEUED,
     Hello,
+    JoinFrame,
+    PipeOutbox,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +146,7 @@ class _Guest:
     def read(self) -> bytes | None:
         """Return bytes for the agent: empty at the end, None if there are none yet."""
         try:
-            data = os.read(self._source, CHUNK)
+            data = os.read(self._source, FRAME_NBYTES)
         except BlockingIOError:
             return None
         except OSError:
@@ -227,7 +218,7 @@ class Listener:
             self._socket: Any = self._context.socket(zmq.ROUTER)
             self._stack.callback(lambda: self._socket.close(linger=_FAREWELL_MS))
             place = tcp_endpoint(address, port or "*")
-            bound_messages(self._socket, CHUNK + 1, QUEUED)
+            bound_messages(self._socket, FRAME_NBYTES + 1, FRAMES_QUEUED)
             set_family(self._socket, place)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             keys.listen(self._socket)
@@ -343,17 +334,17 @@ class Listener:
                     self._pass_on(one)
                 one.settle()
                 if one.unsent or is_due:
-                    self._send(one, b"" if one.unsent else PING)
+                    self._send(one, b"" if one.unsent else JoinFrame.PING)
             if is_due:
                 ping_at = time.monotonic() + _PING_S
         for one in list(self._guests.values()):  # who turns out to be gone is taken out meanwhile
             one.let_go()
             if self._exit_code is not None:
-                self._send(one, DONE + str(self._exit_code).encode())
+                self._send(one, JoinFrame.JOB_ENDED + str(self._exit_code).encode())
         self._guests.clear()
 
     def _hear(self) -> None:
-        for _ in range(QUEUED):
+        for _ in range(FRAMES_QUEUED):
             try:
                 identity, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -364,14 +355,14 @@ class Listener:
             guest = self._guests.get(identity.bytes)
             if guest is None:
                 self._greeted(identity.bytes, data, rest[0].get("Peer-Address"))
-            elif data[:1] in (OUTPUT, WORDS):
-                guest.write(data[:1] == WORDS, data[1:])
-            elif data[:1] == ENDED:
+            elif data[:1] in (JoinFrame.STDOUT, JoinFrame.STDERR):
+                guest.write(data[:1] == JoinFrame.STDERR, data[1:])
+            elif data[:1] == JoinFrame.EXITED:
                 text = data[1:]
                 guest.end(int(text) if len(text) < 8 and text.lstrip(b"-").isdigit() else _LOST)
 
     def _greeted(self, identity: bytes, data: bytes, address: str) -> None:
-        if data[:1] != HELLO:
+        if data[:1] != JoinFrame.HELLO:
             return
         try:
             hello = Hello.read(data[1:])
@@ -413,7 +404,7 @@ class Listener:
         def begin(way: AgentPipe) -> None:
             guest.begin(way)
             if guest.identity in self._guests:
-                self._send(guest, START)
+                self._send(guest, JoinFrame.START)
             else:
                 guest.let_go()
 
@@ -430,18 +421,18 @@ class Listener:
         self._say(f"{name} was refused: {reason}")
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(
-                [identity, REFUSED + reason.encode("utf-8", "replace")], zmq.NOBLOCK
+                [identity, JoinFrame.REJECTED + reason.encode("utf-8", "replace")], zmq.NOBLOCK
             )
 
     def _end_agent(self, guest: _Guest, way: AgentPipe) -> None:
         if guest.way is way:
             guest.let_go()
-            self._send(guest, END_INPUT)
+            self._send(guest, JoinFrame.STDIN_END)
 
     def _pass_on(self, guest: _Guest) -> None:
         data = guest.read()
         if data is not None:
-            self._send(guest, INPUT + data if data else END_INPUT)
+            self._send(guest, JoinFrame.STDIN + data if data else JoinFrame.STDIN_END)
 
     def _send(self, guest: _Guest, data: bytes) -> None:
         """Send a frame to a host after unsent ones; without a frame try those again."""
@@ -451,7 +442,7 @@ class Listener:
             try:
                 self._socket.send_multipart([guest.identity, guest.unsent[0]], zmq.NOBLOCK)
             except zmq.Again:
-                if guest.unsent[-1] == PING:
+                if guest.unsent[-1] == JoinFrame.PING:
                     guest.unsent.pop()
                 return
             except zmq.ZMQError as error:

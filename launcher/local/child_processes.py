@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.core.parent_death import end_with, libc
+from syncvar.core.fork_cleanup import end_with, libc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

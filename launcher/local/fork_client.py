@@ -292,7 +292,7 @@ class ForkServer:
             self.waits()
             waited_s = time.monotonic() - began
             if waited_s >= self.limit_s:
-                from syncvar.core.exit_codes import RENDEZVOUS
+                from syncvar.core.exit_status import RENDEZVOUS
 
                 sentence = f"{self.describe()} has not answered for {waited_s:.0f} s"
                 self._process.kill()
@@ -339,6 +339,6 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _ended(status: int) -> str:
-    from syncvar.core.exit_codes import describe_exit
+    from syncvar.core.exit_status import describe_exit
 
     return describe_exit(status)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
 
-from syncvar.core.parent_death import libc
+from syncvar.core.fork_cleanup import libc
 from syncvar.core.process_ids import is_server
 from syncvar_launcher.local.child_processes import child_of
 from syncvar_launcher.local.oom import OutOfMemory
@@ -110,7 +110,7 @@ class WorkerProcess:
     said: bytearray = field(default_factory=bytearray)
     status: int | None = None
     takes_notice: bool = (
-        False  # SIGTERM asks it to save and to end in order, see `syncvar.core.status_pipe`
+        False  # SIGTERM asks it to save and to end in order, see `syncvar.core.exit_status`
     )
 
 

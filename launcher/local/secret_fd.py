@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.core.private_files import PRIVATE, create_file
+from syncvar.core.output_files import PRIVATE, create_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.exit_codes import signal_name
+from syncvar.core.exit_status import signal_name
 from syncvar.core.stack_dump import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
 
 DEFAULT = "USR1,USR2,CONT"

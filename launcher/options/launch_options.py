@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.core.environment import split_evenly
 from syncvar.core.errors import ConfigError
-from syncvar.core.host_topology import split_evenly
 from syncvar_launcher.options.option_values import COUNT_MAX, shown_ranks
 
 if TYPE_CHECKING:

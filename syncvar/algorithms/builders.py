@@ -21,14 +21,13 @@ from syncvar.algorithms.direct import (
     direct_reduce_scatter,
     direct_scan,
     direct_scatter,
-)
-from syncvar.algorithms.dissemination import dissemination_all_gather, dissemination_barrier
-from syncvar.algorithms.double_tree import (
-    double_tree_broadcast,
-    double_tree_reduce,
+    owners_all_reduce,
+    owners_reduce,
 )
 from syncvar.algorithms.pairwise import (
     bruck_all_to_all,
+    dissemination_all_gather,
+    dissemination_barrier,
     pairwise_all_to_all,
     pairwise_reduce_scatter,
 )
@@ -39,8 +38,7 @@ from syncvar.algorithms.recursive_doubling import (
     doubling_scan,
     halving_all_reduce,
 )
-from syncvar.algorithms.reproducible import reproducible_all_reduce
-from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
+from syncvar.algorithms.ring import reproducible_all_reduce, ring_all_gather, ring_all_reduce
 from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule, ScheduleArgs
 from syncvar.algorithms.tree import (
     binomial_all_reduce,
@@ -48,9 +46,10 @@ from syncvar.algorithms.tree import (
     binomial_gather,
     binomial_reduce,
     binomial_scatter,
+    double_tree_broadcast,
+    double_tree_reduce,
     scattered_broadcast,
 )
-from syncvar.algorithms.two_stage import owners_all_reduce, owners_reduce
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:

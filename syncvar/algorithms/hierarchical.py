@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.algorithms.builders import build, build_all, sums_by_the_tree
-from syncvar.algorithms.chunks import even_chunks
 from syncvar.algorithms.schedule import (
     Buffer,
     Chunk,
@@ -24,6 +23,7 @@ from syncvar.algorithms.schedule import (
     Reduce,
     Schedule,
     Send,
+    even_chunks,
 )
 from syncvar.algorithms.selection import choose
 

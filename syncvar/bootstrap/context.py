@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from syncvar._native import told, which
 from syncvar.algorithms.selection import parse_forced
 from syncvar.bootstrap.handshake import join_handshake
-from syncvar.core.environment import RankEnvironment
+from syncvar.core.environment import HostMap, RankEnvironment
 from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
-from syncvar.core.host_topology import HostMap
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts
@@ -28,7 +27,7 @@ from syncvar.runtime.p2p.endpoints import EndpointTable
 from syncvar.runtime.progress import ProgressEngine
 from syncvar.shm.channel_table import ChannelTable
 from syncvar.shm.group_channel import GroupChannel
-from syncvar.shm.ring_table import RingTable
+from syncvar.shm.message_ring import RingTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncvar.core.errors import HandshakeError, PeerLost, RendezvousError, TransportError
-from syncvar.protocol.compatibility import SETTING
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.frame import PROTOCOL_VERSION
+from syncvar.protocol.membership import SETTING
 
 if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment

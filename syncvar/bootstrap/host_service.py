@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
-from syncvar.core.exit_codes import exit_error_text, is_failing
+from syncvar.core.exit_status import exit_error_text, is_failing
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.shm.fd_passing import FdServer, fd_socket_path
 from syncvar.shm.host_limits import core_quota
@@ -150,7 +150,7 @@ class HostService:
                 for item in ready:
                     if isinstance(item, int) and item in handed:
                         handing.readable(item)
-                _warn(handing.take_said())
+                _warn(handing.take_messages())
 
     def _serve_rendezvous(self, store: RendezvousServer, ended: list[int], now: float) -> None:
         """Handle messages of the rendezvous and ended processes; `ended` are descriptors."""
@@ -186,7 +186,7 @@ class HostService:
                 store.ended(rank, _ENDED, now)
         if coordinator.broken_by is not None and self._handing is not None:
             self._handing.abort(coordinator.roll.generation)
-        _warn(store.take_said())
+        _warn(store.take_messages())
 
     def _make(self, generation: int) -> tuple[CreatedSegment | None, str]:
         reason = unsupported_machine(os.uname().machine)

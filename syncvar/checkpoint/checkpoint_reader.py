@@ -30,7 +30,7 @@ from syncvar.checkpoint.checkpoint_format import (
     stored_shape,
 )
 from syncvar.checkpoint.folder import CheckpointFolder, read_into
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, Corrupt, NotFound
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self
 
 from syncvar.checkpoint.checkpoint_format import LOCK, is_left_over, temporary_name
 from syncvar.core.errors import CheckpointError, NotFound
-from syncvar.core.private_files import REQUESTED, create_file, refuse_foreign_links
+from syncvar.core.output_files import REQUESTED, create_file, refuse_foreign_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -34,9 +34,9 @@ from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from syncvar.core.exit_status import send_status
 from syncvar.core.fork_cleanup import handle_signal, release_signal
-from syncvar.core.lazy_import import MigrationHintsMixin, unexpected_keyword
-from syncvar.core.status_pipe import send_status
+from syncvar.core.migration_hints import MigrationHintsMixin, unexpected_keyword
 
 if TYPE_CHECKING:
     from types import FrameType

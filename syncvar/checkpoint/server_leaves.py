@@ -27,7 +27,7 @@ from syncvar.checkpoint.trackables import (
     require_kind,
 )
 from syncvar.core.errors import ConfigError, DeadlineExceeded
-from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
+from syncvar.optimizers.update_rules import compute_dtype, is_half
 from syncvar.parameter_server.request_client import RequestBuilder
 from syncvar.parameter_server.server_variables import PullBatch, ServerVariable
 from syncvar.parameter_server.shard import ShardSlots, Spec, rule_of, slot_names

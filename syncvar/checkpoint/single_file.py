@@ -32,7 +32,7 @@ from syncvar.checkpoint.checkpoint_reader import bytes_of
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder, read_into
 from syncvar.checkpoint.server_leaves import snapshot_for_file
 from syncvar.core.array_arguments import as_array
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.optimizers import Optimizer
 from syncvar.parameter_server.server_variables import ServerVariable

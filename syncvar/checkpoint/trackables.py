@@ -22,12 +22,12 @@ import numpy as np
 from syncvar.bootstrap.process import current
 from syncvar.checkpoint.checkpoint_format import digest_of
 from syncvar.checkpoint.save_plan import LeafHeader
-from syncvar.collectives.sync_points import gather_objects
+from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator
-from syncvar.variables.exact_split import share_of
-from syncvar.variables.in_place_update import are_parts, replace_copy
+from syncvar.variables.assign_all import are_parts, replace_copy
+from syncvar.variables.create import share_of
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -36,8 +36,8 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.scope import scope_stack
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import scope_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

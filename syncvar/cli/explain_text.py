@@ -17,8 +17,7 @@ from syncvar.cli.record_files import (
     newest,
     number_of,
 )
-from syncvar.core.process_ids import is_server, process_name
-from syncvar.core.rank_text import process_list, rank_list
+from syncvar.core.process_ids import is_server, process_list, process_name, rank_list
 from syncvar.core.stack_dump import stack_text
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.render import schedule_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
-from syncvar.algorithms.shm_rounds import publications
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds, traffic
-from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
 from syncvar.runtime.programs.block_transfer import cells_of_blocks, fits_slots, is_worth_reading
 from syncvar.runtime.programs.compile_reduce import (

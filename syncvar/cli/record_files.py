@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.rank_text import rank_list
+from syncvar.core.output_files import RECORDS, is_record
+from syncvar.core.process_ids import rank_list
 from syncvar.core.stack_dump import StackFrame
-from syncvar.core.state_folder import RECORDS, is_record
 from syncvar.runtime.flight_recorder.call_numbers import ordinal
 from syncvar.runtime.flight_recorder.call_record import Event
 from syncvar.runtime.flight_recorder.recorder import FORMAT

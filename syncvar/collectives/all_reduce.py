@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives import nan_check
 from syncvar.collectives.buckets import reduce_one, reduce_together
 from syncvar.collectives.dispatch import call_persistent, make_call, native_dispatch
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
+    check_finite,
     checked_scale,
     contribution,
     described_reduction,
     described_together,
     form_of,
+    is_finite_checked,
     outcome,
     reduction_of,
 )
@@ -125,8 +126,8 @@ def _request(
 ) -> CollectiveSpec:
     """Return the request of a public call; factors wrap the plain all-reduce."""
     if scales is None:
-        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if nan_check.is_on() else ():
-            nan_check.look(as_array(leaf), "all_reduce")
+        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
+            check_finite(as_array(leaf), "all_reduce")
         return reduce_request(
             communicator, x, op, out=out, reproducible=reproducible, keep=keep, algorithm=algorithm
         )
@@ -144,7 +145,7 @@ def _request(
         raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
     target = None if out is None else checked_output(out, array.shape, how.result)
     if weight is None or weight:  # the input of a rank of weight 0 does not count
-        nan_check.look(array, "all_reduce")
+        check_finite(array, "all_reduce")
     work = contribution(array, how, communicator.home_rank, prescale)
     if how.element_shape:
         work, how = work.view(how.result), how._replace(element_shape=())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
-from syncvar.collectives.sync_points import meeting
+from syncvar.collectives.stage_builders import meeting
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
 

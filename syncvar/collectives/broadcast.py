@@ -21,7 +21,7 @@ from syncvar.collectives.transfer_args import (
     result_buffer,
 )
 from syncvar.core.array_arguments import deliver
-from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
     arrays_in,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.algorithms.compile_messages import LinkSchedule
+from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.collectives.reduce_args import contribution, kinds_of, outcome, sizes_of
 from syncvar.core.reduce_ops import divide_mean
 from syncvar.runtime.programs.arithmetic import store, store_parts

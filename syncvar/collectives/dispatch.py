@@ -17,7 +17,7 @@ from syncvar._native.constants import NUMBERS_MAX
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.flight_recorder.call_sites import own_site
 from syncvar.runtime.programs.block_transfer import NOTHING

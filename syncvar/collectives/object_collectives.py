@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gathered_blocks, other_ranks
 from syncvar.collectives.broadcast import broadcast_blocks
 from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.gather import gathered_blocks, other_ranks
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
 from syncvar.collectives.stage_builders import (
     AT_ONCE,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native import MessageCounter
-from syncvar.algorithms.compile_messages import compile_for_links
+from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
-from syncvar.core.dtypes import dtype_from_index
+from syncvar.core.array_types import dtype_from_index
 from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_messages import LinkSchedule
+    from syncvar.algorithms.compile_schedule import LinkSchedule
     from syncvar.algorithms.schedule import Step
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.p2p.endpoints import Landing

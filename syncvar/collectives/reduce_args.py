@@ -6,11 +6,14 @@ as one small vector. Everything else takes the slow path, which also reports wro
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar._native.constants import LEAVES_MAX
+from syncvar.bootstrap.process import joined
 from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
@@ -340,3 +343,54 @@ def persistent_reduction(
     _, digest, what = described_reduction(x, op, name, reproducible)
     made = prepare_form(communicator, x, op, digest, what, apply=apply)
     return None if made is uncacheable else made
+
+
+# -- check of inputs for NaN and infinity (setting `check_finite`: off, warn, raise) -----------
+#
+# After a reduction every rank's result contains the NaN. Only a check of the inputs can name the
+# rank and the variable from which it came.
+
+_log = logging.getLogger("syncvar")
+_REPEAT_S = 30.0
+_said: dict[tuple[int, str], float] = {}
+
+
+def is_finite_checked() -> bool:
+    """Return whether the settings of this rank's job ask for the check."""
+    context = joined()
+    return context is not None and context.config.check_finite != "off"
+
+
+def check_finite(value: Any, what: str) -> None:
+    """Check the input of this rank if the setting `check_finite` asks for it.
+
+    `what` names the call, and the variable if there is one. Raises ConfigError if the setting is
+    "raise" and the array holds NaN or infinity. Cost: nothing when off, else one pass over the
+    array.
+    """
+    context = joined()
+    if context is None or context.config.check_finite == "off":
+        return
+    import numpy as np
+
+    try:
+        array: NDArray[Any] = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError):  # the call raises a better error
+        return
+    if array.dtype.kind not in "fcV":
+        return
+    finite: NDArray[np.bool_] = np.isfinite(array)
+    if finite.all():
+        return
+    bad = np.flatnonzero(~finite.reshape(-1))
+    place = ", ".join(str(int(index)) for index in np.unravel_index(bad[0], array.shape))
+    text = (
+        f"{bad.size} of {array.size} elements of rank {context.rank}'s input are not finite in "
+        f"{what}; the first one, at [{place}], is {array.reshape(-1)[bad[0]]}"
+    )
+    if context.config.check_finite == "raise":
+        raise ConfigError(text)
+    now = time.monotonic()
+    if now - _said.get((context.rank, what), float("-inf")) >= _REPEAT_S:
+        _said[context.rank, what] = now
+        _log.warning("%s", text)

@@ -22,7 +22,7 @@ from syncvar.collectives.pair_calls import line_of, send_text, to_receive, to_se
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.pytree import is_structure
 from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object

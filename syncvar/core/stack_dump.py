@@ -19,8 +19,8 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
+from sys import _current_frames  # documented in spite of its name
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.fork_cleanup import handle_signal, register_exit, register_fault_dump
@@ -103,7 +103,8 @@ def answer_signals(path: str) -> None:
 
     for number in (MAIN_THREAD, ALL_THREADS):
         handle_signal(number, answer)
-        signal.siginterrupt(number, False)  # noqa: FBT003  (restart system calls of libraries)
+        # System calls of libraries restart.
+        signal.siginterrupt(number, False)  # noqa: FBT003  (its parameters have no names)
     register_fault_dump(WITHOUT_PYTHON, descriptor)
     # At exit the interpreter restores the default action, which would end the process.
     register_exit(_ignore_signals)
@@ -160,7 +161,7 @@ def current_frames() -> dict[int, FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()  # noqa: SLF001
+        return _current_frames()
     finally:
         if collects:
             gc.enable()

@@ -19,7 +19,7 @@ The bytes of a message (`packed`) are:
   message, or *lent*, in the segment.
 
 ZeroMQ sockets carry the message and each separate part in frames of `FRAME_NBYTES`. The last frame
-of a part is shorter, and may be empty (`syncvar.protocol.message_limits`).
+of a part is shorter, and may be empty (`syncvar.protocol.frame`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import numpy as np
 
-from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import InternalError, WireError
 from syncvar.parameter_server.shard import Push, ShardSlots, Spec
-from syncvar.protocol.message_limits import FRAME_NBYTES
-from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+from syncvar.protocol.frame import FRAME_NBYTES
+from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

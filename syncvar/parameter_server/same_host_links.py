@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.shm.shm_references import SharedMemoryReference
+    from syncvar.shm.segment_file import SharedMemoryReference
 
 _CHUNK_NBYTES = 128 << 10
 _JOINED_NBYTES_MAX = 32 << 10  # shorter messages are joined: that is less work than many pieces

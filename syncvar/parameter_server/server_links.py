@@ -24,7 +24,7 @@ from syncvar.core.network import tcp_endpoint
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.parameter_server.messages import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.parameter_server.same_host_links import Pipe, UnixListener
-from syncvar.protocol.message_limits import FRAME_NBYTES, HELLO_NBYTES_MAX
+from syncvar.protocol.frame import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
     from syncvar.parameter_server.same_host_links import ShmBufferPool
-    from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
+    from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
 _IDENTITY = struct.Struct("<c8sIII4s")
 _MAGIC = b"p"

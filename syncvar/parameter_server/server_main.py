@@ -23,6 +23,7 @@ from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
+from syncvar.core.output_files import write_record
 from syncvar.core.process_ids import (
     SERVER_0,
     failover_order,
@@ -33,7 +34,6 @@ from syncvar.core.process_ids import (
 )
 from syncvar.core.settings import RuntimeConfig, log_at
 from syncvar.core.stack_dump import frames_before
-from syncvar.core.state_folder import write_record
 from syncvar.parameter_server.discovery import Directory
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.same_host_links import lender_of
@@ -42,7 +42,7 @@ from syncvar.parameter_server.server_machine import Server
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_stats import size_class
 from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.shm.segment_layout import bytes_in_words
+from syncvar.shm.segment_file import bytes_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, MutableMapping

@@ -10,9 +10,15 @@ import numpy as np
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.parameter_server.request_client import RequestBuilder
 from syncvar.parameter_server.shard import Spec
-from syncvar.variables.coercion import checked_dtype, plain_array
-from syncvar.variables.create import checked_name, checked_trainable, checked_value
-from syncvar.variables.mode_explanation import Explanation
+from syncvar.variables.create import (
+    ShardInfo,
+    checked_name,
+    checked_shape,
+    checked_trainable,
+    checked_value,
+    require_shape,
+    takes_shard_info,
+)
 from syncvar.variables.partitioners import row_ranges
 from syncvar.variables.policy import (
     AccessKind,
@@ -21,10 +27,9 @@ from syncvar.variables.policy import (
     as_member,
     resolve,
 )
-from syncvar.variables.row_updates import check_rows
-from syncvar.variables.scope import current_owner
-from syncvar.variables.sharded_init import ShardInfo, checked_shape, require_shape, takes_shard_info
-from syncvar.variables.variable import Variable
+from syncvar.variables.values import check_rows, checked_dtype, plain_array
+from syncvar.variables.variable import Explanation, Variable
+from syncvar.variables.variable_owner import current_owner
 from syncvar.variables.variable_writes import checked_operand
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from syncvar.core.errors import DeadlineExceeded, SyncvarError
 from syncvar.core.process_ids import failover_order
 from syncvar.parameter_server.request_client import Client, RequestBuilder
 from syncvar.parameter_server.server_machine import Server
-from syncvar.variables.unique_names import Names
+from syncvar.variables.create import Names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

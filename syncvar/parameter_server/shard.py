@@ -16,30 +16,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.tree_sum import tree_combined
+from syncvar.collectives.sharded_sums import tree_combined
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.hyperparameters import checked_number
-from syncvar.optimizers.rules.builtin_rules import (
+from syncvar.optimizers.custom_rules import CustomRule
+from syncvar.optimizers.update_rules import (
+    BLOCK,
     AdagradRule,
     AdamRule,
     AdamWRule,
     MomentumRule,
     RMSPropRule,
     SGDRule,
+    checked_number,
+    compute_dtype,
+    is_half,
 )
-from syncvar.optimizers.rules.custom_rules import CustomRule
-from syncvar.optimizers.rules.exact_math import BLOCK
-from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.row_updates import RowSelection, apply_rows
+from syncvar.variables.values import RowSelection, apply_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.rules.update_rule import UpdateRule
+    from syncvar.optimizers.update_rules import UpdateRule
 
     Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 

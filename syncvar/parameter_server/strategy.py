@@ -16,19 +16,18 @@ import numpy as np
 from syncvar.bootstrap.process import current, environment_here, joined, on_join
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.settings import RuntimeConfig
-from syncvar.optimizers.rules.update_rule import compute_dtype
-from syncvar.optimizers.sparse_gradients import rows_of
+from syncvar.optimizers.gradient_call import rows_of
+from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.parameter_server.request_client import RequestBuilder, Ticket
 from syncvar.parameter_server.server_variables import PullBatch, ServerVariable, checked_staleness
 from syncvar.parameter_server.session import LocalServers, ServersHere
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.base import Strategy
-from syncvar.variables.coercion import operand_array
 from syncvar.variables.policy import AccessKind, CallContext, VariableSynchronization
-from syncvar.variables.row_updates import check_rows
-from syncvar.variables.scope import (
+from syncvar.variables.values import check_rows, operand_array
+from syncvar.variables.variable_owner import (
     ScopeEntry,
     current_scope,
     current_stacks,
@@ -113,6 +112,8 @@ class ParameterServerStrategy(Strategy):
         self.strict = self.check_cross_writes = self.is_default = False
         self.reproducible = True
         self._check_every = 0
+        self.variable_class = self._variable_class
+        self.create_storage = self._create_storage
         self._aligned = ()  # `run` is no collective
         self._replica = ScopeEntry(self, CallContext.REPLICA)
         self.queue = self.registry = None

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin
 import msgpack
 
 from syncvar.core.errors import WireError
-from syncvar.protocol.compatibility import check_about
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX
+from syncvar.protocol.membership import check_about
 
 _DEPTH_MAX = 8
 _ITEMS_MAX = 4096

@@ -12,12 +12,12 @@ from syncvar.core.errors import WireError
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.deadlock_detector import (
     DeadlockReport,
+    Stalls,
     WaitReport,
     find_deadlock,
     find_mismatch,
 )
 from syncvar.protocol.membership import Member, RollCall
-from syncvar.protocol.stall_reports import Stalls
 from syncvar.protocol.unreceived_messages import UnreceivedMessages
 
 if TYPE_CHECKING:

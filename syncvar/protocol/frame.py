@@ -1,8 +1,15 @@
-"""The header of a data frame: fixed layout, checksum, limits.
+"""The header of a data frame, and the limits of message lengths.
 
 A frame is a header of `HEADER_NBYTES` bytes and a payload of `Header.nbytes` bytes. The payload
 travels as a second message part, or not at all if it is empty. The header identifies the message
 completely, so a frame is never taken for one of another call.
+
+The limits keep an unauthenticated peer from making a process use much memory. ZeroMQ compares the
+announced length of a frame with the socket's limit before it allocates memory, and the limit cannot
+change once a peer has authenticated. So all frames of syncvar are short: a longer message travels
+in several frames. Unauthenticated peers have two more limits. `transports.unauthenticated_peers`
+closes a connection after `UNPROVED_NBYTES_MAX` bytes without authentication. On a stream with our
+own framing the first message has at most `HELLO_NBYTES_MAX` bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +26,22 @@ _MAGIC = b"sv"
 _BODY = struct.Struct("<2sBBIIQQIIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _BODY.size + _CHECKSUM.size
+
+# Longest frame between workers and servers; between ranks the setting `segment_bytes` holds.
+# An array of 1 MiB fits into one frame, so that the receiver need not copy it.
+FRAME_NBYTES = (1 << 20) + 4096
+
+# Allowance for the header of a frame and the overhead of encryption.
+FRAMING_NBYTES = 4096
+
+# Longest message between a worker and the launcher.
+CONTROL_NBYTES_MAX = 1 << 20
+
+# Most bytes of a connection before its peer has authenticated; a handshake takes less than 1 KiB.
+UNPROVED_NBYTES_MAX = 64 << 10
+
+# Longest first message on a stream.
+HELLO_NBYTES_MAX = 4096
 
 
 class FrameType(IntEnum):

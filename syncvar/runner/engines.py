@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed
-from syncvar.core.exit_codes import INTERNAL, TIMEOUT, severity_of
+from syncvar.core.exit_status import INTERNAL, TIMEOUT, severity_of
 from syncvar.core.restart_policy import Ending, Restarting
 from syncvar.core.settings import RuntimeConfig, doubtful_variables
 from syncvar.protocol.exception_codec import unpack_exception

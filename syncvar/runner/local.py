@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Never
 
 from syncvar.bootstrap.worker_entry import command_of, pack_path
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError
 from syncvar.protocol.exception_codec import unpack_exception
@@ -481,7 +481,7 @@ def _failure(folder: Path, code: int) -> SyncvarError:
         return LaunchError(f"the launcher ended with exit code {code}")
     if "refused" in outcome:
         result_type = (
-            ConfigError if code in (exit_codes.USAGE, exit_codes.CONFIGURATION) else LaunchError
+            ConfigError if code in (exit_status.USAGE, exit_status.CONFIGURATION) else LaunchError
         )
         return result_type(outcome["refused"])
     failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import DeadlineExceeded
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.protocol.frame import FrameType
 from syncvar.runtime.flight_recorder.call_sites import call_site
 from syncvar.runtime.request import RequestState

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import DeadlineExceeded, HandshakeError, PeerLost
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.runtime.flight_recorder.call_sites import call_site
 from syncvar.runtime.state import SKIPPED_CALL
 

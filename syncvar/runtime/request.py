@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_messages import LinkSchedule
+    from syncvar.algorithms.compile_schedule import LinkSchedule
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.runtime.links.exchange import LinkExchange

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.algorithms.compile_messages import LinkSchedule
+from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.runtime.links.planner import PreparedStages
 from syncvar.runtime.programs.block_transfer import move_shared

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar._native import AsyncCall
 from syncvar.core.errors import SyncvarError
-from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import MigrationHintsMixin
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.timeouts import checked_timeout
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 

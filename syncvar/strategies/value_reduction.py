@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_persistent, native_dispatch
+from syncvar.collectives.gather import gather_request
 from syncvar.collectives.reduce_args import ReduceArgs, form_of
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
@@ -42,7 +43,36 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-    from syncvar.strategies.replica_group import ReplicaGroup
+
+
+class ReplicaGroup(Protocol):
+    """What reductions and distributed datasets need of a `Strategy`."""
+
+    strict: bool
+    reproducible: bool
+    timeout: float | None
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the replicas."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueContext:
+    """The replica for which `experimental_distribute_values_from_function` makes a value.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.ValueContext().num_replicas_in_sync
+        1
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
 
 
 class ReduceOp(StrEnum):

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.process import use
-from syncvar.core.environment import RankEnvironment
+from syncvar.core.environment import HostMap, RankEnvironment, split_evenly
 from syncvar.core.errors import SharedMemoryUnavailable
-from syncvar.core.host_topology import HostMap, split_evenly
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.gil_contention import gil_monitor

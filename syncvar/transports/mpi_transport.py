@@ -33,10 +33,10 @@ from syncvar.transports.base import (
     BorrowedFrame,
     Frame,
     PeerDisconnected,
+    Wakeup,
     check_length,
     check_sender,
 )
-from syncvar.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -440,10 +440,10 @@ class MpiTransport:
 
     def _forget(self, peer: int) -> None:
         """Drop the messages to a peer that receives nothing any more."""
-        gone = [one for one in self._sending if one.peer == peer]
-        if gone:
+        dropped = [one for one in self._sending if one.peer == peer]
+        if dropped:
             self._sending = collections.deque(one for one in self._sending if one.peer != peer)
-            self._let_go(gone)
+            self._let_go(dropped)
 
     def _let_go(self, sendings: Iterable[_Sending]) -> None:
         for one in sendings:

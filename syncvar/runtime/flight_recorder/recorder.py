@@ -158,7 +158,7 @@ class Recorder:
     def _write_totals(self, totals: Totals) -> None:
         import json
 
-        from syncvar.core.state_folder import write_record
+        from syncvar.core.output_files import write_record
 
         text = json.dumps({"rank": self._identity["rank"], "rows": totals.rows()})
         name = f"stats-{self._identity['rank']}.{self._identity['generation']}.json"
@@ -242,7 +242,7 @@ class Recorder:
         try:
             name = record_name(self._identity["rank"], self._identity["generation"])
             try:
-                from syncvar.core.state_folder import write_record
+                from syncvar.core.output_files import write_record
 
                 text = _text(
                     self.record(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from syncvar.algorithms.compile_messages import INCOMING_LEFT, OVERWRITE
+from syncvar.algorithms.compile_schedule import INCOMING_LEFT, OVERWRITE
 from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
 from syncvar.protocol.frame import FrameType, pack_header
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_messages import Incoming, LinkRound, LinkSchedule
+    from syncvar.algorithms.compile_schedule import Incoming, LinkRound, LinkSchedule
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.transports.base import Frame

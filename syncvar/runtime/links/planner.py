@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import build, build_all
-from syncvar.algorithms.compile_messages import LinkSchedule, compile_for_links
+from syncvar.algorithms.compile_schedule import LinkSchedule, compile_for_links
 from syncvar.algorithms.hierarchical import COMPOSED, stages
 from syncvar.algorithms.selection import choose, suited
 from syncvar.runtime.programs.round_runner import prepare_published

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from syncvar.core.dtypes import dtype_index
+from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import SyncvarError
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint

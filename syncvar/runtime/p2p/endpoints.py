@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.core.dtypes import dtype_from_index
+from syncvar._native.constants import EntryForm
+from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import SyncvarError
-from syncvar.shm.message_ring import Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.progress import ProgressEngine
-    from syncvar.shm.message_ring import RingEntry, RingReader, RingWriter
-    from syncvar.shm.ring_table import RingTable
+    from syncvar.shm.message_ring import RingEntry, RingReader, RingTable, RingWriter
 
     Key = tuple[int, int]  # (identity of the pair's calls, call number)
     # (kind, dtype, shape) -> buffer for a message.
@@ -143,7 +142,7 @@ class SendEndpoint:
             if ring is None:
                 return 0
             address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
-            return ring.tell(
+            return ring.put_address(
                 what,
                 stream,
                 call,
@@ -330,7 +329,7 @@ class RecvEndpoint:
             entry = ring.first()
             if entry is None:
                 return None
-            if entry.form == Form.PART:
+            if entry.form == EntryForm.PART:
                 ended = self._add(ring, entry)
                 ring.free()
                 if ended == key:
@@ -339,7 +338,7 @@ class RecvEndpoint:
             elif (entry.stream, entry.call) != key:
                 self._keep(ring, entry)
                 ring.free()
-            elif entry.form == Form.WHOLE:
+            elif entry.form == EntryForm.WHOLE:
                 created = self._landed(entry, landing, ring.bytes_at(entry.data, entry.nbytes))
                 ring.free()
                 return entry.kind, created
@@ -367,7 +366,7 @@ class RecvEndpoint:
         # number grows.
         if entry.call < self._following(entry.stream) and key not in self.expected:
             return  # its receive has failed
-        if entry.form == Form.ADDRESS:
+        if entry.form == EntryForm.BY_ADDRESS:
             self._unexpected[key] = entry
             return
         message = np.empty(entry.shape, dtype_from_index(entry.dtype))
@@ -430,7 +429,7 @@ class RecvEndpoint:
                 return None
         if ring.is_cancelled(entry.number):
             return None
-        ring.taken(entry.number)
+        ring.confirm(entry.number)
         return entry.kind, created
 
     def _add(self, ring: RingReader, entry: RingEntry) -> Key | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from syncvar.algorithms.reproducible import tree_order
+from syncvar.algorithms.reproducible_tree import tree_order
 from syncvar.core.errors import SyncvarError
 from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import quiet_caller, reduction

@@ -19,7 +19,7 @@ import numpy as np
 
 from syncvar._native import program as native_program
 from syncvar._native.constants import HalfType
-from syncvar.algorithms.reproducible import tree_order
+from syncvar.algorithms.reproducible_tree import tree_order
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import PIECE, gil_monitor, ufunc_holding
 

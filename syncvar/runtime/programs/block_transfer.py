@@ -5,7 +5,7 @@ rank. Every rank copies its blocks from the other ranks, on one of three paths:
 
 * **slots**: small blocks go into the slots of their ranks; one phase.
 * **direct**: ranks publish the locations of their blocks, in shared memory (`sv.empty`) or in their
-  own memory if all can read it (`shm/cross_process_read.py`). One copy, two phases. Reductions read
+  own memory if all can read it (`shm/channel_table.py`). One copy, two phases. Reductions read
   blocks in shared memory only, where they need no copy.
 * **cells** otherwise: blocks go cell by cell through two sides in turn, which stay in the caches.
 

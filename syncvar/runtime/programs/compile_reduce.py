@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar._native.constants import MemoryKind
-from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import even_chunks
 from syncvar.runtime.programs.instructions import (
     Await,
     Combine,

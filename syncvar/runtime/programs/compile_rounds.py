@@ -25,8 +25,8 @@ from syncvar.runtime.programs.instructions import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from syncvar.algorithms.compile_schedule import Publication, Take
     from syncvar.algorithms.schedule import Chunk
-    from syncvar.algorithms.shm_rounds import Publication, Take
 
 _MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(MemoryKind.SCRATCH)}
 
@@ -45,7 +45,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
 
     Example:
         >>> from syncvar.algorithms.builders import build_all
-        >>> from syncvar.algorithms.shm_rounds import publications
+        >>> from syncvar.algorithms.compile_schedule import publications
         >>> plan = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [type(step).__name__ for step in lower_rounds(plan, 0, 100).steps]
         ['CopyInstruction', 'Combine', 'CopyInstruction', 'Publish', 'Await', 'CopyInstruction']

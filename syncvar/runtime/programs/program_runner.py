@@ -14,7 +14,7 @@ from syncvar.runtime.gil_contention import copier, gil_monitor
 from syncvar.runtime.programs.arithmetic import folder, storer
 from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, UnknownRef, read
 from syncvar.runtime.programs.interpreter import interpret, opened
-from syncvar.shm.segment_layout import PAGE_BYTES
+from syncvar.shm.segment_file import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.algorithms.shm_rounds import Publication, publications
+from syncvar.algorithms.compile_schedule import Publication, publications
 from syncvar.runtime.programs.arithmetic import Arithmetic
 from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement
 from syncvar.runtime.programs.compile_rounds import lower_rounds
