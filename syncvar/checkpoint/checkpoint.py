@@ -475,8 +475,7 @@ class Checkpoint:
 def _path_or_error(path: Any) -> tuple[str, Exception | None]:
     try:
         return checked_path(
-            path,
-            "checkpoint.save('folder/name'), or manager.restore_latest() to start without one",
+            path, "checkpoint.save('folder/name'), or manager.restore_latest() to start without one"
         ), None
     except ConfigError as error:
         return "", error

@@ -74,21 +74,13 @@ _STEP_MAX = 10**19 - 1
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file.
+    """One tensor of a file."""
 
-    Args:
-        name: Its key.
-        dtype: Code of the format.
-        shape: Shape of the stored numbers.
-        start: First byte, counted from the end of the header.
-        stop: Byte after the last.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    name: str  # its key
+    dtype: str  # code of the format
+    shape: tuple[int, ...]  # shape of the stored numbers
+    start: int  # first byte, counted from the end of the header
+    stop: int  # byte after the last
 
 
 def itemsize_of(dtype: str) -> int:
@@ -175,24 +167,24 @@ def _tensor(name: str, fields: Any) -> Tensor:
     return Tensor(name, dtype, tuple(shape), start, stop)
 
 
-def strict_json(data: bytes, what: str) -> dict[str, Any]:
+def strict_json(data: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object; reject duplicate keys, NaN and infinities."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise CheckpointError(f"{what} has a key twice")
+            raise CheckpointError(f"{name} has a key twice")
         return found
 
-    def refuse(name: str) -> Any:
-        raise CheckpointError(f"{what} has the number {name}")
+    def refuse(number: str) -> Any:
+        raise CheckpointError(f"{name} has the number {number}")
 
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not JSON: {str(error)[:200]}") from None
+        raise CheckpointError(f"{name} is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is not a JSON object")
+        raise CheckpointError(f"{name} is not a JSON object")
     return value
 
 
@@ -273,17 +265,11 @@ class Stored(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Name of a checkpoint in its run.
+    """Name of a checkpoint in its run."""
 
-    Args:
-        step: Step of the program, or None.
-        metric: Quality, or None.
-        number: Sequence number of the save in a manager's directory; 0 outside one.
-    """
-
-    step: int | None = None
-    metric: float | None = None
-    number: int = 0
+    step: int | None = None  # step of the program, or None
+    metric: float | None = None  # quality, or None
+    number: int = 0  # sequence number of the save in a manager's directory; 0 outside one
 
 
 class ShardFile(NamedTuple):
@@ -295,19 +281,11 @@ class ShardFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:
-    """The data saved under one key.
+    """The data saved under one key: the shared value, or the own value of each replica."""
 
-    Args:
-        kind: "variable", "generator", "state" or "value".
-        mode: Synchronization and aggregation of a variable; "" otherwise.
-        replicas: Number of replicas at the save.
-        value: The shared value, or None.
-        copies: Replica -> its own value, if there is no shared one.
-    """
-
-    kind: str
-    mode: str
-    replicas: int
+    kind: str  # "variable", "generator", "state" or "value"
+    mode: str  # synchronization and aggregation of a variable; "" otherwise
+    replicas: int  # number of replicas at the save
     value: Stored | None = None
     copies: dict[int, Stored] = field(default_factory=dict)
 
@@ -338,22 +316,14 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint.
+    """A complete checkpoint: shard files by rank, and entries by key."""
 
-    Args:
-        identity: 16 hexadecimal digits, new for every save.
-        ranks: Number of ranks that saved it.
-        label: Step, metric and number.
-        shards: Shard files by rank.
-        entries: Entries by key.
-        pushes: Rank -> number of its pushes that the server-side variables include.
-    """
-
-    identity: str
-    ranks: int
+    identity: str  # 16 hexadecimal digits, new for every save
+    ranks: int  # number of ranks that saved it
     label: Label = field(default_factory=Label)
     shards: dict[int, ShardFile] = field(default_factory=dict)
     entries: dict[str, ManifestEntry] = field(default_factory=dict)
+    # rank -> number of its pushes that the server-side variables include
     pushes: dict[int, int] = field(default_factory=dict)
 
     def shard_file(self, rank: int) -> str:

@@ -88,11 +88,7 @@ def fault_of(path: str) -> str:
 
 
 class CheckpointReader:
-    """An open checkpoint; a context manager.
-
-    Args:
-        path: Its folder.
-    """
+    """An open checkpoint; a context manager."""
 
     def __init__(self, path: str) -> None:
         self._stack = contextlib.ExitStack()
@@ -196,19 +192,12 @@ class CheckpointReader:
 
 
 class RetainedCheckpoint(NamedTuple):
-    """A committed checkpoint of a manager's directory.
+    """A committed checkpoint of a manager's directory."""
 
-    Args:
-        step: Step of the program.
-        metric: Quality, or None.
-        number: Sequence number of the save in the directory; 0 if the manifest has none.
-        is_whole: Whether no damage is known.
-    """
-
-    step: int
-    metric: float | None = None
-    number: int = 0
-    is_whole: bool = True
+    step: int  # step of the program
+    metric: float | None = None  # quality, or None
+    number: int = 0  # sequence number of the save in the directory; 0 if the manifest has none
+    is_whole: bool = True  # whether no damage is known
 
     @property
     def order(self) -> tuple[int, int]:
@@ -216,27 +205,27 @@ class RetainedCheckpoint(NamedTuple):
         return self.number, self.step
 
 
-def best_of(kept: Sequence[RetainedCheckpoint], best: str | None) -> RetainedCheckpoint | None:
+def best_of(retained: Sequence[RetainedCheckpoint], best: str | None) -> RetainedCheckpoint | None:
     """Return the checkpoint with the best metric, the latest of equals; None without metrics."""
     if best is None:
         return None
     sign = 1.0 if best == "max" else -1.0
     rated = [
         (sign * one.metric, one)
-        for one in kept
+        for one in retained
         if one.metric is not None and not math.isnan(one.metric)
     ]
     return max(rated, key=lambda pair: (pair[0], pair[1].order))[1] if rated else None
 
 
 def removable(
-    kept: Sequence[RetainedCheckpoint], keep: int | None, best: str | None
+    retained: Sequence[RetainedCheckpoint], keep: int | None, best: str | None
 ) -> list[RetainedCheckpoint]:
     """Return the checkpoints to remove, oldest first: all but the `keep` latest and the best.
 
     A damaged checkpoint does not count; it goes when it is older than all that stay.
     """
-    ordered = sorted(kept, key=lambda one: one.order)
+    ordered = sorted(retained, key=lambda one: one.order)
     whole = [index for index, one in enumerate(ordered) if one.is_whole]
     if keep is None or len(whole) <= keep:
         return []
@@ -287,11 +276,11 @@ class StepFolders:
         for step, signature in sorted(signatures.items()):
             if step not in self._read or self._read[step][0] != signature:
                 self._read[step] = signature, self._look_at(step)
-            kept = self._read[step][1]
-            if kept is None:
+            retained = self._read[step][1]
+            if retained is None:
                 number = found[-1].number if found else 0
-                kept = RetainedCheckpoint(step, None, number, is_whole=False)
-            found.append(kept)
+                retained = RetainedCheckpoint(step, None, number, is_whole=False)
+            found.append(retained)
         return sorted(found, key=lambda one: one.order)
 
     def _look_at(self, step: int) -> RetainedCheckpoint | None:
@@ -315,24 +304,24 @@ class StepFolders:
     def latest(self) -> tuple[str | None, list[str]]:
         """Return the path of the latest complete save, and faults of those that may be later."""
         faults: list[str] = []
-        for kept in self.committed():
-            if not kept.is_whole:
-                self._check(kept, faults)
-        for kept in reversed(self.committed()):
-            if kept.is_whole and self._check(kept, faults):
-                return self.path(kept.step), faults
+        for retained in self.committed():
+            if not retained.is_whole:
+                self._check(retained, faults)
+        for retained in reversed(self.committed()):
+            if retained.is_whole and self._check(retained, faults):
+                return self.path(retained.step), faults
         return None, faults
 
-    def _check(self, kept: RetainedCheckpoint, faults: list[str]) -> bool:
+    def _check(self, retained: RetainedCheckpoint, faults: list[str]) -> bool:
         """Return whether a checkpoint is complete, and cache that; append its fault if not."""
         try:
-            fault = fault_of(self.path(kept.step))
+            fault = fault_of(self.path(retained.step))
         except NotFound:  # another job has just removed it
             return False
         if fault:
             faults.append(fault)
-            signature = self._read[kept.step][0]
-            self._read[kept.step] = signature, kept._replace(is_whole=False)
-        elif not kept.is_whole:  # it has been repaired meanwhile
-            self.forget(kept.step)
+            signature = self._read[retained.step][0]
+            self._read[retained.step] = signature, retained._replace(is_whole=False)
+        elif not retained.is_whole:  # it has been repaired meanwhile
+            self.forget(retained.step)
         return not fault

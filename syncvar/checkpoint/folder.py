@@ -83,13 +83,7 @@ class Disk:
 
 
 class CheckpointFolder:
-    """An open folder; a context manager.
-
-    It opens files relative to its descriptor and follows no links.
-
-    Args:
-        path: Path of the folder.
-    """
+    """An open folder; it opens files relative to its descriptor and follows no links."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -273,16 +267,14 @@ def make_folder(path: str) -> CheckpointFolder:
 
 
 class FolderLock:
-    """The lock of a folder, held from its construction.
+    """The lock of an existing folder, held from its construction.
 
-    Args:
-        folder: Path of an existing folder.
-        what: What the holder does there, for the error of other processes.
+    Errors of other processes name the holder's `activity`.
     """
 
-    def __init__(self, folder: str, what: str) -> None:
+    def __init__(self, folder: str, activity: str) -> None:
         path = os.path.join(folder, LOCK)
-        descriptor = _locked(path, what)
+        descriptor = _locked(path, activity)
         try:
             before = _read(descriptor)
             if before:
@@ -316,7 +308,7 @@ class FolderLock:
         self._finalizer()
 
 
-def _locked(path: str, what: str) -> int:
+def _locked(path: str, activity: str) -> int:
     while True:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -335,9 +327,9 @@ def _locked(path: str, what: str) -> int:
             os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise CheckpointError(
-                    f"{os.path.dirname(path)} is in use: {holder} {what} there. Two jobs cannot "
-                    "write the same folder; wait for that one to end, or give this one another "
-                    "folder"
+                    f"{os.path.dirname(path)} is in use: {holder} {activity} there. Two jobs "
+                    "cannot write the same folder; wait for that one to end, or give "
+                    "this one another folder"
                 ) from None
             raise CheckpointError(
                 f"cannot lock {os.path.dirname(path)}: {error.strerror}; checkpoints need a file "

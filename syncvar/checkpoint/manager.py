@@ -185,7 +185,7 @@ class CheckpointManager(MigrationHintsMixin):
         self._core = core
         self._folders = StepFolders(os.path.abspath(checked_path(directory)))
         self._keep, self._best = keep, best
-        self._check_every, self._asked = check_every, 0
+        self._check_every, self._checks = check_every, 0
         self._must_stop = False
         self._lock: FolderLock | None = None
         # (step, metric, the restore before it)
@@ -229,7 +229,7 @@ class CheckpointManager(MigrationHintsMixin):
         Checkpoints of earlier versions have no number of their save: they come first, ordered by
         step.
         """
-        return [self._folders.path(kept.step) for kept in self._folders.committed()]
+        return [self._folders.path(one.step) for one in self._folders.committed()]
 
     @property
     def latest(self) -> str | None:
@@ -375,8 +375,8 @@ class CheckpointManager(MigrationHintsMixin):
                     self._remove(step)
 
     def _remove_superfluous(self) -> None:
-        for kept in removable(self._folders.committed(), self._keep, self._best):
-            self._remove(kept.step)
+        for retained in removable(self._folders.committed(), self._keep, self._best):
+            self._remove(retained.step)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint, its manifest first, so that no one sees a part. Other files stay."""
@@ -486,8 +486,8 @@ class CheckpointManager(MigrationHintsMixin):
         Cost: One all-reduce of two bytes at every `check_every`-th call.
         """
         communicator = self._communicator()
-        self._asked += 1
-        if not self._must_stop and self._asked % self._check_every == 0:
+        self._checks += 1
+        if not self._must_stop and self._checks % self._check_every == 0:
             pending = self._core.pending
             is_writing = pending is not None and not pending.done()
             must_stop, somebody_writes = int(self._stop_notice.is_requested), int(is_writing)
@@ -539,9 +539,9 @@ class CheckpointManager(MigrationHintsMixin):
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:
     """Return the element-wise maximum over the ranks."""
     flags = np.array(mine, np.uint8)
-    made: list[int] = communicator.perform(
+    largest: list[int] = communicator.perform(
         "should_stop",
         lambda: reduce_request(communicator, flags, "max", name="should_stop"),
         timeout,
     ).tolist()
-    return made
+    return largest

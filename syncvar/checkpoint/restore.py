@@ -17,12 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.checkpoint.checkpoint_reader import CheckpointReader
-from syncvar.checkpoint.optimizer_state import (
-    RuleLeaf,
-    SlotLeaf,
-    ownerless_keys,
-    refuse_ownerless,
-)
+from syncvar.checkpoint.optimizer_state import RuleLeaf, SlotLeaf, ownerless_keys, refuse_ownerless
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.server_leaves import give_back, read_report, restore_record
 from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gather
@@ -52,35 +47,22 @@ _log = logging.getLogger("syncvar")
 
 
 class CheckpointInfo(NamedTuple):
-    """Description of a checkpoint that has been read.
+    """Description of a checkpoint that has been read."""
 
-    Args:
-        identity: Its identity.
-        left: Its keys that no object has used.
-        pushes: Rank -> number of its pushes to servers that the values include.
-    """
-
-    identity: str = ""
-    left: frozenset[str] = frozenset()
+    identity: str = ""  # its identity
+    left: frozenset[str] = frozenset()  # its keys that no object has used
+    # rank -> number of its pushes to servers that the values include
     pushes: dict[int, int] = {}  # noqa: RUF012  (never changed)
 
 
 class RestoreOptions(NamedTuple):
-    """Options of a restore.
+    """Options of a restore."""
 
-    Args:
-        policy: What replicas without a saved copy take.
-        timeout: Seconds that a call of the group waits.
-        partial: Whether objects without an entry keep their values; otherwise they are an error.
-        identity: Required identity of the checkpoint; None for any.
-        prefix: Prefix of the saved keys of the leaves.
-    """
-
-    policy: Any
-    timeout: float | None
-    partial: bool
-    identity: str | None = None
-    prefix: str = ""
+    policy: Any  # what replicas without a saved copy take
+    timeout: float | None  # seconds that a call of the group waits
+    partial: bool  # whether objects without an entry keep their values; otherwise they are an error
+    identity: str | None = None  # required identity of the checkpoint; None for any
+    prefix: str = ""  # prefix of the saved keys of the leaves
 
 
 def check_options(options: RestoreOptions) -> None:

@@ -76,16 +76,10 @@ _log = logging.getLogger("syncvar")
 class SaveOperation:
     """A save on which the ranks have agreed; `Checkpoint` and `PendingSave` drive it.
 
-    Args:
-        leaves: Leaves of this rank.
-        refused: Error of an object that cannot be saved, reported to the other ranks; or None.
-        communicator: Group of the ranks that save.
-        path: Checkpoint folder.
-        label: Step, metric and number. Ranks agree on step and metric; rank 0 has the number.
-        timeout: Seconds that a call of the group waits.
-        guard: Called on rank 0 before any file changes; may raise CheckpointError.
-
-    `pushes` is rank -> number of its pushes to servers that the values include; set on rank 0.
+    `refused` is the error of an object that cannot be saved, reported to the other ranks. Ranks
+    agree on step and metric of `label`; rank 0 has the number. Rank 0 calls `guard` before any
+    file changes. On rank 0, `pushes` is rank -> number of its pushes to servers that the values
+    include.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
-    from syncvar.checkpoint.trackables import Together
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry
+    from syncvar.checkpoint.trackables import Reader, Together
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.request_client import ResultRef
     from syncvar.parameter_server.shard import RuleKey
@@ -134,11 +134,11 @@ def give_back(
     strategy: ParameterServerStrategy,
     variables: Sequence[SavedVariable],
     number: int,
-    says: Any,
+    record: Any,
     timeout: float | None,
     pushes: dict[int, int] | None = None,
 ) -> None:
-    """Restore variables on all servers or on none, with a report for the other workers."""
+    """Restore variables on all servers or on none, with a record for the other workers."""
     strategy.here.settle("restoring", timeout)
     request = RequestBuilder()
     for variable, value, slots in variables:
@@ -155,8 +155,8 @@ def give_back(
             request.restore(server, key, spec, variable.staleness, part, rules)
     if pushes is not None:
         for server in range(strategy.server_count):
-            request.add(server, "count", pushes=pushes if server == _HOME else {})
-    report = np.frombuffer(pack_object(says), np.uint8)
+            request.add(server, "set_pushes", pushes=pushes if server == _HOME else {})
+    report = np.frombuffer(pack_object(record), np.uint8)
     spec = Spec(report.shape, "uint8", "NONE", report.shape, 0)
     request.restore(_HOME, _key(number), spec, None, report)
     strategy.servers.ask(request, "restoring", timeout=timeout)
@@ -212,13 +212,7 @@ class _ArrayLeaf:
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return its new value, on the rank that restores."""
         if communicator.member_rank:
             return KEEP
@@ -245,13 +239,7 @@ class _IterationsLeaf(_ArrayLeaf):
         self._optimizer = optimizer
         self.worker_states: list[Any] = []
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return the number, on every rank."""
         del communicator
         require_kind(self.key, entry, "variable", "the iterations of an optimizer")
@@ -312,13 +300,7 @@ Walked = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
 
 
 class ServerLeaves:
-    """All server-side objects of a checkpoint.
-
-    Args:
-        found: Variables.
-        steppers: Optimizers that may keep state on servers.
-        keys: Key of each variable in the whole checkpoint, by `id`.
-    """
+    """All server-side objects of a checkpoint; `keys` has the key of each variable, by `id`."""
 
     def __init__(
         self,
@@ -484,20 +466,14 @@ def snapshot_for_file(
 
 
 class CheckpointContent(NamedTuple):
-    """All objects of a checkpoint.
+    """All objects of a checkpoint."""
 
-    Args:
-        leaves: Leaves sorted by key, without server-side ones.
-        group: Group that saves them.
-        refused: Error of an object that cannot be saved, reported to the group; or None.
-        on_servers: Server-side objects, or None.
-        unsaved: Error about optimizer state that a save would leave out; or None.
-    """
-
-    leaves: list[Leaf]
-    group: Together
+    leaves: list[Leaf]  # leaves sorted by key, without server-side ones
+    group: Together  # group that saves them
+    # error of an object that cannot be saved, reported to the group; or None
     refused: Exception | None
-    on_servers: ServerLeaves | None
+    on_servers: ServerLeaves | None  # server-side objects, or None
+    # error about optimizer state that a save would leave out; or None
     unsaved: ConfigError | None = None
 
 

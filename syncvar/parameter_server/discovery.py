@@ -176,11 +176,7 @@ def put_tallies(tallies: dict[str, bytes], folder: Path) -> None:
 
 
 class PushCounter:
-    """The file of one worker.
-
-    Attributes:
-        before: Pushes that an earlier attempt counted; 0 if there was none.
-    """
+    """The file of one worker; `before` is the count of an earlier attempt, or 0."""
 
     def __init__(self, path: str, generation: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -3,12 +3,12 @@
 A message is a map of plain values; its arrays follow as frames of their own, without a copy. Kinds:
 
 * worker to server: `request` (operations), and for snapshots `peek`, `cut` and `take`.
-* server to worker: `answer`, `refused` (the worker's incarnation has ended), `marks`, `taken`,
-  `uncut`, and `lost` (no server has a copy of the shards).
+* server to worker: `answer`, `incarnation_ended`, `marks`, `state`, `no_cut`, and `state_lost` (no
+  server has a copy of the shards).
 * server to server: `vote` and `decision` (transactions over several servers), `seed`, `copy`,
-  `copied` and `retired` (backups).
+  `backup_ack` and `retire` (backups).
 
-An operation is a map with its name under "do"; it names arrays by number.
+An operation is a map with its name under "op"; it names arrays by number.
 
 The bytes of a message (`packed`) are:
 
@@ -62,12 +62,12 @@ Endpoint = tuple[str, int]  # ("worker", its rank) or ("server", its index)
 Arrays = tuple["NDArray[Any]", ...]
 
 # Operations that all servers of a request execute, or none.
-SHARED = ("push", "restore", "count")
+SHARED = ("push", "restore", "set_pushes")
 # Operations that change nothing.
 READS = frozenset(
     {
         *("pull", "slots", "version", "expect", "describe", "task"),
-        *("outcome", "drained", "progress", "where", "stats", "rule"),
+        *("outcome", "wait_all", "progress", "position", "stats", "rule"),
     }
 )
 
@@ -79,26 +79,26 @@ def _fields(integers: str, **others: type) -> dict[str, type]:
 # kind -> field -> type; every field is required
 _SCHEMA = {
     "request": _fields(
-        "server rank incarnation number follows answered transaction",
-        parts=list,
-        sent=list,
+        "server rank incarnation number previous_change ack transaction",
+        participants=list,
+        last_changes=list,
         operations=list,
     ),
     "answer": _fields("server incarnation number", error=str, reason=str, results=list),
-    "refused": _fields("server incarnation"),
+    "incarnation_ended": _fields("server incarnation"),
     "peek": _fields("server rank id", operations=list),
     "cut": _fields("server rank id"),
     "marks": _fields("server id", marks=dict),
     "take": _fields("server rank id", need=dict, operations=list),
-    "taken": _fields("server id", marks=dict, results=list),
-    "uncut": _fields("server id"),
-    "vote": _fields("home server rank incarnation transaction", parts=list, reason=str),
+    "state": _fields("server id", marks=dict, results=list),
+    "no_cut": _fields("server id"),
+    "vote": _fields("home server rank incarnation transaction", participants=list, reason=str),
     "decision": _fields("server rank incarnation transaction", reason=str),
     "copy": _fields("server index", entry=dict),
     "seed": _fields("server index"),
-    "copied": _fields("server index"),
-    "retired": _fields("server"),
-    "lost": _fields("server"),
+    "backup_ack": _fields("server index"),
+    "retire": _fields("server"),
+    "state_lost": _fields("server"),
 }
 _FIELDS = {kind: tuple(fields.items()) for kind, fields in _SCHEMA.items()}
 
@@ -180,12 +180,12 @@ def _array(header: Any, frame: Any) -> NDArray[Any]:
 
 def reads(message: Message) -> bool:
     """Return whether a request reads, so that its answer has results."""
-    return not READS.isdisjoint([operation.get("do") for operation in message["operations"]])
+    return not READS.isdisjoint([operation.get("op") for operation in message["operations"]])
 
 
 def changes(message: Message) -> bool:
     """Return whether a request changes state of a server."""
-    return not READS.issuperset([operation.get("do") for operation in message["operations"]])
+    return not READS.issuperset([operation.get("op") for operation in message["operations"]])
 
 
 def rule_key_of(rule: list[Any]) -> RuleKey:
@@ -206,7 +206,7 @@ def push_of(operation: dict[str, Any], arrays: Arrays) -> Push:
     """Return the change of a `push`."""
     rows, rule = operation["rows"], operation.get("rule")
     return Push(
-        operation["how"],
+        operation["method"],
         arrays[operation["value"]],
         None if rows is None else arrays[rows],
         ("", ()) if rule is None else rule_key_of(rule),
@@ -242,12 +242,8 @@ def packed(
 ) -> Packed:
     """Pack a message without copying its parts.
 
-    Args:
-        frames: Parts of the message: contiguous buffers of bytes.
-        lent: Index and location of the parts that are lent in `segment`.
-        segment: The sender's shared memory; None for none.
-        has_checksum: Whether to add a checksum of the parts that are not lent.
-        separate_nbytes: Length from which parts are separate.
+    `lent` has index and location of the parts in the sender's `segment`. Parts of at least
+    `separate_nbytes` are separate. A checksum leaves out lent parts.
     """
     table: list[int] = []
     pieces: list[Any] = [b""]
@@ -287,11 +283,7 @@ def cut(part: Any) -> list[Any]:
 
 
 def joined(frames: Iterable[Any]) -> list[Any]:
-    """Return the parts in some frames, without a copy of parts of one frame.
-
-    Raises:
-        ValueError: The last frames of a part are missing.
-    """
+    """Return the parts in some frames; ValueError if the last frames of a part are missing."""
     parts: list[Any] = []
     waiting: deque[Any] = deque()
     for frame in frames:
@@ -316,11 +308,7 @@ def _concatenated(frames: deque[Any]) -> memoryview:
 
 
 def length_of(start: Any, nbytes_max: int = NBYTES_MAX) -> int:
-    """Return the length of the message that begins with at least eight bytes.
-
-    Raises:
-        ValueError: These are no first bytes of a message, or it is longer than `nbytes_max`.
-    """
+    """Return the length of the message that begins with at least eight bytes, or ValueError."""
     nbytes = int.from_bytes(start[:8], "little")
     if not _HEAD.size <= nbytes <= nbytes_max or nbytes % 8:
         raise ValueError(f"no message is {nbytes} bytes long")
@@ -332,14 +320,8 @@ def unpacked(
 ) -> tuple[list[Any], SegmentId | None]:
     """Return the parts of a message, views of it, and the sender's segment (None for none).
 
-    Args:
-        message: Bytes, or a view of them.
-        separate: The separate parts.
-        borrow: Function that returns the bytes of a reference; None if there is no shared memory.
-
-    Raises:
-        ValueError: The message is malformed.
-        InternalError: It refers to shared memory that this process has not mapped.
+    `borrow` returns the bytes of a reference. Raises ValueError for a malformed message, and
+    InternalError if it refers to shared memory that this process has not mapped.
     """
     view = memoryview(message)
     if view.nbytes < _HEAD.size:

@@ -25,11 +25,7 @@ import numpy as np
 
 from syncvar.core.errors import SyncvarError
 from syncvar.parameter_server.messages import OutgoingMessage, changes, reads
-from syncvar.parameter_server.replicated_state import (
-    ReplicatedState,
-    WorkerRequest,
-    is_about,
-)
+from syncvar.parameter_server.replicated_state import ReplicatedState, WorkerRequest, is_about
 from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -84,7 +80,7 @@ class ReplicationStream:
         self._sent_at, self._patience_s = now, 4 * self._resend_s  # it may be large
         self._out.append(self._seed)
 
-    def copied(self, index: int) -> None:
+    def acknowledge(self, index: int) -> None:
         """Note that the backup has executed all entries up to `index`."""
         self._copied, self._seed = max(self._copied, index), None
         self._patience_s = self._resend_s
@@ -211,9 +207,9 @@ class PrimaryReplica:
                 self._cut(message)
             elif kind == "take":
                 self._take(WorkerRequest(message, arrays))
-            elif kind == "copied":
-                self._replication.copied(message["index"])
-            elif kind == "retired":
+            elif kind == "backup_ack":
+                self._replication.acknowledge(message["index"])
+            elif kind == "retire":
                 self.is_retired = True
                 self._replication.retire()
         return self._replication.ready()
@@ -273,7 +269,7 @@ class PrimaryReplica:
         rank, incarnation, number = message["rank"], message["incarnation"], message["number"]
         worker = self.ledger.worker(rank)
         if incarnation < worker.incarnation:
-            self._answer_worker(rank, "refused", incarnation=incarnation)
+            self._answer_worker(rank, "incarnation_ended", incarnation=incarnation)
             return
         if incarnation > worker.incarnation:
             self._fence(rank, incarnation)
@@ -293,7 +289,7 @@ class PrimaryReplica:
             numbers = [
                 number
                 for number, one in queue.early.items()
-                if one.message["follows"] <= worker.done
+                if one.message["previous_change"] <= worker.done
             ]
             if not numbers:
                 return
@@ -303,12 +299,12 @@ class PrimaryReplica:
             if not changes(message):
                 del queue.early[number]
                 self._read_when_seen(request)
-            elif len(message["parts"]) < 2 and not self._may_change(rank, number):
+            elif len(message["participants"]) < 2 and not self._may_change(rank, number):
                 return
             else:
                 del queue.early[number]
                 self._execute(message, request.arrays)
-                if len(message["parts"]) > 1:
+                if len(message["participants"]) > 1:
                     self._send_vote(rank, worker)
                 else:
                     self._answer(request)
@@ -369,14 +365,14 @@ class PrimaryReplica:
 
     @staticmethod
     def _home(message: Message) -> int:
-        return int(min(message["parts"]))
+        return int(min(message["participants"]))
 
     def _send_vote(self, rank: int, worker: WorkerState) -> None:
         assert worker.staged is not None, "a part of a transaction is staged when it is executed"
         message = worker.staged.message
         self._queue(rank).voted_at = self.now
         refusal = self.ledger.refusal(worker.staged)
-        fields = ("rank", "incarnation", "transaction", "parts")
+        fields = ("rank", "incarnation", "transaction", "participants")
         vote = {
             "kind": "vote",
             "home": self._home(message),
@@ -393,7 +389,7 @@ class PrimaryReplica:
         rank, incarnation, transaction = vote["rank"], vote["incarnation"], vote["transaction"]
         worker = self.ledger.worker(rank)
         if transaction <= worker.decided.get(incarnation, 0):
-            reason = worker.given_up.get((incarnation, transaction), "")
+            reason = worker.aborted.get((incarnation, transaction), "")
             self._send_decision(vote, [vote["server"]], reason)
             return
         staged = worker.staged
@@ -403,7 +399,7 @@ class PrimaryReplica:
             return
         votes = self._votes.setdefault((rank, incarnation, transaction), {})
         votes[vote["server"]] = vote["reason"]
-        if staged is None or not set(vote["parts"]) <= set(votes):
+        if staged is None or not set(vote["participants"]) <= set(votes):
             return
         if self._may_decide(worker, staged):
             self._decide(vote, next((reason for reason in votes.values() if reason), ""))
@@ -412,7 +408,7 @@ class PrimaryReplica:
         """Decide a transaction whose home this is, and send the decision."""
         self._votes.pop((about["rank"], about["incarnation"], about["transaction"]), None)
         self._enter_decision({**about, "home": self.server}, reason)
-        others = [server for server in about["parts"] if server != self.server]
+        others = [server for server in about["participants"] if server != self.server]
         self._send_decision(about, others, reason)
 
     def _send_decision(self, about: Message, servers: list[int], reason: str) -> None:
@@ -463,7 +459,7 @@ class PrimaryReplica:
     def _marks(self) -> dict[int, list[Any]]:
         """Return rank -> incarnation, its last change here, and its last one at each server."""
         return {
-            rank: [one.incarnation, one.executed, *one.sent]
+            rank: [one.incarnation, one.executed, *one.last_changes]
             for rank, one in self.ledger.workers.items()
         }
 
@@ -471,7 +467,7 @@ class PrimaryReplica:
         """Send the present state and marks."""
         message = request.message
         if any(self._is_open(worker) for worker in map(self.ledger.worker, self.ledger.undecided)):
-            self._answer_worker(message["rank"], "uncut", id=message["id"])
+            self._answer_worker(message["rank"], "no_cut", id=message["id"])
         else:
             self._send_state(request, message["id"])
 
@@ -487,7 +483,7 @@ class PrimaryReplica:
     def _send_state(self, request: WorkerRequest, number: int) -> None:
         state = self.ledger.read(-1, request.message["operations"], request.arrays)
         fields = {"id": number, "marks": self._marks(), "results": state.results}
-        self._answer_worker(request.message["rank"], "taken", tuple(state.arrays), **fields)
+        self._answer_worker(request.message["rank"], "state", tuple(state.arrays), **fields)
 
     def _cut(self, message: Message) -> None:
         key = message["rank"], message["id"]
@@ -507,7 +503,7 @@ class PrimaryReplica:
         key = message["rank"], message["id"]
         cut = self._cuts.get(key)
         if cut is None:
-            self._answer_worker(key[0], "uncut", id=key[1])
+            self._answer_worker(key[0], "no_cut", id=key[1])
             return
         cut.take = request
         for rank, (incarnation, _) in message["need"].items():

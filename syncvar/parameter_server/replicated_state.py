@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.shard import Position, Room, Spec
 
 _ABORTED_MAX = 256  # servers ask about the latest only: a worker has far fewer open requests
-_UNCHECKED = READS | {"tick", "count", "meet", "leave", "ask", "forget", "cancel", "close"}
+_UNCHECKED = READS | {
+    "tick",
+    "set_pushes",
+    "barrier",
+    "leave",
+    "request_task",
+    "forget",
+    "cancel",
+    "close",
+}
 
 
 class TaskResult(NamedTuple):
@@ -54,7 +63,7 @@ class TaskQueue:
         """Return the whole queue as plain data and arrays."""
         return {
             "is_closed": self.is_closed,
-            "given": dict(self.assigned),
+            "assigned": dict(self.assigned),
             "idle": list(self._idle),
             "waiting": dict(self._waiting),
             "outcomes": {task: tuple(one) for task, one in self.outcomes.items()},
@@ -64,20 +73,20 @@ class TaskQueue:
     def of_state(cls, state: dict[str, Any]) -> TaskQueue:
         """Return the queue with this state."""
         queue = cls()
-        queue.is_closed, queue.assigned = state["is_closed"], state["given"]
+        queue.is_closed, queue.assigned = state["is_closed"], state["assigned"]
         queue._idle, queue._waiting = state["idle"], state["waiting"]
         queue.outcomes = {task: TaskResult(*one) for task, one in state["outcomes"].items()}
         return queue
 
     def execute(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> None:
         """Execute a worker's operation."""
-        match operation["do"]:
+        match operation["op"]:
             case "put":
                 self.put(operation["task"], arrays[operation["value"]])
-            case "ask":
+            case "request_task":
                 self.ask(rank)
             case "finish":
-                result = TaskResult(operation["failed"], arrays[operation["value"]])
+                result = TaskResult(operation["has_failed"], arrays[operation["value"]])
                 self.finish(rank, operation["task"], result)
             case "forget":
                 self.forget(operation["tasks"])
@@ -88,31 +97,35 @@ class TaskQueue:
 
     def is_ready(self, rank: int, operation: dict[str, Any]) -> bool:
         """Return whether `read` can answer now; True for operations on other state."""
-        name = operation["do"]
+        name = operation["op"]
         if name == "task":
             return rank in self.assigned or self.is_closed
         if name == "outcome":
             return self.is_over(operation["task"])
-        return name != "drained" or self.is_drained
+        return name != "wait_all" or self.is_drained
 
     def read(
         self, rank: int, operation: dict[str, Any], add: Callable[[NDArray[Any]], int]
     ) -> dict[str, Any]:
         """Return the result of a read; `add` stores an array and returns its number."""
-        match operation["do"]:
+        match operation["op"]:
             case "task":
                 if rank not in self.assigned:
-                    return {"closed": True}
+                    return {"is_closed": True}
                 task, call = self.assigned[rank]
-                return {"closed": False, "task": task, "array": add(call)}
+                return {"is_closed": False, "task": task, "array": add(call)}
             case "outcome":
                 result = self.outcomes.get(operation["task"])
                 if result is None:
-                    return {"cancelled": True}
-                return {"cancelled": False, "failed": result.failed, "array": add(result.value)}
+                    return {"is_cancelled": True}
+                return {
+                    "is_cancelled": False,
+                    "has_failed": result.failed,
+                    "array": add(result.value),
+                }
             case "progress":
                 failed = [task for task, one in self.outcomes.items() if one.failed]
-                return {"drained": self.is_drained, "failed": failed}
+                return {"is_drained": self.is_drained, "failed_tasks": failed}
         return {}
 
     @property
@@ -203,7 +216,7 @@ class WorkerState:
     # applied pushes of all incarnations; those to several servers count at the lowest
     pushes: int = 0
     # number of its last changing request to each server, as of its last request
-    sent: list[int] = field(default_factory=list)
+    last_changes: list[int] = field(default_factory=list)
     staged: WorkerRequest | None = None  # its part of an undecided transaction
     # request number -> error and reason, as long as the worker may ask again
     refusals: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -212,7 +225,7 @@ class WorkerState:
     # incarnation -> its last transaction decided here
     decided: dict[int, int] = field(default_factory=dict)
     # (incarnation, transaction) -> reason of aborted transactions
-    given_up: dict[tuple[int, int], str] = field(default_factory=dict)
+    aborted: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 class ReplicatedState:
@@ -254,7 +267,7 @@ class ReplicatedState:
         return {
             "workers": workers,
             "shards": {key: shard.state() for key, shard in self.shards.items()},
-            "board": self.queue.state(),
+            "queue": self.queue.state(),
             "entries": self.entries,
             "staleness": dict(self.staleness),
         }
@@ -279,7 +292,7 @@ class ReplicatedState:
         machine.shards = {
             key: Shard.of_state(shard, room) for key, shard in state["shards"].items()
         }
-        machine.queue = TaskQueue.of_state(state["board"])
+        machine.queue = TaskQueue.of_state(state["queue"])
         machine._in_rounds = {shard for shard in machine.shards.values() if shard.waits}
         return machine
 
@@ -309,7 +322,7 @@ class ReplicatedState:
         number = message["number"]
         worker.done = number
         if worker.refusals:
-            for old in [one for one in worker.refusals if one <= message["answered"]]:
+            for old in [one for one in worker.refusals if one <= message["ack"]]:
                 del worker.refusals[old]
         if not worker.takes_part and message["rank"] < self.count:
             # It is back, and continues at the clock of the slowest, unless it was further.
@@ -319,7 +332,7 @@ class ReplicatedState:
                 worker.clock, worker.phase = min(clocks), 0
         request = WorkerRequest(message, arrays)
         refusal = self.refusal(request)
-        if len(message["parts"]) > 1:
+        if len(message["participants"]) > 1:
             worker.staged = request
             self.undecided.add(message["rank"])
             return
@@ -345,9 +358,9 @@ class ReplicatedState:
         if entry["home"] == self.server:
             worker.decided[incarnation] = max(worker.decided.get(incarnation, 0), transaction)
             if reason:
-                worker.given_up[incarnation, transaction] = reason
-                if len(worker.given_up) > _ABORTED_MAX:
-                    del worker.given_up[next(iter(worker.given_up))]
+                worker.aborted[incarnation, transaction] = reason
+                if len(worker.aborted) > _ABORTED_MAX:
+                    del worker.aborted[next(iter(worker.aborted))]
         staged = worker.staged
         if staged is None or not is_about(staged.message, entry):
             return
@@ -363,7 +376,7 @@ class ReplicatedState:
         if incarnation <= worker.incarnation:
             return
         worker.incarnation, worker.done, worker.takes_part = incarnation, 0, False
-        worker.executed, worker.sent = 0, []
+        worker.executed, worker.last_changes = 0, []
         self.queue.lose(rank)
         worker.phase += 1  # it returns to a position where no round has begun
         worker.refusals.clear()
@@ -372,12 +385,12 @@ class ReplicatedState:
     def _apply(self, worker: WorkerState, request: WorkerRequest) -> None:
         message = request.message
         if message["incarnation"] == worker.incarnation:
-            worker.executed, worker.sent = message["number"], message["sent"]
+            worker.executed, worker.last_changes = message["number"], message["last_changes"]
         rank = message["rank"]
-        if min(message["parts"]) == self.server:
-            worker.pushes += any(operation["do"] == "push" for operation in message["operations"])
+        if min(message["participants"]) == self.server:
+            worker.pushes += any(operation["op"] == "push" for operation in message["operations"])
         for operation in message["operations"]:
-            if operation["do"] in READS:
+            if operation["op"] in READS:
                 continue
             try:
                 self._perform(rank, worker, operation, request.arrays)
@@ -388,7 +401,7 @@ class ReplicatedState:
     def _perform(
         self, rank: int, worker: WorkerState, operation: dict[str, Any], arrays: Arrays
     ) -> None:
-        kind = operation["do"]
+        kind = operation["op"]
         if kind == "push":
             takes_part = worker.takes_part and rank < self.count
             position = (worker.clock, worker.phase) if takes_part else None
@@ -403,9 +416,9 @@ class ReplicatedState:
             self._report_failures(self.shards[operation["key"]])
         elif kind == "tick":
             worker.clock, worker.phase = max(worker.clock, operation["clock"]), 0
-        elif kind == "meet":
+        elif kind == "barrier":
             worker.phase += 1
-        elif kind == "count":
+        elif kind == "set_pushes":
             for rank_of, one in self.workers.items():
                 one.pushes = operation["pushes"].get(rank_of, 0)
         elif kind == "leave":
@@ -419,7 +432,7 @@ class ReplicatedState:
         if key not in self.shards:
             bound = operation["staleness"]
             self.shards[key] = Shard(spec_of(operation), value, bound, self.room)
-        if operation["do"] == "restore":
+        if operation["op"] == "restore":
             self.shards[key].restore(value, slots_of(operation, arrays))
 
     # -- checks ------------------------------------------------------------------------------------
@@ -438,7 +451,7 @@ class ReplicatedState:
         return None
 
     def _check(self, operation: dict[str, Any], arrays: Arrays, created: set[str]) -> None:
-        kind = operation["do"]
+        kind = operation["op"]
         if kind == "push":
             if operation["key"] not in created:
                 self._shard(operation).check(push_of(operation, arrays))
@@ -449,7 +462,9 @@ class ReplicatedState:
             self._shard(operation)
         elif kind == "tick" and type(operation["clock"]) is not int:
             raise WireError(f"a tick has clock {operation['clock']!r:.40}, no whole number")
-        elif kind == "count" and not all(type(one) is int for one in operation["pushes"].values()):
+        elif kind == "set_pushes" and not all(
+            type(one) is int for one in operation["pushes"].values()
+        ):
             raise WireError("pushes are counted in whole numbers")
         elif kind in ("put", "finish"):
             is_number = type(operation["task"]) is int
@@ -467,7 +482,7 @@ class ReplicatedState:
             raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
         if key in self.shards:
             self._compare(key, spec)
-        if operation["do"] == "restore":
+        if operation["op"] == "restore":
             for rule, slots in slots_of(operation, arrays).items():
                 check_slots(rule, slots, value)
 
@@ -491,7 +506,7 @@ class ReplicatedState:
     def may_read(self, rank: int, operations: Iterable[dict[str, Any]]) -> bool:
         """Return whether a worker's reads may be answered now."""
         for operation in operations:
-            kind = operation["do"]
+            kind = operation["op"]
             if kind == "pull":
                 shard = self.shards.get(operation["key"])
                 is_bounded = shard is not None and shard.staleness is not None
@@ -508,7 +523,7 @@ class ReplicatedState:
         """Return the results of reads; an empty map for an operation that reads nothing."""
         reading = Reading([], [])
         for operation in operations:
-            if operation["do"] in READS:
+            if operation["op"] in READS:
                 result = self._read_one(rank, operation, arrays, reading)
             else:
                 result = {}
@@ -520,7 +535,7 @@ class ReplicatedState:
     ) -> dict[str, Any]:
         """Read one operation; arrays go to `reading`."""
         result: dict[str, Any] = {}
-        match operation["do"]:
+        match operation["op"]:
             case "pull":
                 result = {"array": reading.add(self._pull(rank, operation, arrays))}
             case "slots":
@@ -536,7 +551,7 @@ class ReplicatedState:
                 spec = self._shard(operation).spec
                 result = {"whole": list(spec.whole), "dtype": spec.dtype, "shards": spec.shards}
                 result["aggregation"] = spec.aggregation
-            case "where":
+            case "position":
                 worker = self.worker(rank)
                 result = {"clock": worker.clock, "pushes": worker.pushes}
             case "rule":

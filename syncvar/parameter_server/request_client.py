@@ -78,7 +78,7 @@ class RequestBuilder:
     def add(self, server: int, operation: str, **fields: Any) -> ResultRef:
         """Add an operation without arrays."""
         operations = self._operations.setdefault(server, [])
-        operations.append({"do": operation, **fields})
+        operations.append({"op": operation, **fields})
         return server, len(operations) - 1
 
     def on_all(self, servers: int, operation: str, **fields: Any) -> list[ResultRef]:
@@ -108,7 +108,7 @@ class RequestBuilder:
         **step: Any,
     ) -> ResultRef:
         """Change a shard; a "step" also has `rule`, `rate` and `combine`; see `shard.Push`."""
-        step |= {"how": method, "value": self._array(server, value)}
+        step |= {"method": method, "value": self._array(server, value)}
         step["rows"] = None if rows is None else self._array(server, rows)
         return self.add(server, "push", key=key, **step)
 
@@ -145,7 +145,7 @@ class RequestBuilder:
     def finish(self, server: int, task: int, value: NDArray[Any], *, failed: bool) -> ResultRef:
         """Report the result or error of this worker's task."""
         number = self._array(server, value)
-        return self.add(server, "finish", task=task, value=number, failed=failed)
+        return self.add(server, "finish", task=task, value=number, has_failed=failed)
 
     def _array(self, server: int, array: NDArray[Any]) -> int:
         arrays = self._arrays.setdefault(server, [])
@@ -240,7 +240,7 @@ class Client:
             ticket.fail(self.broken)
             return ticket, []
         operations = [one for part in parts.values() for one in part.operations]
-        self.pushes += any(one["do"] == "push" for one in operations)
+        self.pushes += any(one["op"] == "push" for one in operations)
         self._waiting.append(ticket)
         return ticket, self._send_waiting(now)
 
@@ -281,11 +281,11 @@ class Client:
             if message["incarnation"] != self.incarnation:
                 return []
             return self._answered(server, message, arrays, now)
-        if kind == "lost":
+        if kind == "state_lost":
             reason = "its copy was lost too before there was another"
             self.fail(PeerLost(server_number(server), "", reason))
             return []
-        if kind == "refused":
+        if kind == "incarnation_ended":
             if message["incarnation"] == self.incarnation:
                 reason = (
                     "the servers have given this worker up: another process has taken its place"
@@ -304,9 +304,9 @@ class Client:
             return []
         if kind == "marks":
             return self._marked(ticket, server, message["marks"], now)
-        if kind == "taken":
-            return self._taken(ticket, server, message, arrays, now)
-        if kind == "uncut":
+        if kind == "state":
+            return self._add_state(ticket, server, message, arrays, now)
+        if kind == "no_cut":
             return self._begin_cut(ticket, now)
         raise WireError(f"a worker has no use for a message {kind!r:.40}")
 
@@ -407,7 +407,7 @@ class Client:
             shared = sorted(
                 server
                 for server, part in ticket.parts.items()
-                if any(one["do"] in SHARED for one in part.operations)
+                if any(one["op"] in SHARED for one in part.operations)
             )
         messages: list[OutgoingMessage] = []
         for server, part in ticket.parts.items():
@@ -419,11 +419,11 @@ class Client:
                 "rank": self.rank,
                 "incarnation": self.incarnation,
                 "number": number,
-                "follows": before[server],
-                "answered": answered,
+                "previous_change": before[server],
+                "ack": answered,
                 "transaction": ticket.transaction,
-                "parts": shared if server in shared else [server],
-                "sent": list(self._changed),
+                "participants": shared if server in shared else [server],
+                "last_changes": list(self._changed),
                 "operations": part.operations,
             }
             outgoing = OutgoingMessage(self._target(server), message, part.arrays)
@@ -512,7 +512,7 @@ class Client:
         concerned = {server, *changed}
         return [one for one in self._cut_messages(ticket) if one.message["server"] in concerned]
 
-    def _taken(
+    def _add_state(
         self, ticket: _Snapshot, server: int, message: Message, arrays: Arrays, now: float
     ) -> list[OutgoingMessage]:
         ticket.version[server] = message["marks"]

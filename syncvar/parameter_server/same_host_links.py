@@ -304,15 +304,10 @@ class ShmBufferPool:
     def lend(
         self, number: int, frames: Sequence[Any], incarnation: int = 0
     ) -> list[tuple[int, SharedMemoryReference]]:
-        """Lend the long ones of some buffers, after a copy to shared memory where needed.
+        """Lend the long ones of some buffers, except the first, to a process that maps `segment`.
 
-        Args:
-            number: Process number of the reader, which has mapped `segment`.
-            frames: The buffers; the first is never lent.
-            incarnation: Incarnation of the reader.
-
-        Returns:
-            Index of each lent buffer, and a reference with the offset of the reader's word.
+        It copies them to shared memory where needed. Returns the index of each lent buffer, and a
+        reference with the offset of the reader's word.
         """
         if not self._lends:
             return []

@@ -242,12 +242,9 @@ class ServerLinks:
         return any(isinstance(one, Pipe) and one.is_behind for one in links)
 
     def send(self, number: int, frames: Sequence[Any], route: Route | None = None) -> bool:
-        """Send a message; return False if it is lost, as the process cannot be reached.
+        """Send buffers that do not change; return False if the process cannot be reached.
 
-        Args:
-            number: Process number of the receiver.
-            frames: Buffers that do not change any more.
-            route: `ReceivedMessage.answers`, for exactly that process; None for the latest one.
+        `route` is `ReceivedMessage.answers`, for exactly that process; None for the latest one.
         """
         to = self._dealers.get(number - SERVER_0) or route or self._routes.get(number)
         if isinstance(to, Pipe) and to.is_over:
@@ -321,8 +318,6 @@ class ServerLinks:
         if self._gate is not None:
             self._gate.close()
             self._gate = None
-
-    # -- inside ------------------------------------------------------------------------------------
 
     @staticmethod
     def _end(one: Any, linger_s: float) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.shard import Room
 
 # Messages between two processes about a state; a takeover does not redirect them.
-_BETWEEN_SERVERS = ("seed", "copy", "copied", "retired")
+_BETWEEN_SERVERS = ("seed", "copy", "backup_ack", "retire")
 
 RESEND_S = 0.5  # a message without an answer is repeated after this time; only lossy links need it
 
@@ -80,7 +80,7 @@ class Server:
         if primary is None:
             if sender[0] == "worker" and self._home_of(about) == self.index:
                 # This server is in charge, and had no backup when the primary failed.
-                return [OutgoingMessage(sender, {"kind": "lost", "server": about})]
+                return [OutgoingMessage(sender, {"kind": "state_lost", "server": about})]
             return []  # not in charge yet: the sender repeats it
         return self._dispatch(primary.handle(message, arrays, now), now)
 
@@ -168,24 +168,24 @@ class Server:
             return []  # from a server that has lost the charge
         if ledger is None:
             retired = server in self.primaries and server != self.index
-            return [self._about(sender, "retired", server)] if retired else []
+            return [self._about(sender, "retire", server)] if retired else []
         early = self._early[server]
         if message["index"] > ledger.entries:
             early[message["index"]] = (message["entry"], arrays)
         while ledger.entries + 1 in early:
             ledger.execute(*early.pop(ledger.entries + 1))
-        return [self._about(sender, "copied", server, index=ledger.entries)]
+        return [self._about(sender, "backup_ack", server, index=ledger.entries)]
 
     def _seed(self, sender: Endpoint, message: Message, arrays: Arrays) -> list[OutgoingMessage]:
         """Take a whole state, whose backup this server holds from now on."""
         server = message["server"]
         if server in self.primaries:
-            return [self._about(sender, "retired", server)]
+            return [self._about(sender, "retire", server)]
         if self._sources.get(server) != sender[1]:
             self.copies[server] = state_of_seed(server, self._workers, arrays, self._room)
             self._sources[server], self._early[server] = sender[1], {}
             self.new_copies.append(server)
-        return [self._about(sender, "copied", server, index=self.copies[server].entries)]
+        return [self._about(sender, "backup_ack", server, index=self.copies[server].entries)]
 
     @staticmethod
     def _about(sender: Endpoint, kind: str, server: int, **fields: int) -> OutgoingMessage:

@@ -101,14 +101,14 @@ def operations_text(message: Message) -> str:
     """Return the operations of a request, or the kind of another message.
 
     Example:
-        >>> operations_text({"kind": "request", "operations": [{"do": "push"}, {"do": "tick"}]})
+        >>> operations_text({"kind": "request", "operations": [{"op": "push"}, {"op": "tick"}]})
         'push+tick'
         >>> operations_text({"kind": "cut"})
         'cut'
     """
     if message["kind"] != "request":
         return str(message["kind"])
-    return "+".join(dict.fromkeys(str(one.get("do")) for one in message["operations"]))
+    return "+".join(dict.fromkeys(str(one.get("op")) for one in message["operations"]))
 
 
 class ServerStats:
@@ -116,7 +116,7 @@ class ServerStats:
 
     Example:
         >>> stats = ServerStats(1)
-        >>> stats.count({"kind": "request", "operations": [{"do": "pull"}]}, (), (), 1500)
+        >>> stats.count({"kind": "request", "operations": [{"op": "pull"}]}, (), (), 1500)
         >>> [(row["call"], row["ranks"], row["calls"], row["ns"]) for row in stats.rows({})]
         [('served pull', 'server 1', 1, 1500)]
         >>> [(row["call"], row["calls"]) for row in stats.rows({0: 9, 1: 3})[1:]]
@@ -132,7 +132,7 @@ class ServerStats:
         self, message: Message, arrays: Arrays, outgoing: Iterable[OutgoingMessage], ns: int
     ) -> None:
         """Add a message that took `ns` nanoseconds; bytes are those of request and answers."""
-        answers = [one for one in outgoing if one.message["kind"] in ("answer", "taken")]
+        answers = [one for one in outgoing if one.message["kind"] in ("answer", "state")]
         sent = [array for one in answers for array in one.arrays]
         nbytes = sum(array.nbytes for array in (*arrays, *sent))
         key = f"served {operations_text(message)}", size_class(nbytes)
@@ -146,8 +146,7 @@ class ServerStats:
     def rows(self, ahead: Mapping[int, int]) -> list[dict[str, Any]]:
         """Return the totals for `syncvar_launcher.job.job_stats`.
 
-        Args:
-            ahead: Ticks ahead of the slowest worker -> number of reads; one row for each.
+        `ahead` is ticks ahead of the slowest worker -> number of reads, one row for each.
         """
         name = process_name(server_number(self._server))
         totals = [(*key, *counts) for key, counts in self._rows.items()]
@@ -275,8 +274,6 @@ class Serving:
         if self._lender is not None:
             self._lender.close()
         os.close(self._wake)
-
-    # -- inside ------------------------------------------------------------------------------------
 
     def _receive(self, socket: Any) -> None:
         for _ in range(_BATCH):

@@ -213,7 +213,7 @@ class ServerVariable(Variable):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:
+    def read_value(self, copy: bool = True) -> NDArray[Any]:  # noqa: FBT001, FBT002  (public signature)
         """Pull the value, read-only.
 
         It includes all pushes of this worker, and those of others that the staleness bound
@@ -327,8 +327,6 @@ class ServerVariable(Variable):
             inside = (rows >= start) & (rows < stop)
             if inside.any():
                 request.push(server, key, method, value[inside], rows[inside] - start, **step)
-
-    # -- inside ------------------------------------------------------------------------------------
 
     def _split(self, parts: int) -> None:
         rows = self._shape[0] if self._shape else 1

@@ -53,7 +53,7 @@ class Session:
             self.send(outgoing)
             return ticket
 
-    def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
+    def wait(self, ticket: Ticket, call: str, timeout_s: float | None = None) -> Ticket:
         """Wait until a request is over; raise its error, or DeadlineExceeded."""
         allowed = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + allowed
@@ -61,7 +61,7 @@ class Session:
             while not ticket.is_over:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    self._overdue(ticket, what, allowed)
+                    self._overdue(ticket, call, allowed)
                 self._changed.wait(min(left, max(self.turn(), 0.001)))
         return self._checked(ticket)
 
@@ -71,24 +71,24 @@ class Session:
             raise ticket.error
         return ticket
 
-    def _overdue(self, ticket: Ticket, what: str, allowed: float) -> NoReturn:
+    def _overdue(self, ticket: Ticket, call: str, allowed: float) -> NoReturn:
         """Give up a request; the caller holds the lock."""
         waiting = sorted(set(ticket.parts) - set(ticket.results))
         self.send(self.client.give_up(ticket, time.monotonic()))
         servers = ", ".join(map(str, waiting))
         raise DeadlineExceeded(
-            f"{what}: no answer of server {servers} within {allowed:g} s. Another worker may not "
+            f"{call}: no answer of server {servers} within {allowed:g} s. Another worker may not "
             f"have come so far (staleness), or the server is overloaded",
             (),
             allowed,
         )
 
-    def settle(self, what: str, timeout_s: float | None = None) -> None:
+    def settle(self, call: str, timeout_s: float | None = None) -> None:
         """Wait until servers have acknowledged all requests so far; raise the error of one."""
         with self._changed:
             waiting = self.client.unanswered
         for ticket in waiting:
-            self.wait(ticket, what, timeout_s)
+            self.wait(ticket, call, timeout_s)
 
     def received(self, sender: Endpoint, message: Message, arrays: Arrays) -> None:
         """Take a message; any thread may call it."""
@@ -140,7 +140,7 @@ class ServersHere:
     def _read_progress(self) -> None:
         """Read this worker's clock and number of pushes from the servers."""
         request = RequestBuilder()
-        refs = request.on_all(self.count, "where")
+        refs = request.on_all(self.count, "position")
         ticket = self.session.request(request.parts())
         self.session.wait(ticket, "asking servers where this worker was")
         found = [ticket.results[server][number] for server, number in refs]
@@ -163,7 +163,7 @@ class ServersHere:
                 restored + 1,
             )
 
-    def settle(self, what: str, timeout: float | None) -> None:
+    def settle(self, call: str, timeout: float | None) -> None:
         """Wait until the servers have acknowledged all pushes; raise the error of one."""
         while True:
             with self.lock:
@@ -171,7 +171,7 @@ class ServersHere:
                     return
                 ticket, pushed = self.pushes[0]
             try:
-                self.session.wait(ticket, f"{what}: {pushed}", timeout)
+                self.session.wait(ticket, f"{call}: {pushed}", timeout)
             finally:
                 with self.lock, contextlib.suppress(ValueError):
                     self.pushes.remove((ticket, pushed))
@@ -180,7 +180,7 @@ class ServersHere:
         """Wait for pushes before a collective; a barrier of the world ends a step."""
         if group == _WORLD and name == "barrier" and self.counts_barriers:
             request = RequestBuilder()
-            request.on_all(self.count, "meet")
+            request.on_all(self.count, "barrier")
             self.pushes.append((self.session.request(request.parts()), "barrier"))
         self.settle(name, None)
 
@@ -273,11 +273,11 @@ class _LocalSession(Session):
     def send(self, outgoing: list[OutgoingMessage]) -> None:
         self._servers.move(("worker", self.client.rank), outgoing)
 
-    def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
+    def wait(self, ticket: Ticket, call: str, timeout_s: float | None = None) -> Ticket:
         if not ticket.is_over:
             with self._changed:
                 self._servers.turn()
-        return super().wait(ticket, what, timeout_s)
+        return super().wait(ticket, call, timeout_s)
 
     def turn(self) -> float:
         return max(0.0, min(super().turn(), self._servers.turn()))

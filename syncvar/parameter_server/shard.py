@@ -230,7 +230,7 @@ class Spec(NamedTuple):
 class Push(NamedTuple):
     """One change."""
 
-    how: str  # "assign", "assign_add", "assign_sub", a scatter, or "step" (of an optimizer)
+    method: str  # "assign", "assign_add", "assign_sub", a scatter, or "step" (of an optimizer)
     value: NDArray[Any]  # array of the shard's shape, or of its rows
     # int64 indices, from the first row of this shard; None for all rows
     rows: NDArray[Any] | None = None
@@ -241,7 +241,7 @@ class Push(NamedTuple):
     @property
     def kind(self) -> tuple[Any, ...]:
         """The properties that pushes must share to be combined."""
-        return self.how, self.rows is None, self.rule, self.combine
+        return self.method, self.rows is None, self.rule, self.combine
 
 
 class ShardSlots(NamedTuple):
@@ -323,16 +323,16 @@ class Shard:
     def check(self, push: Push) -> None:
         """Raise ConfigError unless a push fits; try a custom rule on a copy."""
         shape, dtype = self.array.shape, self.array.dtype
-        if push.value.dtype != dtype and push.how != _STEP:
+        if push.value.dtype != dtype and push.method != _STEP:
             raise ConfigError(f"a push of {push.value.dtype.name} to a shard of {dtype.name}")
         if push.rows is None:
-            if push.how not in _PLAIN and push.how != _STEP:
-                raise ConfigError(f"servers know no push {push.how!r:.40} of whole variables")
+            if push.method not in _PLAIN and push.method != _STEP:
+                raise ConfigError(f"servers know no push {push.method!r:.40} of whole variables")
             if push.value.shape != shape:
                 raise ConfigError(f"a push of shape {push.value.shape} to a shard of shape {shape}")
         else:
-            if push.how not in _SCATTERS and push.how != _STEP:
-                raise ConfigError(f"servers know no push {push.how!r:.40} of rows")
+            if push.method not in _SCATTERS and push.method != _STEP:
+                raise ConfigError(f"servers know no push {push.method!r:.40} of rows")
             rows = push.rows
             fits = shape and rows.ndim == 1 and rows.dtype == np.int64
             if not fits or push.value.shape != (rows.size, *shape[1:]):
@@ -341,7 +341,7 @@ class Shard:
                 )
             if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < shape[0]:
                 raise ConfigError(f"a push names rows outside 0 to {shape[0] - 1}")
-        if push.how == _STEP:
+        if push.method == _STEP:
             rule_of(push.rule[0], dict(push.rule[1]))
             if self.staleness != 0 and is_users(push.rule[0]):
                 self._try(push)
@@ -416,8 +416,8 @@ class Shard:
         """Apply a round: as one push if all have equal kinds, else one after another by rank."""
         first = pushes[0]
         aggregation = self.spec.aggregation
-        is_plain = first.rows is None and first.how != _STEP
-        is_assign = first.how == AccessKind.ASSIGN.value and aggregation == "NONE"
+        is_plain = first.rows is None and first.method != _STEP
+        is_assign = first.method == AccessKind.ASSIGN.value and aggregation == "NONE"
         if any(push.kind != first.kind for push in pushes):
             for push in pushes:
                 self._apply([push])
@@ -442,23 +442,23 @@ class Shard:
         if self._is_exported:
             self._is_exported = False
             self.array = target = self._room(array.shape, array.dtype)
-            if first.rows is not None or first.how == _STEP:
+            if first.rows is not None or first.method == _STEP:
                 np.copyto(target, array)
         with quiet():
             if trial is not None and _is_same_step(first, trial[0]):
                 self._rule(first).put(target, *trial[1:])
             elif first.rows is not None:
                 self._apply_rows(pushes)
-            elif first.how == _STEP:
+            elif first.method == _STEP:
                 self._rule(first).step(target, first.value, None, first.rate)
-            elif (ufunc := _PLAIN[first.how]) is None:
+            elif (ufunc := _PLAIN[first.method]) is None:
                 target[...] = first.value
             else:
                 ufunc(array, first.value, out=target, casting="same_kind")
 
     def _apply_rows(self, pushes: list[Push]) -> None:
         first = pushes[0]
-        if first.how == _STEP:
+        if first.method == _STEP:
             gradient, touched = _gradient(pushes)
             if touched.size:
                 self._rule(first).step(self.array, gradient, touched, first.rate)
@@ -467,7 +467,9 @@ class Shard:
         if rows.size:
             touched, which = np.unique(rows, return_inverse=True)
             selection = RowSelection(which.reshape(-1), values)
-            self.array[touched] = apply_rows(_SCATTERS[first.how], self.array[touched], selection)
+            self.array[touched] = apply_rows(
+                _SCATTERS[first.method], self.array[touched], selection
+            )
 
     def _rule(self, push: Push) -> ServerRule:
         if push.rule not in self._rules:

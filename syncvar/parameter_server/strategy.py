@@ -272,8 +272,6 @@ class ParameterServerStrategy(Strategy):
         """
         return self.servers.transaction()
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _require_member(self) -> None:
         """Do nothing: every worker is a member."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import itertools
 import linecache
 import symtable
@@ -86,7 +87,7 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._name, self._numbers)
 
     @property
-    def _reference(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         """The argument that travels in place of the dataset."""
         return {"is": _DATASET, "number": self._number, "fn": self._name}
 
@@ -150,7 +151,7 @@ class ClusterCoordinator:
         self._local: dict[int, tuple[bool, Any]] | None = None
         if strategy.num_replicas_in_sync == 1:
             self._local = {}
-        self._place = _checked_order(sys._getframe(1))  # noqa: SLF001
+        self._place = _checked_order(inspect.currentframe())
         if strategy.replica_id != 0:
             self._serve()
         if self._local is None:
@@ -198,12 +199,12 @@ class ClusterCoordinator:
             DeadlineExceeded: The functions were not over in time.
         """
         if self._local is None:
-            self._ask("drained", "join", timeout)
+            self._ask("wait_all", "join", timeout)
         self._raise_first()
 
     def done(self) -> bool:
         """Return whether all scheduled functions are over, without waiting for them."""
-        return self._local is not None or bool(self._progress()["drained"])
+        return self._local is not None or bool(self._progress()["is_drained"])
 
     def fetch(self, values: Any, timeout: float | None = None) -> Any:
         """Return a dict, list or tuple with results in place of each RemoteValue.
@@ -245,19 +246,17 @@ class ClusterCoordinator:
         if task not in self._cancelled:
             ticket = self._ask("outcome", "fetch", timeout, task=task)
             outcome = ticket.results[_QUEUE][0]
-            if not outcome["cancelled"]:
+            if not outcome["is_cancelled"]:
                 value = unpack_object(ticket.array(_QUEUE, 0).tobytes())
                 self._reported.add(task)
                 request = RequestBuilder()
                 request.add(_QUEUE, "forget", tasks=[task])
                 self._strategy.servers.push(request, "fetch")
-                return (True, _error_of(*value)) if outcome["failed"] else (False, value)
+                return (True, _error_of(*value)) if outcome["has_failed"] else (False, value)
             self._cancelled.add(task)
         return True, UsageError(
             "the function was cancelled before it began, because another one had failed"
         )
-
-    # -- inside ------------------------------------------------------------------------------------
 
     def _ask(
         self, operation: str, call: str, timeout: float | None = None, **fields: Any
@@ -279,7 +278,7 @@ class ClusterCoordinator:
         if self._local is not None:
             failures = [task for task, (failed, _) in self._local.items() if failed]
         else:
-            failures = self._progress()["failed"]
+            failures = self._progress()["failed_tasks"]
         task = min((one for one in failures if one not in self._reported), default=None)
         if task is None:
             return
@@ -303,11 +302,11 @@ class ClusterCoordinator:
             if outcome is not None:
                 task, failed, value = outcome
                 request.finish(_QUEUE, task, np.frombuffer(value, np.uint8), failed=failed)
-            request.add(_QUEUE, "ask")
+            request.add(_QUEUE, "request_task")
             ref = request.add(_QUEUE, "task")
             ticket = self._send(request, "waiting for a function", _FOREVER_S)
             found = ticket.results[_QUEUE][ref[1]]
-            if found["closed"]:
+            if found["is_closed"]:
                 raise SystemExit(0)
             failed, value = self._run(ticket.array(*ref).tobytes())
             self._strategy.here.settle("a scheduled function", self._strategy.timeout)
@@ -356,8 +355,10 @@ class MissingFunctionError(UsageError):
     """A worker does not have a scheduled function."""
 
 
-def _checked_order(frame: FrameType) -> str:
+def _checked_order(constructor: FrameType | None) -> str:
     """Return the running line, "train.py line 7"; raise UsageError for names bound below it."""
+    frame = constructor.f_back if constructor is not None else None
+    assert frame is not None, "CPython has frames, and a constructor has a caller"
     modules = running_modules(frame)
     for module in modules:
         if late := late_names(module):
@@ -374,7 +375,7 @@ def _checked_order(frame: FrameType) -> str:
 def _sendable(argument: Any) -> Any:
     if isinstance(argument, RemoteValue):
         raise ConfigError("a RemoteValue cannot be an argument of schedule: pass value.fetch()")
-    return argument._reference if isinstance(argument, PerWorkerDataset) else argument  # noqa: SLF001
+    return argument.reference if isinstance(argument, PerWorkerDataset) else argument
 
 
 def _name_of(fn: Any) -> list[str]:

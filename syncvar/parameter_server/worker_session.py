@@ -112,7 +112,7 @@ class WorkerSession(Session):
             self._push_counter.count(self.client.pushes)
             return ticket
 
-    def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
+    def wait(self, ticket: Ticket, call: str, timeout_s: float | None = None) -> Ticket:
         """Wait until a request is over, and take incoming messages meanwhile."""
         now = time.monotonic()
         allowed = self.timeout_s if timeout_s is None else timeout_s
@@ -132,7 +132,7 @@ class WorkerSession(Session):
                     if ticket.is_over or self._ends.is_set():
                         break
                     if now >= deadline:
-                        self._overdue(ticket, what, allowed)
+                        self._overdue(ticket, call, allowed)
                     until = min(now + _WAIT_MAX_S, self.client.wake_at(), deadline)
                 ready = self._links.watching.wait(until - now)
                 if not ready:
@@ -159,14 +159,14 @@ class WorkerSession(Session):
             unregister_exit(self._close_at_exit)
             _sessions.remove(self)
 
-    def settle_own(self, what: str) -> None:
+    def settle_own(self, call: str) -> None:
         """Wait until servers have acknowledged all pushes; not in a fork or a broken session."""
         if self._ends.is_set() or os.getpid() != self._process or self.client.broken is not None:
             return
         try:
             for settle in self.before_end:
-                settle(what, None)
-            self.settle(what)
+                settle(call, None)
+            self.settle(call)
         except SyncvarError:
             self._has_failed = True
             raise
@@ -175,8 +175,6 @@ class WorkerSession(Session):
         # `settle_all` has raised the error, or the process fails for another reason.
         with contextlib.suppress(SyncvarError):
             self.close()
-
-    # -- inside ------------------------------------------------------------------------------------
 
     def _receive(self, ready: list[Any]) -> None:
         """Take the messages of some sockets; the caller holds the lock."""

@@ -101,61 +101,37 @@ def __getattr__(name: str) -> object:
 
 
 class EngineSlot(NamedTuple):
-    """A place, as it describes itself.
+    """A place, as it describes itself."""
 
-    Args:
-        ground: Identity of everything that processes need in common to share memory and sockets.
-        host: Name of its host.
-        address: Address for other hosts.
-        port: Port that was free.
-        pid: Its process.
-    """
-
-    ground: str
-    host: str
-    address: str
-    port: int
-    pid: int
+    ground: str  # identity of everything that processes need in common to share memory and sockets
+    host: str  # name of its host
+    address: str  # address for other hosts
+    port: int  # port that was free
+    pid: int  # its process
 
 
 class CallPart(NamedTuple):
-    """What a rank needs for its call.
+    """What a rank needs for its call."""
 
-    Args:
-        rank: Rank in the world.
-        environ: Identity and rendezvous as torchrun's variables, the secret, and the settings.
-        call: The function and its arguments.
-        folders: Module path of the caller.
-        pid: Process that it is meant for: an engine that repeats lost tasks must not repeat a rank.
-    """
-
-    rank: int
+    rank: int  # rank in the world
+    # identity and rendezvous as torchrun's variables, the secret, and the settings
     environ: dict[str, str]
-    call: bytes
-    folders: list[str]
+    call: bytes  # the function and its arguments
+    folders: list[str]  # module path of the caller
+    # process that it is meant for: an engine that repeats lost tasks must not repeat a rank
     pid: int
 
 
 class End(NamedTuple):
-    """The end of a rank.
+    """The end of a rank."""
 
-    Args:
-        result: Packed result of the function; empty after a failure.
-        error: Name of the exception, or empty.
-        message: Text of the exception.
-        traceback: Traceback for the author of the function.
-        exit_code: Exit code that its process would have.
-        has_met: The rank had met the others.
-        raised: Packed exception, or empty.
-    """
-
-    result: bytes = b""
-    error: str = ""
-    message: str = ""
-    traceback: str = ""
-    exit_code: int = 0
-    has_met: bool = True
-    raised: bytes = b""
+    result: bytes = b""  # packed result of the function; empty after a failure
+    error: str = ""  # name of the exception, or empty
+    message: str = ""  # text of the exception
+    traceback: str = ""  # traceback for the author of the function
+    exit_code: int = 0  # exit code that its process would have
+    has_met: bool = True  # the rank had met the others
+    raised: bytes = b""  # packed exception, or empty
 
 
 _Carried = TypeVar("_Carried", EngineSlot, CallPart, End)
@@ -224,17 +200,7 @@ def drive(
 ) -> list[bytes]:
     """Make a call as every rank of a job on an engine; return the packed results by rank.
 
-    Args:
-        engine: The engine; closed at the end.
-        call: The packed function and its arguments.
-        workers: Number of ranks.
-        limit_s: Time limit of the whole job, in seconds.
-        max_restarts: How often all ranks may be restarted after a failure.
-
-    Raises:
-        RankFailed: A rank failed; the failure that caused the others.
-        LaunchError: There are too few places.
-        ConfigError: A setting is wrong.
+    It closes the engine. RankFailed has the failure that caused the others.
     """
     config = RuntimeConfig.from_mapping(os.environ).consistent()
     for sentence in doubtful_variables(os.environ):

@@ -57,27 +57,18 @@ _finding: list[
 
 
 class RunOptions(NamedTuple):
-    """Options of `sv.run` for the launcher.
+    """Options of `sv.run` for the launcher."""
 
-    Args:
-        workers: Number of workers; "auto" for one per usable core; None for the launcher's default.
-        limit_s: Time limit of the whole job, in seconds.
-        max_restarts: How often all workers may be restarted.
-        servers: Number of parameter servers.
-        hosts: Hosts with slots, or the path of a host file; None for this host.
-        env: Variables of all workers.
-        output: Ranks whose lines are shown; None for the launcher's default.
-        log_dir: Folder for one file per rank and stream; None for none.
-    """
-
+    # number of workers; "auto" for one per usable core; None for the launcher's default
     workers: int | str | None
-    limit_s: float
-    max_restarts: int
-    servers: int
+    limit_s: float  # time limit of the whole job, in seconds
+    max_restarts: int  # how often all workers may be restarted
+    servers: int  # number of parameter servers
+    # hosts with slots, or the path of a host file; None for this host
     hosts: Sequence[str] | str | None
-    env: Mapping[str, str]
-    output: str | None
-    log_dir: str | None
+    env: Mapping[str, str]  # variables of all workers
+    output: str | None  # ranks whose lines are shown; None for the launcher's default
+    log_dir: str | None  # folder for one file per rank and stream; None for none
 
     def command_line(self) -> list[str]:
         """Return the options of the launcher; it copies the variables of `env` from its own."""
@@ -95,11 +86,7 @@ class RunOptions(NamedTuple):
         return [f"{name}={value}" for name, value in pairs if value is not None]
 
     def check_engine(self) -> None:
-        """Check that an engine supports the options.
-
-        Raises:
-            ConfigError: An option is for the launcher only.
-        """
+        """Raise ConfigError if an option is for the launcher only."""
         if self.workers == "auto":
             raise ConfigError(
                 'workers="auto" counts the cores of this host: write a number for an engine'
@@ -114,11 +101,7 @@ class RunOptions(NamedTuple):
 def checked_options(
     workers: Any, timeout: Any, max_restarts: Any, others: Mapping[str, Any]
 ) -> RunOptions:
-    """Return the options of a call of `sv.run`.
-
-    Raises:
-        ConfigError: An option has the wrong type.
-    """
+    """Return the options of a call of `sv.run`; raise ConfigError for a wrong type."""
     is_count = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
     if workers not in (None, "auto") and not is_count:
         raise ConfigError(f'workers must be a positive integer or "auto", not {workers!r:.100}')
@@ -210,12 +193,9 @@ def _path(name: str, path: Any) -> str:
 
 @contextlib.contextmanager
 def finding(module_name: str, folder: Path | None) -> Iterator[None]:
-    """Refuse calls of `run` while a worker imports the module of its function.
+    """Refuse calls of `run` while a worker imports the module or file of its function.
 
-    Args:
-        module_name: The file or module.
-        folder: Folder of results, for the error text to the caller of `run`. None if exceptions
-            reach the caller.
+    `folder`, of results, gets the error for the caller of `run`; None if exceptions reach it.
     """
     _finding.append((module_name, folder))
     try:
@@ -224,7 +204,7 @@ def finding(module_name: str, folder: Path | None) -> Iterator[None]:
         _finding.pop()
 
 
-def run(
+def run(  # noqa: PLR0913  (public signature)
     fn: Callable[..., Any],
     workers: int | str | None = None,
     args: Sequence[Any] = (),
@@ -431,12 +411,7 @@ def _launch(call: bytes, options: RunOptions) -> list[bytes]:
 
 
 def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
-    """Return how a worker finds the function: ("module", …), ("file", …) or ("copy", …).
-
-    Args:
-        fn: The function.
-        has_files: Workers see the files of this host.
-    """
+    """Return how a worker finds the function: ("module", …), ("file", …) or ("copy", …)."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     found: Any = sys.modules.get(module or "")
     for part in name.split("."):

@@ -57,11 +57,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
-    """Make a call and return its packed result.
-
-    Raises:
-        ConfigError: The function cannot be found, or its result cannot travel.
-    """
+    """Make a call and return its packed result; ConfigError if either cannot be found or travel."""
     fields = unpack_object(call)
     builtins_input, builtins.input = builtins.input, _refuse_input
     try:

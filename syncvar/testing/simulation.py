@@ -77,13 +77,15 @@ class Simulation:
         self._groups = [
             _Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)
         ]
-        for rank, communicator in enumerate(self._groups):
-            communicator.frame_sink = _SimulatedSink(self, rank, segment_bytes)
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
         self._links: dict[tuple[int, int], list[_SimulatedFrame]] = {}
         self._early: list[dict[int, list[Frame]]] = [{} for _ in range(world_size)]
         self._unused: dict[tuple[int, int], int] = {}
+        for rank, communicator in enumerate(self._groups):
+            communicator.frame_sink = _SimulatedSink(
+                self, rank, segment_bytes, self._links, self._unused
+            )
 
     def call(self, make: Callable[[int, Group], Any]) -> None:
         """Add a call that every rank makes.
@@ -197,27 +199,33 @@ class _SimulatedFrame:
 class _SimulatedSink:
     generation = 0
 
-    def __init__(self, world: Simulation, rank: int, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        world: Simulation,
+        rank: int,
+        segment_bytes: int,
+        links: dict[tuple[int, int], list[_SimulatedFrame]],
+        unused: dict[tuple[int, int], int],
+    ) -> None:
         self.rank = rank
         self.segment_bytes = segment_bytes
-        self._world = world
+        self._world, self._links, self._unused = world, links, unused
 
     def post(
         self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None
     ) -> None:
-        world = self._world
         item = _SimulatedFrame(links.call, header, payload)
         if payload is not None:
             links.loans.append(item)
         link = (self.rank, peer)
-        world._links.setdefault(link, []).append(item)  # noqa: SLF001
+        self._links.setdefault(link, []).append(item)
         nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-        world._unused[link] = world._unused.get(link, 0) + nbytes  # noqa: SLF001
-        world.frames_sent += 1
+        self._unused[link] = self._unused.get(link, 0) + nbytes
+        self._world.frames_sent += 1
 
     def consumed(self, peer: int, group: int, nbytes: int) -> None:
         assert group == _GROUP, f"credit for group {group}"
-        self._world._unused[peer, self.rank] -= nbytes + HEADER_NBYTES  # noqa: SLF001
+        self._unused[peer, self.rank] -= nbytes + HEADER_NBYTES
 
 
 class _Recorder(Communicator):
@@ -295,7 +303,7 @@ class Cluster:
         6
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public signature)
         self,
         workers: int,
         servers: int,

@@ -128,7 +128,7 @@ class _Program:
     def _train(self, rank, incarnation):
         job, home = self.job, self.home
         asking = RequestBuilder()
-        at, clocks = asking.pull(home, "progress"), asking.add(home, "where")
+        at, clocks = asking.pull(home, "progress"), asking.add(home, "position")
         ticket = yield Ask(asking)
         seen, clock = ticket.array(*at), ticket.results[home][clocks[1]]["clock"]
         rng = random.Random(self.seed * 1000 + rank * 10 + incarnation)

@@ -194,7 +194,7 @@ def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_
         first.connect(1, addresses[1])
         first.send(SERVER_0 + 1, frames_of(seed.message, seed.arrays))
         kinds = {message_of(came.frames)[0]["kind"] for came in taken(first, count=2)}
-    assert kinds == {"copied", "seed"}, "that of its own variables, whose copy is lost"
+    assert kinds == {"backup_ack", "seed"}, "that of its own variables, whose copy is lost"
 
 
 @pytest.mark.parametrize("who", [{"job": "other"}, {"generation": 1}, {"rank": 7}])

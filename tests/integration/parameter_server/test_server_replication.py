@@ -25,11 +25,11 @@ def request(rank, number, asking, parts=(0,)):
         "rank": rank,
         "incarnation": 0,
         "number": number,
-        "follows": number - 1,
-        "answered": number - 1,
+        "previous_change": number - 1,
+        "ack": number - 1,
         "transaction": number,
-        "parts": list(parts),
-        "sent": [number],
+        "participants": list(parts),
+        "last_changes": [number],
         "operations": part.operations,
     }
     return message, part.arrays
@@ -56,7 +56,7 @@ def rich():
     asking.create(0, "free/0", SPEC._replace(dtype="float16"), None, np.ones((4, 2), np.float16))
     asking.put(0, 5, np.arange(3, dtype=np.uint8))
     asking.put(0, 6, np.arange(4, dtype=np.uint8))
-    asking.add(0, "ask")
+    asking.add(0, "request_task")
     asking.finish(0, 5, np.arange(2, dtype=np.uint8), failed=True)
     ledger.execute(*request(0, 1, asking))
     ledger.execute(*pushed(0, 2))
@@ -122,10 +122,10 @@ def test_what_a_mirror_does_not_confirm_is_sent_again_the_ledger_first():
     assert copying.wake_at() == 12.0
     copying.wake(12.0)
     assert [one.message["kind"] for one in copying.ready()] == ["seed", "copy"]
-    copying.copied(ledger.entries)
+    copying.acknowledge(ledger.entries)
     copying.wake(100.0)
     assert [one.message["kind"] for one in copying.ready()] == ["copy"]
-    copying.copied(ledger.entries + 1)
+    copying.acknowledge(ledger.entries + 1)
     assert copying.ready() == [seed]
     assert copying.wake_at() == float("inf")
 
@@ -146,7 +146,7 @@ def test_a_worker_is_told_when_both_copies_are_lost_before_there_was_another():
     ticket, (sent,) = client.request(asking.parts(), 1.3)
     assert sent.target == ("server", 2)
     (told,) = last.handle(("worker", 0), sent.message, sent.arrays, 1.4)
-    assert told.message == {"kind": "lost", "server": 0}
+    assert told.message == {"kind": "state_lost", "server": 0}
     client.handle(("server", 2), told.message, (), 1.5)
     assert isinstance(ticket.error, PeerLost)
     assert "server 0" in str(ticket.error)

@@ -19,7 +19,7 @@ def edge():
 def create(key, value, staleness=None):
     whole = list(value.shape)
     operation = {
-        "do": "create",
+        "op": "create",
         "key": key,
         "shape": whole,
         "dtype": value.dtype.name,
@@ -34,7 +34,7 @@ def create(key, value, staleness=None):
 
 def push(key, value):
     return ServerPart(
-        [{"do": "push", "key": key, "how": "assign_add", "value": 0, "rows": None}], (value,)
+        [{"op": "push", "key": key, "method": "assign_add", "value": 0, "rows": None}], (value,)
     )
 
 
@@ -46,7 +46,7 @@ def step(way, servers, value, key="v"):
     for server in servers:
         ask[server] = push(key, value)
         ask[server].operations.append(
-            {"do": "push", "key": "steps", "how": "assign_add", "value": 1, "rows": None}
+            {"op": "push", "key": "steps", "method": "assign_add", "value": 1, "rows": None}
         )
         ask[server] = ServerPart(ask[server].operations, (value, one))
     way.wait(way.request(ask), "a step", 60.0)
@@ -61,7 +61,7 @@ def begun(way, servers, value, key="v"):
 
 
 def pull(key):
-    return ServerPart([{"do": "pull", "key": key, "rows": None}])
+    return ServerPart([{"op": "pull", "key": key, "rows": None}])
 
 
 def made(way, servers, value, key="v"):
