@@ -365,7 +365,7 @@ class Attempt:
             self.workers.abort(coordinator.roll.generation)
 
     def _show_notices(self) -> None:
-        for sentence in (*self.store.take_messages(), *self.workers.take_said()):
+        for sentence in (*self.store.take_messages(), *self.workers.take_messages()):
             self.report.has_notice = True
             kind = "stall" if sentence in self.store.stalls else "notice"
             self.events.add(kind, text=sentence)

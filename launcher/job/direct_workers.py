@@ -76,7 +76,7 @@ class DirectWorkers:
         self.state, self.busy_s = processes.state, processes.busy_s
         self.send, self.send_groups = processes.send, processes.send_groups
         self.kill = processes.kill
-        self.describe, self.take_said = self._sharing.describe, self._sharing.take_said
+        self.describe, self.take_messages = self._sharing.describe, self._sharing.take_messages
         self.abort = self._sharing.abort
         self.note, self.await_noted = self._stacks.note, self._stacks.await_noted
         self.ask, self.answer = self._stacks.ask, self._stacks.answer

@@ -68,7 +68,7 @@ class Workers(Protocol):
         """Do what is due with each heartbeat."""
         ...
 
-    def take_said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Return the sentences to show since the last call."""
         ...
 
