@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import NoReturn
 
-    from syncvar_launcher.local.fork_client import ForkServer
-    from syncvar_launcher.options.allocated_hosts import Allocation
+    from syncvar_launcher.local.worker_start import ForkServer
+    from syncvar_launcher.options.host_selection import Allocation
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 
@@ -61,14 +61,14 @@ def main(argv: list[str] | None = None) -> int:
     _open_streams()
     clock.read_limits(os.environ)
     clock.enter("starts the process that workers are forked from")
-    from syncvar_launcher.local.fork_client import start_early
+    from syncvar_launcher.local.worker_start import start_early
 
     arguments = sys.argv[1:] if argv is None else argv
     ahead = start_early(arguments, os.environ)
     clock.enter("imports what reads its options")
     from syncvar.core import exit_codes
     from syncvar.core.errors import ConfigError, HostUnreachable, SyncvarError
-    from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
+    from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, TimePassed
 
     try:
         return _run(arguments, ahead)
@@ -140,8 +140,8 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from syncvar.core.settings import doubtful_variables
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.job_runner import run_job
-    from syncvar_launcher.job.resource_limits import check_limits
-    from syncvar_launcher.options.forwarded_signals import parse_signals
+    from syncvar_launcher.local.host_resources import check_limits
+    from syncvar_launcher.options.option_table import parse_signals
 
     try:
         here = Path.cwd()

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from syncvar.core.errors import WireError
 from syncvar_launcher.hosts.agent_protocol import Message, Reader, checked_facts, pack
 from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.local.child_processes import child_of
+from syncvar_launcher.local.worker_start import child_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -32,7 +32,7 @@ from syncvar_launcher.hosts.host_facts import facts_of
 from syncvar_launcher.hosts.network_proof import Listeners, reachable
 from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 from syncvar_launcher.hosts.staged_copy import HostCopy
-from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow
+from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow
 from syncvar_launcher.local.local_workers import Event, WorkerExited, WorkerOutput, WorkerStatus
 
 if TYPE_CHECKING:

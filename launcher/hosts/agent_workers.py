@@ -19,15 +19,27 @@ from syncvar.parameter_server.client.push_counter import put_tallies, take_talli
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
 from syncvar_launcher.hosts.call_transfer import result_parts
 from syncvar_launcher.io.terminal import open_terminal, resize
-from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.status_socket import ANSWER_S
-from syncvar_launcher.local.fork_client import ForkServer, ForkUnsupported, ServerEnded
-from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerOutput
-from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
+from syncvar_launcher.local.host_resources import cannot_start
+from syncvar_launcher.local.local_workers import (
+    Event,
+    LocalWorkers,
+    WorkerOutput,
+    secret_descriptor,
+    write_secret,
+)
 from syncvar_launcher.local.shm_service import ShmService
 from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
-from syncvar_launcher.local.start_method import StartMethod, plan_start
-from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
+from syncvar_launcher.local.worker_start import (
+    ForkServer,
+    ForkUnsupported,
+    ServerEnded,
+    StartMethod,
+    plan_start,
+    server_command,
+    worker_arguments,
+    worker_command,
+)
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE, inherited_variables
 
 if TYPE_CHECKING:

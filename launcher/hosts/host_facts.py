@@ -13,8 +13,8 @@ from typing import Any
 import syncvar
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.hosts.network_proof import interfaces
-from syncvar_launcher.job.resource_limits import tasks_left
-from syncvar_launcher.options.usable_cores import core_count, usable_cores
+from syncvar_launcher.local.host_resources import tasks_left
+from syncvar_launcher.options.option_table import core_count, usable_cores
 
 
 def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.job.job_runner import run_job
-from syncvar_launcher.job.resource_limits import LimitTooLow
-from syncvar_launcher.local.start_method import ON_HOSTS
+from syncvar_launcher.local.host_resources import LimitTooLow
+from syncvar_launcher.local.worker_start import ON_HOSTS
 from syncvar_launcher.options.launch_options import check_debugged
-from syncvar_launcher.options.option_values import shown_ranks
+from syncvar_launcher.options.option_table import shown_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

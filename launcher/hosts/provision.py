@@ -32,7 +32,7 @@ from syncvar_launcher.hosts.placement import HostCapacity, place_workers
 from syncvar_launcher.hosts.ssh import AGENT, agent_command_line, ssh_command, ssh_error_text
 from syncvar_launcher.hosts.staging import Collection, collect_files, stage
 from syncvar_launcher.io.output import escape
-from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
+from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, TimePassed
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:

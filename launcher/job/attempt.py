@@ -45,7 +45,6 @@ from syncvar_launcher.job.supervisor import (
     Supervisor,
     Terminate,
 )
-from syncvar_launcher.local.fork_client import ForkUnsupported, ServerEnded
 from syncvar_launcher.local.local_workers import (
     Event,
     LocalWorkers,
@@ -56,7 +55,7 @@ from syncvar_launcher.local.local_workers import (
     WorkerStatus,
     WorkerUnreachable,
 )
-from syncvar_launcher.local.start_method import StartMethod
+from syncvar_launcher.local.worker_start import ForkUnsupported, ServerEnded, StartMethod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.event_log import EventLog
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.workers import Workers
-    from syncvar_launcher.local.fork_client import ForkServer
+    from syncvar_launcher.local.worker_start import ForkServer
 
 _CLEAN_STATUSES = (0, exit_codes.PREEMPTED)
 _LAST_MESSAGE_S = 5.0  # a rank's last messages may arrive this long after the news of its end

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Literal
 
 from syncvar.core.process_ids import is_server, process_name
 from syncvar.protocol.auth_keys import KEY_BYTES
-from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.start_clock import clock
-from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerStarted
-from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
+from syncvar_launcher.local.host_resources import cannot_start
+from syncvar_launcher.local.local_workers import (
+    Event,
+    LocalWorkers,
+    WorkerStarted,
+    secret_descriptor,
+    write_secret,
+)
 from syncvar_launcher.local.shm_service import make_shm_service
 from syncvar_launcher.local.stack_requests import StackCollector
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE

@@ -9,7 +9,7 @@ from syncvar.core.rank_text import rank_spans
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import mask_environment
-from syncvar_launcher.local.affinity import BLAS_VARIABLES
+from syncvar_launcher.local.host_resources import BLAS_VARIABLES
 from syncvar_launcher.options.option_table import OPTIONS
 
 if TYPE_CHECKING:

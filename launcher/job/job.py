@@ -21,12 +21,22 @@ from syncvar.core.process_ids import (
 )
 from syncvar_launcher.job.flight_records import FlightRecords
 from syncvar_launcher.job.lost_files import LostFiles
-from syncvar_launcher.job.resource_limits import cannot_start
-from syncvar_launcher.local.affinity import Binding, blas_environment, blas_threads, plan_binding
-from syncvar_launcher.local.fork_client import ForkServer
-from syncvar_launcher.local.start_method import StartMethod, plan_start
-from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
-from syncvar_launcher.options.usable_cores import core_count, usable_cores
+from syncvar_launcher.local.host_resources import (
+    Binding,
+    blas_environment,
+    blas_threads,
+    cannot_start,
+    plan_binding,
+)
+from syncvar_launcher.local.worker_start import (
+    ForkServer,
+    StartMethod,
+    plan_start,
+    server_command,
+    worker_arguments,
+    worker_command,
+)
+from syncvar_launcher.options.option_table import core_count, usable_cores
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from syncvar_launcher.job.start_clock import clock
 
 if TYPE_CHECKING:
     from syncvar_launcher.job.job import Job
-    from syncvar_launcher.local.fork_client import ForkServer
+    from syncvar_launcher.local.worker_start import ForkServer
 
 
 def run_job(job: Job, ahead: ForkServer | None = None) -> int:

@@ -26,16 +26,15 @@ from syncvar_launcher.job.event_log import EventLog
 from syncvar_launcher.job.failure_report import FailureReport, failure_block
 from syncvar_launcher.job.job_stats import merged, read_totals, table
 from syncvar_launcher.job.lost_files import check_requested_files
-from syncvar_launcher.job.resource_limits import TimePassed
 from syncvar_launcher.job.start_clock import clock
+from syncvar_launcher.local.host_resources import TimePassed
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
-from syncvar_launcher.options.forwarded_signals import parse_signals
-from syncvar_launcher.options.option_values import shown_ranks
+from syncvar_launcher.options.option_table import parse_signals, shown_ranks
 
 if TYPE_CHECKING:
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.supervisor import JobOutcome
-    from syncvar_launcher.local.fork_client import ForkServer
+    from syncvar_launcher.local.worker_start import ForkServer
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 

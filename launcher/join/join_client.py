@@ -47,7 +47,7 @@ from syncvar_launcher.join.join_handshake import (
     Hello,
 )
 from syncvar_launcher.join.join_key import join_secret
-from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.option_table import parse_address
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from syncvar_launcher.io.output import escape
 from syncvar_launcher.join.join_key import join_secret, make_key_file
 from syncvar_launcher.join.listener import Listener
 from syncvar_launcher.options.hostfile import Host
-from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.option_table import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from syncvar.core.network import address_towards_any, bracket_ipv6
 from syncvar_launcher.hosts.network_proof import allowed_addresses, interfaces
 from syncvar_launcher.hosts.ssh import module_command
 from syncvar_launcher.join.join_rendezvous import JoinGroup
-from syncvar_launcher.local.child_processes import child_of
+from syncvar_launcher.local.worker_start import child_of
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ import pytest
 
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.job.dry_run import dry_run_text, settings_rows
-from syncvar_launcher.local.worker_command import server_command
+from syncvar_launcher.local.worker_start import server_command
 from syncvar_launcher.options.option_table import launch_keys
 from syncvar_launcher.options.parse_options import parse
 

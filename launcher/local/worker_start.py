@@ -1,10 +1,4 @@
-"""The launcher's side of the fork server, `syncvar.bootstrap.prefork.fork_server`.
-
-An interpreter takes as long to start as the launcher to read its options. So the launcher may start
-the server first and send the order when it knows the options. A server without an order has
-imported nothing. The code that starts it must not wait for imports; later code imports what it
-needs.
-"""
+"""Decides how workers start: forked from one process with NumPy imported, or fresh."""
 
 from __future__ import annotations
 
@@ -16,14 +10,174 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar_launcher.local.child_processes import adopt_orphans, child_of
+from syncvar.core.parent_death import end_with, libc
 from syncvar_launcher.local.process_sessions import process_state
-from syncvar_launcher.local.start_method import SHOW_IMPORTS
 from syncvar_launcher.options.worker_environment import WITHHELD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+
+def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
+    """Return the command line of a worker, or of the fork server if `is_forked`.
+
+    `kind` is "script", "module" or "command".
+
+    Example:
+        >>> worker_command("module", "train", ["--lr", "1"], is_forked=False)[2:]
+        ['syncvar.bootstrap.worker_main', '-m', 'train', '--lr', '1']
+        >>> worker_command("command", "/bin/true", [], is_forked=False)
+        ['/bin/true']
+    """
+    if kind == "command":
+        return [target, *args]
+    return [
+        *command_of(
+            "syncvar.bootstrap.prefork.fork_server"
+            if is_forked
+            else "syncvar.bootstrap.worker_main"
+        ),
+        *worker_arguments(kind, target, args),
+    ]
+
+
+def worker_arguments(kind: str, target: str, args: Sequence[str]) -> list[str]:
+    """Return the arguments of `worker_main` and `fork_server`: the program with its arguments."""
+    return ["-m", target, *args] if kind == "module" else [target, *args]
+
+
+def server_command(kind: str, target: str, server: int) -> list[str]:
+    """Return the command line of a server.
+
+    It names the workers' program, from which the server may import update rules; it runs nothing of
+    it.
+
+    Example:
+        >>> server_command("script", "train.py", 1)[2:]
+        ['syncvar.parameter_server.server.server_main', 'server', '1', 'train.py']
+    """
+    beside = {"module": ["-m", target], "script": [target], "command": []}[kind]
+    return [
+        *command_of("syncvar.parameter_server.server.server_main"),
+        "server",
+        str(server),
+        *beside,
+    ]
+
+
+ON_HOSTS = {
+    "auto": (
+        "forked on each host that has several, where nothing speaks against it, "
+        "else fresh processes"
+    ),
+    "spawn": "fresh processes: --start-method spawn",
+    "fork": "forked: --start-method fork",
+}
+"""What is known before the hosts have been asked."""
+
+_SCRIPT_MAX = 4 << 20
+SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
+
+
+class StartMethod(NamedTuple):
+    """How the workers of a host start.
+
+    Args:
+        is_forked: Whether they are forked from one process; else each is a fresh interpreter.
+        reason: The reason, in one sentence without a subject.
+        may_change: Whether the fork server may still decide for fresh processes.
+    """
+
+    is_forked: bool
+    reason: str
+    may_change: bool = False
+
+    def command(self, kind: str, target: str, args: Sequence[str]) -> list[str]:
+        """Return the command line of a worker, or of the fork server."""
+        return worker_command(kind, target, args, is_forked=self.is_forked)
+
+    def __str__(self) -> str:
+        return f"{'forked' if self.is_forked else 'fresh processes'}: {self.reason}"
+
+
+def plan_start(
+    method: str, kind: str, target: str, workers: int, cwd: str, environ: Mapping[str, str]
+) -> StartMethod:
+    """Decide how the workers of a host start.
+
+    Args:
+        method: One of `START_METHODS`.
+        kind: "script", "module" or "command".
+        target: The script, module or command. A script or module in the folder is searched for
+            variables that NumPy reads only at import.
+        workers: The number of workers on this host.
+        cwd: The folder in which they start.
+        environ: Their variables.
+
+    Example:
+        >>> print(plan_start("auto", "command", "/bin/true", 4, "/", {}))
+        fresh processes: /bin/true is a program of its own
+        >>> print(plan_start("spawn", "script", "train.py", 4, "/", {}))
+        fresh processes: --start-method spawn
+    """
+    if method != "auto":
+        return StartMethod(method == "fork", f"--start-method {method}")
+    if kind == "command":
+        return StartMethod(is_forked=False, reason=f"{target} is a program of its own")
+    if workers == 1:
+        return StartMethod(is_forked=False, reason="one worker shares what it imports with nobody")
+    for name in SHOW_IMPORTS:
+        if environ.get(name):
+            return StartMethod(is_forked=False, reason=f"{name} shows what each worker imports")
+    found = _named_in(kind, target, cwd)
+    if found:
+        return StartMethod(
+            is_forked=False,
+            reason=f"{target} names {', '.join(found)}, which NumPy reads only when it is imported",
+        )
+    return StartMethod(
+        is_forked=True,
+        reason="from one process that has imported NumPy and syncvar",
+        may_change=True,
+    )
+
+
+def _named_in(kind: str, target: str, cwd: str) -> list[str]:
+    """Return the variables in a script's text that NumPy reads once, sorted."""
+    from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE
+
+    path = os.path.join(cwd, target.replace(".", os.sep) if kind == "module" else target)
+    for name in (f"{path}.py",) * (kind == "module") + (path, os.path.join(path, "__main__.py")):
+        try:
+            with open(name, encoding="utf-8", errors="replace") as file:
+                return sorted(set(READ_ONCE.findall(file.read(_SCRIPT_MAX))))
+        except OSError:
+            continue
+    return []
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], None]:
+    """Return a function for a new child to call before its program.
+
+    The child then ends with `parent`, and uses only `cores`; None for all.
+    """
+
+    def prepare() -> None:
+        end_with(parent)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    return prepare
+
+
+def adopt_orphans(*, is_on: bool) -> None:
+    """Become the parent of descendants whose own parent ends, or stop being it."""
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
