@@ -326,7 +326,7 @@ class HostAgent:
         if self._cut_at is not None:
             self._end_by_steps(now - self._cut_at)
         if self._start is not None:
-            for sentence in self._start.sharing.take_said():
+            for sentence in self._start.sharing.take_notices():
                 self._send("said", sentence=sentence)
             if pids := self._start.pop_started():
                 self._send("began", pids=pids)

@@ -19,7 +19,6 @@ from syncvar.parameter_server.client.push_counter import put_tallies, take_talli
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
 from syncvar_launcher.hosts.call_transfer import result_parts
 from syncvar_launcher.io.terminal import open_terminal, resize
-from syncvar_launcher.job.status_socket import ANSWER_S
 from syncvar_launcher.local.host_resources import cannot_start
 from syncvar_launcher.local.local_workers import (
     Event,
@@ -29,7 +28,7 @@ from syncvar_launcher.local.local_workers import (
     write_secret,
 )
 from syncvar_launcher.local.shm_service import ShmService
-from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
+from syncvar_launcher.local.stack_requests import ANSWER_S, StackCollector, StackRequest
 from syncvar_launcher.local.worker_start import (
     ForkServer,
     ForkUnsupported,
@@ -57,7 +56,7 @@ class CannotFork(ConfigError):
 
     def __init__(self, refusal: ForkUnsupported) -> None:
         self.exit_code = exit_code_of(refusal.status or INTERNAL)
-        super().__init__(f"{refusal.why}; --start-method spawn does without it")
+        super().__init__(f"{refusal.reason}; --start-method spawn does without it")
 
 
 class HostRanks:
@@ -381,7 +380,7 @@ class HostRanks:
             refusal = server.refusal()
             if refusal is not None and self._beginning.may_change:
                 server.close()
-                self._beginning = StartMethod(is_forked=False, reason=refusal.why)
+                self._beginning = StartMethod(is_forked=False, reason=refusal.reason)
                 refusal = None
             if refusal is None or not refusal.is_certain:
                 try:

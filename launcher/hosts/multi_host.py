@@ -18,7 +18,6 @@ from syncvar_launcher.hosts.staging import collect_files
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
-from syncvar_launcher.job.job_runner import run_job
 from syncvar_launcher.local.host_resources import LimitTooLow
 from syncvar_launcher.local.worker_start import ON_HOSTS
 from syncvar_launcher.options.launch_options import check_debugged
@@ -41,14 +40,16 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     with contextlib.closing(JobHosts(chosen, _say)) as host_group:
         host_group.open(_import_the_rest)
-        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not before the logins
+        # Not before the logins.
+        from syncvar_launcher.hosts.remote_workers import RemoteWorkers
+        from syncvar_launcher.job import restart_loop
 
-        host_group.workers_of = partial(RemoteWorkers, host_group)
         workers = sum(one.workers for one in host_group.sites)
         shown_ranks(chosen.output.selection, workers)
         check_debugged(chosen.ranks.debug, workers)
         final = chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1))
-        host_group.exit_code = run_job(Job(final, arguments, os.environ, host_group))
+        job = Job(final, arguments, os.environ, host_group)
+        host_group.exit_code = restart_loop.run(job, None, partial(RemoteWorkers, host_group))
         return host_group.exit_code
 
 

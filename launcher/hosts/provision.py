@@ -38,7 +38,6 @@ from syncvar_launcher.options.worker_environment import inherited_variables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.join.join_rendezvous import JoinGroup
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
@@ -102,7 +101,6 @@ class JobHosts:
         self._until = self.began + options.limits.timeout_s
         self._options = options
         self._say = say
-        self.workers_of: Callable[..., Workers]  # `multi_host` sets it
         self.secret = os.urandom(KEY_BYTES)
         self.sites: list[HostSlot] = []
         self.address = ""

@@ -330,7 +330,7 @@ class RemoteWorkers:
         for site in self._host_group.sites:
             site.remote.send("abort", generation=generation)
 
-    def take_said(self) -> list[str]:
+    def take_notices(self) -> list[str]:
         """Return the sentences to show since the last call."""
         said, self._said = self._said, []
         return [*said, *self._host_group.take_said()]

@@ -1,4 +1,10 @@
-"""Decides how workers start: forked from one process with NumPy imported, or fresh."""
+"""How workers start: forked from one process with NumPy imported, or as fresh processes.
+
+`ForkServer` is the launcher's side of `syncvar.bootstrap.prefork.fork_server`. An interpreter takes
+as long to start as the launcher to read its options. So the launcher may start the server first and
+send the order when it knows the options. A server without an order has imported nothing. The code
+that starts it must not wait for imports; later code imports what it needs.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +38,8 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
     """
     if kind == "command":
         return [target, *args]
-    return [
-        *command_of(
-            "syncvar.bootstrap.prefork.fork_server"
-            if is_forked
-            else "syncvar.bootstrap.worker_main"
-        ),
-        *worker_arguments(kind, target, args),
-    ]
+    module = "prefork.fork_server" if is_forked else "worker_main"
+    return [*command_of(f"syncvar.bootstrap.{module}"), *worker_arguments(kind, target, args)]
 
 
 def worker_arguments(kind: str, target: str, args: Sequence[str]) -> list[str]:
@@ -50,20 +50,15 @@ def worker_arguments(kind: str, target: str, args: Sequence[str]) -> list[str]:
 def server_command(kind: str, target: str, server: int) -> list[str]:
     """Return the command line of a server.
 
-    It names the workers' program, from which the server may import update rules; it runs nothing of
-    it.
+    It names the workers' program, from which the server may import update rules.
 
     Example:
         >>> server_command("script", "train.py", 1)[2:]
         ['syncvar.parameter_server.server.server_main', 'server', '1', 'train.py']
     """
-    beside = {"module": ["-m", target], "script": [target], "command": []}[kind]
-    return [
-        *command_of("syncvar.parameter_server.server.server_main"),
-        "server",
-        str(server),
-        *beside,
-    ]
+    program = {"module": ["-m", target], "script": [target], "command": []}[kind]
+    command = command_of("syncvar.parameter_server.server.server_main")
+    return [*command, "server", str(server), *program]
 
 
 ON_HOSTS = {
@@ -186,39 +181,17 @@ _PART = 1 << 16  # command lines may be longer than what a socket takes at once
 _SERVER = "the process that workers are forked from"
 _LOOK_S = 0.1  # between two looks at what may end a wait for an answer
 
+# Prefixes of options that rule out a server with our variables and our folder.
 _NOT_AHEAD = (
-    "-h",
-    "--help",
-    "--version",
-    "--dry-run",
-    "spawn",
-    "--start-method=spawn",
-    "--no-python",
-    "--join",
-    "--listen",
-    "-H",
-    "--host",
-    "--env-clear",
-    "--cwd",
+    *("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python"),
+    *("--join", "--listen", "-H", "--host", "--env-clear", "--cwd"),
 )
-"""Prefixes of options that rule out a server with our variables and our folder."""
 
+# Prefixes of variables that an interpreter and its libraries read only when they start.
 _AT_START = (
-    "PYTHON",
-    "LD_",
-    "LC_",
-    "LANG",
-    "LOCPATH",
-    "MALLOC_",
-    "GLIBC_",
-    "TZ",
-    "HOME",
-    "COV",
-    "ASAN_",
-    "LSAN_",
-    "UBSAN_",
+    *("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ", "HOME"),
+    *("COV", "ASAN_", "LSAN_", "UBSAN_"),
 )
-"""Prefixes of variables that an interpreter and its libraries read only when they start."""
 
 
 class ServerEnded(Exception):
@@ -239,13 +212,13 @@ class ForkUnsupported(NamedTuple):
     """The reason not to fork workers from a server.
 
     Args:
-        why: A sentence.
+        reason: A sentence.
         is_certain: Whether forking cannot work; else workers might lack something that fresh
             processes have.
         status: The status of an ended server, as in `ServerEnded`; None while it runs.
     """
 
-    why: str
+    reason: str
     is_certain: bool
     status: int | None = None
 
@@ -268,9 +241,9 @@ class ForkedWorker:
         """Wait for the end; return the same as `poll`."""
         return self._wait(0)
 
-    def _wait(self, how: int) -> int | None:
+    def _wait(self, flags: int) -> int | None:
         if self._status is None:
-            pid, status = os.waitpid(self.pid, how)
+            pid, status = os.waitpid(self.pid, flags)
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
         return self._status
@@ -341,12 +314,11 @@ class ForkServer:
         """
         order = _packed({"arguments": list(arguments), "environ": self._beyond(environ)})
         self._environ = environ
-        told = len(order).to_bytes(_LENGTH_BYTES, "little") + order
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it has ended, as `refusal` will find
-            for start in range(0, len(told), _PART):
-                self._answered(self._end.send, told[start : start + _PART])
+        message = len(order).to_bytes(_LENGTH_BYTES, "little") + order
+        # If it has ended, `refusal` will find that.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for start in range(0, len(message), _PART):
+                self._answered(self._end.send, message[start : start + _PART])
 
     def _beyond(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that the server lacks, or has with another value."""
@@ -373,8 +345,8 @@ class ForkServer:
                 f"{_SERVER} {_ended(status)} before it was ready", is_certain=True, status=status
             )
         answer = _unpacked(data)
-        why = answer["cannot"] or answer["doubt"]
-        return ForkUnsupported(why, is_certain=bool(answer["cannot"])) if why else None
+        reason = answer["cannot"] or answer["doubt"]
+        return ForkUnsupported(reason, is_certain=bool(answer["cannot"])) if reason else None
 
     def fork(
         self,
@@ -414,10 +386,8 @@ class ForkServer:
 
     def describe(self) -> str:
         """Return the server and the state of its process, for messages."""
-        return (
-            f"{_SERVER} (process {self._process.pid}, state "
-            f"{process_state(self._process.pid) or 'gone'})"
-        )
+        pid = self._process.pid
+        return f"{_SERVER} (process {pid}, state {process_state(pid) or 'gone'})"
 
     def release(self) -> None:
         """Let the forked workers begin after `close`; without it `close` ends them."""
@@ -461,28 +431,22 @@ def start_early(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkSer
         arguments: The command line of the launcher, which the server shows as its own.
         environ: The environment of the launcher.
     """
-    if (
-        not arguments
-        or any(one.startswith(_NOT_AHEAD) for one in arguments)
-        or not WITHHELD.isdisjoint(environ)
-    ):
+    is_ruled_out = any(one.startswith(_NOT_AHEAD) for one in arguments)
+    if not arguments or is_ruled_out or not WITHHELD.isdisjoint(environ):
         return None
-    if any(environ.get(name) for name in SHOW_IMPORTS):  # its words would stand among the workers'
+    if any(environ.get(name) for name in SHOW_IMPORTS):  # its text would stand among the workers'
         return None
+    argv = [*command_of("syncvar.bootstrap.prefork.fork_server"), *arguments]
     try:
-        return ForkServer(
-            [*command_of("syncvar.bootstrap.prefork.fork_server"), *arguments],
-            dict(environ),
-            os.getcwd(),
-        )  # noqa: PTH109
-    except OSError:  # whoever needs it tries once more, and says why it cannot be
+        return ForkServer(argv, dict(environ), os.getcwd())  # noqa: PTH109
+    except OSError:  # later code tries once more, and shows the reason
         return None
 
 
-def _packed(told: Mapping[str, Any]) -> bytes:
+def _packed(message: Mapping[str, Any]) -> bytes:
     import msgpack
 
-    packed: bytes = msgpack.packb(told, unicode_errors="surrogateescape")
+    packed: bytes = msgpack.packb(message, unicode_errors="surrogateescape")
     return packed
 
 

@@ -37,8 +37,7 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
         environments,
         argv,
         host="b",
-        binding="bound: 2 cores",
-        transport="transport x: y",
+        notes=["bound: 2 cores", "transport x: y"],
     )
     head, settings = text.split("settings:\n")
     assert head == (

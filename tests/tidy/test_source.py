@@ -399,7 +399,7 @@ WALL_CLOCK = {
 # What a person reads: the time beside a line of output, in a record and in a lock; and the user's own dates,
 # which are data. Nothing is decided by it.
 SHOWN_TIMES = {
-    "launcher/job/event_log.py": {"time.time"},
+    "launcher/job/job_files.py": {"time.time"},
     "launcher/io/output.py": {"datetime"},
     "launcher/job/restart_loop.py": {"time.time"},
     "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
