@@ -17,8 +17,8 @@ from syncvar.core.process_ids import SERVER_0, is_server
 from syncvar.core.state_folder import RECORDS, TOTALS
 from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
-from syncvar_launcher.hosts.call_transfer import result_parts
-from syncvar_launcher.io.terminal import open_terminal, resize
+from syncvar_launcher.hosts.file_transfer import result_parts
+from syncvar_launcher.io.standard_streams import open_terminal, resize
 from syncvar_launcher.local.host_resources import cannot_start
 from syncvar_launcher.local.local_workers import (
     Event,
@@ -78,7 +78,7 @@ class HostRanks:
             order.start_method,
             order.kind_of_target,
             order.target,
-            len(order.ranks) - order.servers,
+            len(order.ranks) - order.server_count,
             order.cwd,
             base,
         )
@@ -130,13 +130,13 @@ class HostRanks:
         return ShmService(
             order.job,
             order.shm_bytes,
-            [len(order.ranks) - order.servers],
+            [len(order.ranks) - order.server_count],
             [order.core_count],
             [folder],
             why_not=order.shm_unavailable_reason,
             generation=order.generation,
-            hands_over=order.hands_over,
-            servers=[order.servers],
+            hands_over=order.requests_shm,
+            servers=[order.server_count],
             first_host=int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"]),
         )
 
@@ -292,7 +292,7 @@ class HostRanks:
 
     def _base(self) -> dict[str, str]:
         """Return the variables of all ranks: the order's, and the login's of no other job."""
-        own = inherited_variables(os.environ, is_clear=self._order.is_clear)
+        own = inherited_variables(os.environ, is_clear=self._order.env_clear)
         return {
             **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
             **self._order.environ,
@@ -346,7 +346,7 @@ class HostRanks:
                         "SYNCVAR_CALL_FD": str(self._call[0]),
                         "SYNCVAR_RESULT_DIR": str(self._results),
                     }
-                if order.has_totals:
+                if order.saves_call_totals:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 is_program = order.kind_of_target == "command" and not serves
                 if is_program:

@@ -17,7 +17,7 @@ import zmq
 from syncvar.core import exit_codes
 from syncvar.core.process_ids import process_name
 from syncvar.protocol.failure_detector import Health
-from syncvar_launcher.io.nonblocking_writer import await_readers, patience_s
+from syncvar_launcher.io.standard_streams import await_readers, patience_s
 from syncvar_launcher.job.attempt_report import StatusSocket
 from syncvar_launcher.job.attempt_workers import WorkerSet
 from syncvar_launcher.job.failure_report import ending_sentence, mask_arguments
@@ -164,7 +164,7 @@ class Attempt:
         return rank != self.options.ranks.debug and not self.console.forwarder.is_forwarded(rank)
 
     def _show_notices(self) -> None:
-        for sentence in (*self.store.take_said(), *self.workers.take_notices()):
+        for sentence in (*self.store.take_said(), *self.workers.take_messages()):
             self.report.has_notice = True
             kind = "stall" if sentence in self.store.stalls else "notice"
             self.console.events.add(kind, text=sentence)

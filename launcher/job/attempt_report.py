@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
     from syncvar.bootstrap.rendezvous_server import RendezvousServer
-    from syncvar_launcher.io.nonblocking_writer import Outlets
     from syncvar_launcher.io.output import OutputForwarder
-    from syncvar_launcher.io.signal_watch import SignalWatch
+    from syncvar_launcher.io.standard_streams import Outlets, SignalWatch
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.job_files import EventLog
     from syncvar_launcher.job.supervisor import FailureCause, JobOutcome, Supervisor

@@ -31,8 +31,8 @@ from syncvar.core.state_folder import (
     remove_job,
     state_folder,
 )
-from syncvar_launcher.io.nonblocking_writer import NonblockingWriter
 from syncvar_launcher.io.output import escape
+from syncvar_launcher.io.standard_streams import NonblockingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -18,9 +18,14 @@ from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
 from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
-from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.io.output import OutputForwarder, Sink
-from syncvar_launcher.io.signal_watch import SignalWatch
+from syncvar_launcher.io.standard_streams import (
+    Outlets,
+    SignalWatch,
+    await_readers,
+    patience_s,
+    wait,
+)
 from syncvar_launcher.job.attempt import Attempt
 from syncvar_launcher.job.attempt_report import JobConsole
 from syncvar_launcher.job.attempt_workers import AttemptStart

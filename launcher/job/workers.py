@@ -78,7 +78,7 @@ class Workers(Protocol):
     def look(self) -> None:
         """Do what is due with each heartbeat."""
 
-    def take_notices(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Return the sentences to show since the last call."""
 
     def state(self, rank: int) -> str:
@@ -198,7 +198,7 @@ class DirectWorkers:
         self.state, self.busy_s = processes.state, processes.busy_s
         self.send, self.send_groups = processes.send, processes.send_groups
         self.kill = processes.kill
-        self.describe, self.take_notices = self._sharing.describe, self._sharing.take_notices
+        self.describe, self.take_messages = self._sharing.describe, self._sharing.take_messages
         self.abort = self._sharing.abort
         self.note, self.await_noted = self._stacks.note, self._stacks.await_noted
         self.ask, self.answer = self._stacks.ask, self._stacks.answer

@@ -9,8 +9,8 @@ import stat
 
 import pytest
 
-from syncvar_launcher.io import nonblocking_writer as outlet_module
-from syncvar_launcher.io.nonblocking_writer import QUEUE_NBYTES, NonblockingWriter, Outlets
+from syncvar_launcher.io import standard_streams as outlet_module
+from syncvar_launcher.io.standard_streams import QUEUE_NBYTES, NonblockingWriter, Outlets
 
 INFINITE = float("inf")
 

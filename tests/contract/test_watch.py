@@ -9,7 +9,7 @@ import time
 
 CLOCK = """
 import os, time
-from syncvar_launcher.io.signal_watch import SignalWatch
+from syncvar_launcher.io.standard_streams import SignalWatch
 
 with SignalWatch(os.environ) as watch:
     began, ours, begun = time.monotonic(), watch.now(), time.monotonic()

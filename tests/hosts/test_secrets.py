@@ -11,7 +11,7 @@ import zmq.utils.z85
 from test_several_hosts import at, start
 
 from syncvar.transports.curve import link_keys
-from syncvar_launcher.hosts.ssh import remote_command, ssh_command
+from syncvar_launcher.hosts.agent_connection import remote_command, ssh_command
 from syncvar_launcher.options.hostfile import Host
 
 pytestmark = pytest.mark.slow

@@ -380,15 +380,22 @@ def test_why_a_rank_shows_no_stack_is_told_of_other_hosts_too(tmp_path):
     ("words", "told"),
     [
         (
-            b"syncvar-agent 1\n\xff\xff\xff\xff",
+            b"syncvar-agent 2\n\xff\xff\xff\xff",
             "its agent is not understood: a message of 4294967295 bytes is above",
         ),
         (
-            b"syncvar-agent 1\n" + pack("facts", facts={"host": "n"}),
+            b"syncvar-agent 2\n" + pack("facts", facts={"host": "n"}),
             "its agent is not understood: what it says of its host has other fields",
         ),
+        (
+            b"syncvar-agent 1\n",
+            (
+                "its agent is not understood: it speaks version 1 of the agent protocol, and the "
+                "launcher speaks version 2; install the same syncvar on all"
+            ),
+        ),
     ],
-    ids=["no messages", "of another version"],
+    ids=["no messages", "other facts", "another version"],
 )
 def test_an_agent_that_is_not_understood_is_told_as_such(tmp_path, words, told):
     (tmp_path / "words").write_bytes(words)
@@ -431,8 +438,8 @@ def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, limit
     silent.chmod(0o755)
     script = f"""
         import sys
-        from syncvar_launcher.hosts import provision
-        provision._LOGIN_S = {30.0 if limit else 1.0}
+        from syncvar_launcher.hosts import multi_host
+        multi_host._LOGIN_S = {30.0 if limit else 1.0}
         from syncvar_launcher.main import main
         sys.exit(main(["--ssh", {str(silent)!r}, "-H", "one:1,two:1", *{limit!r}, "-m", "nothing"]))
     """

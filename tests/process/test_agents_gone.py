@@ -8,7 +8,7 @@ import pytest
 from launching import await_true, state
 
 from syncvar.core.errors import HostUnreachable
-from syncvar_launcher.hosts import provision, staging
+from syncvar_launcher.hosts import file_transfer, multi_host
 from syncvar_launcher.hosts.agent_connection import RemoteHost, start_agent
 from syncvar_launcher.options.hostfile import Host
 from syncvar_launcher.options.parse_options import parse
@@ -36,20 +36,20 @@ def chosen(folder, *arguments):
 
 
 def test_no_answer_is_awaited_of_an_agent_that_is_gone(gone, monkeypatch, tmp_path):
-    monkeypatch.setattr(provision, "poll_hosts", refuse)
-    job = provision.JobHosts(chosen(tmp_path), print)
-    job.sites = [provision.HostSlot(gone, "node1", 2, "127.0.0.1", {})]
+    monkeypatch.setattr(multi_host, "poll_hosts", refuse)
+    job = multi_host.JobHosts(chosen(tmp_path), print)
+    job.sites = [multi_host.HostSlot(gone, "node1", 2, "127.0.0.1", {})]
     with pytest.raises(HostUnreachable, match="node1"):
         job.free_port()
 
 
 def test_a_copy_for_a_host_that_is_gone_is_given_up_at_once(gone, monkeypatch, tmp_path):
     asked = []
-    poll_hosts = staging.poll_hosts
+    poll_hosts = file_transfer.poll_hosts
     monkeypatch.setattr(
-        staging, "poll_hosts", lambda *given: asked.append(given[1]) or poll_hosts(*given)
+        file_transfer, "poll_hosts", lambda *given: asked.append(given[1]) or poll_hosts(*given)
     )
-    why = staging.stage([gone], staging.collect_files(chosen(tmp_path, "--stage")))
+    why = file_transfer.stage([gone], file_transfer.collect_files(chosen(tmp_path, "--stage")))
     assert list(why) == ["node1"]
     assert set(asked) == {0.0}
 

@@ -11,9 +11,8 @@ from joined import Joined, agents
 from launching import Job, await_true
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar_launcher.hosts import staging
-from syncvar_launcher.hosts.staged_copy import HostCopy
-from syncvar_launcher.hosts.staging import collect_files
+from syncvar_launcher.hosts import file_transfer
+from syncvar_launcher.hosts.file_transfer import HostCopy, collect_files
 from syncvar_launcher.options.parse_options import parse
 
 SCRIPT = """
@@ -167,7 +166,13 @@ def test_an_agent_makes_nothing_outside_the_copy(tmp_path, runtime, entry):
     try:
         with pytest.raises(WireError):
             copy.take(
-                {"kind": "stage", "path": path, "what": what, "mode": 0o644, "leads_to": leads_to}
+                {
+                    "kind": "stage",
+                    "path": path,
+                    "type": what,
+                    "mode": 0o644,
+                    "link_target": leads_to,
+                }
             )
     finally:
         copy.close()
@@ -178,8 +183,8 @@ def test_an_agent_makes_nothing_outside_the_copy(tmp_path, runtime, entry):
 def test_a_copy_that_has_no_room_is_told_with_the_reason(runtime):
     copy = HostCopy()
     try:
-        copy.take({"kind": "stage", "path": "x", "what": "file", "mode": 0o644, "leads_to": ""})
-        copy.take({"kind": "stage", "path": "x", "what": "file", "mode": 0o644, "leads_to": ""})
+        copy.take({"kind": "stage", "path": "x", "type": "file", "mode": 0o644, "link_target": ""})
+        copy.take({"kind": "stage", "path": "x", "type": "file", "mode": 0o644, "link_target": ""})
         answer = copy.take({"kind": "stage_end"})
     finally:
         copy.close()
@@ -190,13 +195,13 @@ def test_a_copy_that_has_no_room_is_told_with_the_reason(runtime):
 def test_what_is_too_much_is_refused_before_anything_is_sent(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("x" * 100)
     assert collect_files(options_of(tmp_path)).nbytes == 100
-    monkeypatch.setattr(staging, "FILES_MAX", 0)
+    monkeypatch.setattr(file_transfer, "FILES_MAX", 0)
     with pytest.raises(
         ConfigError,
         match=r"--stage copies at most 0 files and 100 MiB, and .* has more: give the script a folder of its own",
     ):
         collect_files(options_of(tmp_path))
-    monkeypatch.setattr(staging, "FILES_MAX", 10)
+    monkeypatch.setattr(file_transfer, "FILES_MAX", 10)
     with (tmp_path / "data").open("wb") as file:
         file.truncate((100 << 20) + 1)
     with pytest.raises(ConfigError, match=r"at most 10 files and 100 MiB"):

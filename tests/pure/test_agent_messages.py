@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
+from syncvar_launcher.hosts.agent_main import facts_of
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     MESSAGE_NBYTES_MAX,
@@ -16,7 +17,6 @@ from syncvar_launcher.hosts.agent_protocol import (
     checked_list,
     pack,
 )
-from syncvar_launcher.hosts.host_facts import facts_of
 
 ORDER = {
     "job": "1a2b",
@@ -31,10 +31,10 @@ ORDER = {
     "shm_bytes": 1 << 40,
     "core_count": 2,
     "shm_unavailable_reason": "",
-    "hands_over": True,
-    "is_clear": False,
-    "has_totals": False,
-    "servers": 0,
+    "requests_shm": True,
+    "env_clear": False,
+    "saves_call_totals": False,
+    "server_count": 0,
     "ranks": [
         {"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False, "terminal": None}
     ],
@@ -44,12 +44,12 @@ ORDER = {
 def test_messages_come_out_as_they_went_in_however_they_are_cut():
     data = (
         pack("output", rank=2, stream="out", data=b"\0\xff" * 10)
-        + pack("end")
+        + pack("end_attempt")
         + pack("abort", generation=None)
     )
     wanted = [
         {"kind": "output", "rank": 2, "stream": "out", "data": b"\0\xff" * 10},
-        {"kind": "end"},
+        {"kind": "end_attempt"},
         {"kind": "abort", "generation": None},
     ]
     assert Reader().feed(data) == wanted
@@ -63,10 +63,20 @@ def test_what_a_login_shell_prints_first_does_no_harm():
     reader = Reader(awaits_greeting=True)
     assert reader.feed(b"Welcome to n1\nsyncvar-") == []
     assert reader.before == b"Welcome to n1\nsyncvar-"
-    assert reader.feed(b"agent?\n" + GREETING + pack("closed")) == [{"kind": "closed"}]
+    assert reader.feed(b"agent?\n" + GREETING + pack("attempt_ended")) == [
+        {"kind": "attempt_ended"}
+    ]
     assert reader.before == b"Welcome to n1\nsyncvar-agent?\n"
     with pytest.raises(WireError, match="none of them is the agent's greeting"):
         Reader(awaits_greeting=True).feed(b"x" * 100_000)
+
+
+def test_an_agent_of_another_protocol_version_is_refused_by_its_greeting():
+    text = "it speaks version 1 of the agent protocol, and the launcher speaks version 2"
+    reader = Reader(awaits_greeting=True)
+    assert reader.feed(b"Welcome\nsyncvar-agent 1") == []
+    with pytest.raises(WireError, match=text):
+        reader.feed(b"\n")
 
 
 def body(value):
@@ -81,10 +91,10 @@ def body(value):
         body({"kind": "what"}),
         body({"kind": 3}),
         b"\0\0\0\3\x81\x90\x01",
-        body({"kind": "end", "more": 1}),
+        body({"kind": "stop", "more": 1}),
         body({"kind": "credit", "rank": 1, "stream": "out"}),
-        body({"kind": "credit", "rank": "1", "stream": "out", "count": 2}),
-        body({"kind": "credit", "rank": True, "stream": "out", "count": 2}),
+        body({"kind": "credit", "rank": "1", "stream": "out", "nbytes": 2}),
+        body({"kind": "credit", "rank": True, "stream": "out", "nbytes": 2}),
         (MESSAGE_NBYTES_MAX + 1).to_bytes(4, "big"),
         b"\0\0\0\1\xc1",
         b"\0\0\0\2\x81\xa4",
@@ -99,7 +109,7 @@ def test_a_wrong_message_is_not_sent():
     with pytest.raises(WireError, match="there is no message 'shout'"):
         pack("shout")
     with pytest.raises(WireError, match="rank of a message 'credit' is no int"):
-        pack("credit", rank="1", stream="out", count=1)
+        pack("credit", rank="1", stream="out", nbytes=1)
     with pytest.raises(WireError, match="is above"):
         pack("input", data=b"x" * (MESSAGE_NBYTES_MAX + 1))
 
@@ -167,7 +177,7 @@ def test_facts_of_a_host_are_taken_as_they_are_told():
         {"interfaces": [["eth0"]]},
         {"interfaces": [["eth0", "x"]]},
         {"python": 3},
-        {"reached_at": "here"},
+        {"login_address": "here"},
         {"more": 1},
         {"protocol": True},
     ],

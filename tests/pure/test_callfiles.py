@@ -5,8 +5,8 @@ import os
 import pytest
 
 from syncvar.core.errors import WireError
-from syncvar_launcher.hosts import call_transfer
-from syncvar_launcher.hosts.call_transfer import (
+from syncvar_launcher.hosts import file_transfer
+from syncvar_launcher.hosts.file_transfer import (
     call_parts,
     forget_results,
     keep_result,
@@ -17,7 +17,7 @@ from syncvar_launcher.hosts.call_transfer import (
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(call_transfer, "CALL_PART_NBYTES", 4)
+    monkeypatch.setattr(file_transfer, "CALL_PART_NBYTES", 4)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.ssh import remote_command, ssh_command
+from syncvar_launcher.hosts.agent_connection import remote_command, ssh_command
 from syncvar_launcher.options.hostfile import (
     Host,
     HostfileError,

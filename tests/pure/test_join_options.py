@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar_launcher.join.join_handshake import Hello
+from syncvar_launcher.hosts.agent_protocol import Hello
 from syncvar_launcher.options.option_table import parse_address
 from syncvar_launcher.options.parse_options import parse
 
@@ -112,7 +112,7 @@ def test_a_greeting_is_read_as_it_was_packed():
     [
         {"name": ""},
         {"name": "a\x1b[2J"},
-        {"at": "nowhere"},
+        {"address": "nowhere"},
         {"slots": 0},
         {"slots": True},
         {"name": 3},

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from syncvar_launcher.hosts.agent_main import facts_of
 from syncvar_launcher.hosts.host_checks import missing_resources
-from syncvar_launcher.hosts.host_facts import facts_of
-from syncvar_launcher.local import host_resources
+from syncvar_launcher.local import host_resources as resource_limits
 from syncvar_launcher.options.hostfile import parse_hosts
 from syncvar_launcher.options.parse_options import parse
 
@@ -22,13 +22,13 @@ def group(folder, allowed, current):
     [("0::/a/b\n", ""), ("9:name=systemd:/\n8:pids:/a/b\n1:cpu:/x\n0::/\n", "pids")],
 )
 def test_the_least_that_a_group_leaves_counts(tmp_path, groups, top):
-    assert host_resources.tasks_left(groups, tmp_path) == -1
+    assert resource_limits.tasks_left(groups, tmp_path) == -1
     group(tmp_path / top / "a" / "b", "max", 5)
-    assert host_resources.tasks_left(groups, tmp_path) == -1
+    assert resource_limits.tasks_left(groups, tmp_path) == -1
     group(tmp_path / top / "a", 20, 8)
-    assert host_resources.tasks_left(groups, tmp_path) == 12
+    assert resource_limits.tasks_left(groups, tmp_path) == 12
     group(tmp_path / top / "a" / "b", 6, 7)
-    assert host_resources.tasks_left(groups, tmp_path) == 0
+    assert resource_limits.tasks_left(groups, tmp_path) == 0
 
 
 def test_a_host_without_room_for_one_rank_is_refused():
@@ -44,4 +44,4 @@ def test_a_host_without_room_for_one_rank_is_refused():
 
 
 def test_this_process_has_a_limit_or_none():
-    assert host_resources.tasks_left() >= -1
+    assert resource_limits.tasks_left() >= -1

@@ -6,15 +6,15 @@ import pytest
 
 import syncvar as sv
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.network_proof import Interface, allowed_addresses
-from syncvar_launcher.hosts.provision import is_here
-from syncvar_launcher.hosts.ssh import (
+from syncvar_launcher.hosts.agent_connection import (
     SSH_OPTIONS,
     remedy,
     remote_command,
     ssh_command,
     ssh_error_text,
 )
+from syncvar_launcher.hosts.host_checks import Interface, allowed_addresses
+from syncvar_launcher.hosts.multi_host import is_here
 from syncvar_launcher.options.hostfile import Host, parse_hosts
 
 TWO = [

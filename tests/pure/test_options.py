@@ -10,7 +10,7 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.hosts.placement import HostCapacity, place_workers
+from syncvar_launcher.hosts.multi_host import HostCapacity, place_workers
 from syncvar_launcher.options import option_table as cores_module
 from syncvar_launcher.options.command_line import help_text, hosts_help_text
 from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys, parse_signals

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
+from syncvar_launcher.hosts.agent_protocol import PipeOutbox
 
 
 @pytest.fixture

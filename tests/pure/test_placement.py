@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.placement import HostCapacity, place_workers
+from syncvar_launcher.hosts.multi_host import HostCapacity, place_workers
 from syncvar_launcher.options.option_table import MAP_BY
 
 

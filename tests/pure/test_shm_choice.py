@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts.agent_protocol import Reader, StartRequest, pack
-from syncvar_launcher.hosts.provision import HostSlot
+from syncvar_launcher.hosts.multi_host import HostSlot
 from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
@@ -81,7 +81,7 @@ class Told:
 
     def send(self, kind, **fields):
         (message,) = Reader().feed(pack(kind, **fields))
-        self.orders.append(StartRequest.read(message["start"]))
+        self.orders.append(StartRequest.read(message["request"]))
 
 
 def test_hosts_of_other_processors_are_told_to_make_no_shm(tmp_path):
@@ -104,5 +104,5 @@ def test_hosts_of_other_processors_are_told_to_make_no_shm(tmp_path):
     (first,), (second,) = (site.remote.orders for site in sites)
     assert first.shm_unavailable_reason == ""
     assert "other cores of aarch64 may see stores out of order" in second.shm_unavailable_reason
-    assert second.hands_over, "its ranks ask, and are told the reason"
+    assert second.requests_shm, "its ranks ask, and are told the reason"
     assert not agents.is_complete

@@ -1,9 +1,9 @@
-"""The standard streams of the launcher, which never wait for a reader.
+"""The standard streams and the signals of the launcher, which never block its loop.
 
-A reader may stop for good: a pager, a terminal after Ctrl-S, a stuck collector of logs. The loop
-that supervises the ranks must not stop with it. So each outlet has a queue for bytes that it does
-not take at once, and the loop polls it for writing. While the queue is full, the launcher does not
-read the pipes of the ranks, and a rank that writes much waits in its own `write`.
+A reader of the output may stop for good: a pager, a terminal after Ctrl-S, a stuck collector of
+logs. The loop that supervises the ranks must not stop with it. So each outlet has a queue for bytes
+that it does not take at once, and the loop polls it for writing. While the queue is full, the
+launcher does not read the pipes of the ranks, and a rank that writes much waits in its own `write`.
 
 O_NONBLOCK belongs to an open file, which we share with the shell and other programs on the
 terminal, so we never set it on an inherited descriptor. Each kind of outlet needs another way:
@@ -24,21 +24,32 @@ file, /dev/null and other devices
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import select
+import signal
 import socket
 import stat
-from typing import TYPE_CHECKING
+import struct
+import termios
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncvar.core.settings import RuntimeConfig
     from syncvar_launcher.io.output import OutputForwarder
-    from syncvar_launcher.io.signal_watch import SignalWatch
 
 QUEUE_NBYTES = 1 << 20
 _PIECE_NBYTES = 1 << 16
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_NEVER_IGNORED = (signal.SIGINT, signal.SIGTERM)
+_CHUNK = 1 << 16
+_UNFED_MAX = 1 << 20
+_NO_SIZE = (0, 0)
 
 
 class NonblockingWriter:
@@ -288,3 +299,222 @@ def _controlling_terminal() -> int:
         number = int(file.read().rpartition(b")")[2].split()[4])
     # The kernel writes 12 bits of the major number between 8 and 12 more of the minor one.
     return os.makedev(number >> 8 & 0xFFF, number & 0xFF | number >> 12 & 0xFFF00) if number else 0
+
+
+class SignalWatch:
+    """Collects signals inside its `with` block.
+
+    Its handlers only note them; the owner polls and acts.
+
+    Args:
+        environ: SYNCVAR_PARENT_FD in it is the read end of a pipe. `sv.run` holds the other end,
+            and its end means that the calling program is gone.
+        forwarded: The numbers of the signals to forward to the ranks.
+
+    Attributes:
+        pending: The signals to end that no code has handled yet, oldest first.
+        passing: The signals that still have to be forwarded, oldest first.
+        is_orphan: Whether the program that called `sv.run` is gone.
+        is_to_stop: Whether Ctrl-Z was pressed (SIGTSTP), so that the owner should call `stop`.
+    """
+
+    def __init__(self, environ: Mapping[str, str], forwarded: Sequence[int] = ()) -> None:
+        self.pending: deque[int] = deque()
+        self.passing: deque[int] = deque()
+        self._forwarded = forwarded
+        self.is_to_stop = self.is_orphan = False
+        self._stopped_s = 0.0
+        self._parent = int(environ.get("SYNCVAR_PARENT_FD", "-1"))
+        if self._parent >= 0:
+            os.set_inheritable(self._parent, False)
+        self._before: dict[int, Any] = {}
+        self._read = self._write = self._previous = -1
+
+    def __enter__(self) -> Self:
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # A hangup that was ignored at the start, as under nohup, stays ignored, and so
+        # does all but the plain request to end.
+        wanted = (*_SIGNALS, *self._forwarded)
+        chosen = [
+            one
+            for one in wanted
+            if one in _NEVER_IGNORED or signal.getsignal(one) != signal.SIG_IGN
+        ]
+        self._before = {number: signal.signal(number, self._signalled) for number in chosen}
+        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.set_wakeup_fd(self._previous)
+        for number, handler in self._before.items():
+            # Who got here without an error knows how the job ended, and nothing is
+            # left to be interrupted.
+            signal.signal(number, signal.SIG_IGN if error[0] is None else handler)
+        os.close(self._read)
+        os.close(self._write)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return [self._read, self._parent] if self._parent >= 0 else [self._read]
+
+    def readable(self, descriptor: int) -> None:
+        """Handle a descriptor that poll reported; ignore others."""
+        if descriptor == self._read:
+            os.read(self._read, 4096)
+        elif descriptor == self._parent:
+            self._parent = -1
+            self.is_orphan = True
+            self.pending.append(signal.SIGHUP)
+
+    def now(self) -> float:
+        """Return the seconds of a clock that stands during `stop`, which counts for no limit."""
+        return time.monotonic() - self._stopped_s
+
+    def stop(self) -> float:
+        """Stop this process as Ctrl-Z does; return, after it continues, how many seconds it stood.
+
+        In an orphaned process group no shell could continue it, and the system does not stop it.
+        """
+        self.is_to_stop = False
+        began = time.monotonic()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._signalled)
+        lasted = time.monotonic() - began
+        self._stopped_s += lasted
+        while (
+            signal.SIGCONT in self.passing
+        ):  # it was for us, and who stopped the ranks lets them go on
+            self.passing.remove(signal.SIGCONT)
+        return lasted
+
+    def _signalled(self, number: int, _frame: object) -> None:
+        if number == signal.SIGTSTP:
+            self.is_to_stop = True
+        elif number in self._forwarded:
+            self.passing.append(number)
+        else:
+            self.pending.append(number)
+
+
+class Input:
+    """The launcher's standard input, for a rank on another host: rank 0, or the debugged rank.
+
+    It never blocks: its owner polls the descriptors. The debugged rank gets a terminal of its own
+    on its host, which edits and echoes lines. Meanwhile the terminal here forwards key by key.
+    Ctrl-C and Ctrl-Z reach the launcher as signals, as on one host.
+
+    Args:
+        descriptor: The descriptor of the input.
+        screen: The descriptor of the rank's output.
+        is_debugged: Whether the rank that reads is debugged; it has a terminal if both descriptors
+            are one.
+
+    Attributes:
+        size: Rows and columns of the rank's terminal, or None.
+        unfed: The number of bytes that were read, and that the rank has not taken.
+    """
+
+    def __init__(self, descriptor: int, screen: int, *, is_debugged: bool) -> None:
+        self.unfed = 0
+        self._descriptor = descriptor
+        self._is_over = False
+        self._before: list[int | list[bytes | int]] | None = None
+        self.size = (
+            _size(descriptor)
+            if is_debugged and os.isatty(descriptor) and os.isatty(screen)
+            else None
+        )
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return (
+            [self._descriptor]
+            if not self._is_over and self.unfed < _UNFED_MAX and self._is_ours()
+            else []
+        )
+
+    def is_at(self, descriptor: int) -> bool:
+        """Return whether to read from this descriptor."""
+        return descriptor == self._descriptor and not self._is_over
+
+    def read(self) -> bytes | None:
+        """Return new bytes: empty at the end, None if there are none."""
+        try:
+            data = os.read(self._descriptor, _CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno == errno.EIO and os.isatty(
+                self._descriptor
+            ):  # the shell has the terminal again
+                return None
+            data = b""
+        self.unfed += len(data)
+        self._is_over = not data
+        return data
+
+    def fed(self, count: int) -> None:
+        """Note that the rank has taken so many bytes."""
+        self.unfed = max(0, self.unfed - max(0, count))
+
+    def take(self) -> tuple[int, int] | None:
+        """Forward key by key when the terminal is ours; return its size after a change."""
+        if self.size is None or self._is_over or not self._is_ours():
+            return None
+        with contextlib.suppress(termios.error):
+            if self._before is None:
+                before = termios.tcgetattr(self._descriptor)
+                keys = list(before)
+                keys[0] &= ~termios.ICRNL
+                keys[3] &= ~(termios.ICANON | termios.ECHO | termios.IEXTEN)
+                termios.tcsetattr(self._descriptor, termios.TCSADRAIN, keys)
+                self._before = before
+        before_size, self.size = self.size, _size(self._descriptor)
+        return self.size if self.size != before_size else None
+
+    def let_go(self) -> None:
+        """Restore the terminal. Idempotent."""
+        before, self._before = self._before, None
+        if before is not None and self._is_ours():
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(self._descriptor, termios.TCSADRAIN, before)
+
+    def close(self) -> None:
+        """Read no more, and restore the terminal. Idempotent."""
+        self._is_over = True
+        self.let_go()
+
+    def _is_ours(self) -> bool:
+        """Return whether we may read: the terminal belongs to the foreground process group."""
+        try:
+            return not os.isatty(self._descriptor) or os.tcgetpgrp(self._descriptor) == os.getpgrp()
+        except OSError:
+            return False
+
+
+def open_terminal(size: Sequence[int]) -> tuple[int, int]:
+    """Return the two ends of a new terminal with these rows and columns: ours, and the rank's."""
+    ours, theirs = os.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.ONLCR  # the launcher's terminal does that
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    resize(ours, size)
+    return ours, theirs
+
+
+def resize(terminal: int, size: Sequence[int]) -> None:
+    """Set rows and columns of a terminal."""
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(
+            terminal,
+            termios.TIOCSWINSZ,
+            struct.pack("HHHH", *(max(0, min(one, 0xFFFF)) for one in size[:2]), 0, 0),
+        )
+
+
+def _size(terminal: int) -> tuple[int, int]:
+    with contextlib.suppress(OSError):
+        columns, rows = os.get_terminal_size(terminal)
+        return rows, columns
+    return _NO_SIZE
