@@ -192,7 +192,7 @@ class Attempt:
     @property
     def next_number(self) -> int:
         """The first generation that no rank of this attempt can have joined."""
-        coming = self.store.coordinator.next_roll
+        coming = self.store.coordinator.next_handshake
         return coming.generation + 1 if coming.members else coming.generation
 
     def run(self) -> JobOutcome:
@@ -358,11 +358,11 @@ class Attempt:
                 f"syncvar: server {server} has a new copy of the variables of server {of}\n"
             )
         coordinator = self.store.coordinator
-        if coordinator.roll.is_complete and coordinator.roll.generation != self.met:
-            self.has_met, self.met = True, coordinator.roll.generation
+        if coordinator.handshake.is_complete and coordinator.handshake.generation != self.met:
+            self.has_met, self.met = True, coordinator.handshake.generation
             self.events.add("met", generation=self.met, after_s=now - self.began)
         if coordinator.broken_by is not None:  # a rank gave up, and the server has told the others
-            self.workers.abort(coordinator.roll.generation)
+            self.workers.abort(coordinator.handshake.generation)
 
     def _show_notices(self) -> None:
         for sentence in (*self.store.take_said(), *self.workers.take_said()):
@@ -454,7 +454,7 @@ class Attempt:
 
     def _is_member(self, rank: int) -> bool:
         coordinator = self.store.coordinator
-        return rank in coordinator.roll.members and rank not in coordinator.left
+        return rank in coordinator.handshake.members and rank not in coordinator.left
 
     # -- actions of the supervisor -----------------------------------------------------------------
 
@@ -606,7 +606,7 @@ class Attempt:
         states = [f"{process_name(one)}: {self.states.process(one)}" for one in overdue.missing]
         if self.server is not None:
             states = [f"{self.server.describe()} has not imported NumPy and syncvar"]
-        sentence = overdue.sentence(states, set(self.store.coordinator.roll.members))
+        sentence = overdue.sentence(states, set(self.store.coordinator.handshake.members))
         if not overdue.has_failed:
             self.report.has_notice = True
             self.events.add("stall", text=sentence)

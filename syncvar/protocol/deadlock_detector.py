@@ -58,12 +58,12 @@ def _have(ranks: list[int]) -> str:
 
 
 def _last_activity(answer: Message) -> str:
-    """Return a late rank's last call and its stack, from its answer to "are_you_there"."""
+    """Return a late rank's last call and its stack, from its answer to "ping"."""
     text = "no call yet"
-    if answer["last"]:
+    if answer["last_call"]:
         age = f"{answer['age_s']:.0f} s"
-        when = f"{age} ago" if answer["is_over"] else f"under way for {age}"
-        text = f"last call {answer['last'][:_TEXT_MAX]}, {when}"
+        when = f"{age} ago" if answer["is_finished"] else f"under way for {age}"
+        text = f"last call {answer['last_call'][:_TEXT_MAX]}, {when}"
     return text + (f", now {answer['stack'][:_TEXT_MAX]}" if answer["stack"] else "")
 
 
@@ -92,7 +92,7 @@ class WaitReport(NamedTuple):
         since: Begin of the wait, on the receiver's clock.
         received: Arrival of the report, on the same clock.
         mismatch: Whether the rank has seen a frame with another fingerprint.
-        may_move: Whether another thread of the rank could still make calls.
+        has_active_threads: Whether another thread of the rank could still make calls.
         entered: Last call that the rank has entered, by group.
     """
 
@@ -108,7 +108,7 @@ class WaitReport(NamedTuple):
     since: float
     received: float
     mismatch: bool
-    may_move: bool
+    has_active_threads: bool
     entered: dict[int, int]
 
     def describe(self) -> str:
@@ -171,7 +171,7 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
     waiting: dict[int, WaitReport] = {}
     movable: set[int] = set()
     for report in reports:
-        if report.rank in waiting or report.may_move:
+        if report.rank in waiting or report.has_active_threads:
             movable.add(report.rank)
         waiting[report.rank] = report
     waiting = {rank: report for rank, report in waiting.items() if rank not in movable}
@@ -282,7 +282,7 @@ class StallActions(NamedTuple):
 
     Args:
         sentences: Warnings for the user.
-        ask: Ranks to send "are_you_there".
+        ask: Ranks to send "ping".
         silent: (rank, seconds) of ranks that have not answered, each once.
     """
 
@@ -314,7 +314,7 @@ class Stalls:
         self._silent: dict[int, str] = {}
 
     def record_answer(self, rank: int, message: Message, now: float) -> None:
-        """Record a rank's answer to "are_you_there"."""
+        """Record a rank's answer to "ping"."""
         self.asked.pop(rank, None)
         self._silent.pop(rank, None)
         self._answers[rank] = (now, _last_activity(message))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import WireError
 from syncvar.core.rank_text import rank_list
+from syncvar.protocol.frame import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,6 +83,27 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     return refusal, f"the ranks differ: {'; '.join(parts)}" if parts else ""
 
 
+def check_protocol(abouts: Mapping[int, Mapping[str, int | str]]) -> str:
+    """Return the error if ranks have another version of the protocol than this process.
+
+    Example:
+        >>> check_protocol({0: {"protocol": 1}, 1: {"protocol": 1}})
+        'ranks 0, 1 have protocol 1, and this process has 2: install the same syncvar everywhere'
+    """
+    others = {
+        rank: about["protocol"]
+        for rank, about in abouts.items()
+        if about.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION
+    }
+    if not others:
+        return ""
+    protocol = next(iter(others.values()))
+    return (
+        f"{rank_list(others)} {'has' if len(others) == 1 else 'have'} protocol {protocol}, "
+        f"and this process has {PROTOCOL_VERSION}: install the same syncvar everywhere"
+    )
+
+
 def _values(abouts: Mapping[int, Mapping[str, int | str]], name: str, *, skips_empty: bool) -> str:
     """Return an entry's values, each with its ranks; empty if all ranks have the same."""
     ranks: dict[int | str, list[int]] = {}
@@ -127,7 +149,7 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class RollCall:
+class Handshake:
     """Handshake of all ranks.
 
     Args:
@@ -161,9 +183,10 @@ class RollCall:
         Returns:
             A warning about smaller differences, or an empty text.
         """
-        self.failed, warning = compare_abouts(
-            {rank: member.about for rank, member in self.members.items()}
-        )
+        abouts = {rank: member.about for rank, member in self.members.items()}
+        self.failed, warning = compare_abouts(abouts)
+        if not self.failed:
+            self.failed = check_protocol(abouts)
         return "" if self.failed else warning
 
     def missing(self) -> list[int]:

@@ -35,7 +35,7 @@ class SentCount(NamedTuple):
 
 
 def pack_counts(counts: Iterable[SentCount]) -> dict[str, list[int] | dict[int, str]]:
-    """Return counts as the fields `sent` and `sites` of the message "leaving"."""
+    """Return counts as the fields `sent` and `sites` of the message "leave"."""
     sent: list[int] = []
     sites: dict[int, str] = {}
     for one in counts:

@@ -141,7 +141,7 @@ class StartedCalls:
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
         if operation.reported and self._core.failure is None:
-            self._core.tell("resumed", group=operation.group, call=operation.call)
+            self._core.tell("wait_end", group=operation.group, call=operation.call)
         if operation.thread:
             self._core.hand_over()
 
@@ -191,8 +191,8 @@ class StartedCalls:
         self._core.break_generation(error)
         reason = f"gave up {call} after {operation.timeout_s:g} s"
         self._core.tell(
-            "broke",
-            kind_of_break="deadline",
+            "group_failure",
+            failure_kind="deadline",
             reason=reason,
             group=operation.group,
             call=operation.call,
@@ -214,17 +214,17 @@ class StartedCalls:
                 if peer not in self._book.left:
                     self._flow.notify_waiting(operation, peer)
         self._core.tell(
-            "report",
+            "wait_report",
             group=operation.group,
             members=list(operation.members),
             call=operation.call,
             ordinal=self._core.recorder.numbers.ordinal(operation.group, operation.call),
             fingerprint=operation.fingerprint,
-            what=operation.what,
+            description=operation.what,
             site=call_site(operation.thread),
             awaiting=list(operation.awaiting),
             waited_s=now - operation.started,
             mismatch=operation.mismatch,
-            may_move=operation.thread == 0 or threads > waiting,
+            has_active_threads=operation.thread == 0 or threads > waiting,
             entered=self._book.entered(),
         )

@@ -46,12 +46,12 @@ class Verdicts:
         kind = message["kind"]
         if kind == "abort":
             self._aborted(message)
-        elif kind == "verdict":
+        elif kind == "decision":
             self._apply_decision(message)
-        elif kind == "left":
+        elif kind == "leave_notice":
             self._peer_left(message["rank"], message["entered"], message["skipped"])
-        elif kind == "are_you_there":
-            self._core.tell("here", **self._core.recorder.whereabouts())
+        elif kind == "ping":
+            self._core.tell("status", **self._core.recorder.whereabouts())
 
     def _call(self, operation: Request) -> str:
         return self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
@@ -69,7 +69,7 @@ class Verdicts:
                 )
             )
             return
-        if message["kind_of_break"] == "deadline" and operation is not None:
+        if message["failure_kind"] == "deadline" and operation is not None:
             missing = (
                 tuple(rank for rank in message["missing"] if rank != self._core.rank)
                 or operation.awaiting
@@ -90,7 +90,7 @@ class Verdicts:
     def _apply_decision(self, decision: Message) -> None:
         self._core.recorder.note("verdict", decision["text"])
         group = decision["group"]
-        if decision["waits"]:  # a rank waits in that call, and the deadlock detector saw it first
+        if decision["has_waiting_ranks"]:  # the deadlock detector saw this call first
             block = self._book.skipped_block(group, decision["call"], self._core.active)
             if block is not None:
                 self._refuse_following(
@@ -140,7 +140,12 @@ class Verdicts:
                 core.break_generation(PeerLost(peer, core.hosts.get(peer, ""), reason))
                 # Otherwise the others would first hear that this rank ended, and blame it.
                 core.tell(
-                    "broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer]
+                    "group_failure",
+                    failure_kind="lost",
+                    reason=reason,
+                    group=-1,
+                    call=-1,
+                    missing=[peer],
                 )
                 return now
         return now if self._cut and self._fail_without_cut_peers() else due
@@ -215,7 +220,7 @@ class Verdicts:
         The others learn both at once. A rank that knew only of the failed call would make the next
         one. That one might succeed, because this rank is already in it.
         """
-        self._core.left_run(group, block.members, last, block.following, reason)
+        self._core.abort_step(group, block.members, last, block.following, reason)
         rank = self._core.rank
         self._apply_decision(
             {

@@ -183,10 +183,15 @@ class Recorder:
         last = next(calls, None)
         stack = stack_text(main_stack(), _folder())
         if last is None:
-            return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
+            return {"last_call": "", "age_s": 0.0, "is_finished": True, "stack": stack}
         age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
         what = self.numbers.text(last.what, last.group, last.call)
-        return {"last": what, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
+        return {
+            "last_call": what,
+            "age_s": age_s,
+            "is_finished": last.ended_ns != 0,
+            "stack": stack,
+        }
 
     def record(
         self, reason: str = "", *, is_final: bool = True, stack: Sequence[StackFrame] = ()
