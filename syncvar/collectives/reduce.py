@@ -1,7 +1,7 @@
 """Reduce, reduce-scatter, scan and exclusive scan.
 
-The root ends with the combination of all ranks' values, each rank with its piece of it, or rank r
-with the combination of the ranks up to r (before r).
+The root ends with the combination of all ranks' values, or each rank with its piece of it. In a scan
+rank r ends with the combination of the ranks up to r (before r).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from syncvar.protocol.membership import Handshake, Member
 from syncvar.protocol.unreceived_messages import UnreceivedMessages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from syncvar.core.settings import RuntimeConfig
 
@@ -92,6 +92,16 @@ class Coordinator:
         self.stalls = Stalls(config.stall_warning_s)
         self._unreceived = UnreceivedMessages()
         self.has_warned = False
+        self._handlers: dict[str, Callable[[int, Message, float], list[Action]]] = {
+            "wait_report": self._wait_report,
+            "wait_end": self._wait_end,
+            "status": self._status,
+            "reject_call": self._reject_call,
+            "abort_step": self._abort_step,
+            "process_failure": self._process_failure,  # only if no launcher observes the process
+            "group_failure": self._group_failure,
+            "leave": self._leave,
+        }
 
     # -- messages of ranks -------------------------------------------------------------------------
 
@@ -151,60 +161,10 @@ class Coordinator:
 
     def message(self, rank: int, message: Message, now: float) -> list[Action]:
         """Handle a message of a rank that has joined."""
-        kind = message["kind"]
-        if kind == "wait_report":
-            return self._report(rank, message, now)
-        if kind == "status":
-            self.stalls.record_answer(rank, message, now)
-            return []
-        if kind == "wait_end":
-            self._reports.pop((rank, message["group"], message["call"]), None)
-            return []
-        if kind == "reject_call":
-            return self._refuse_call(rank, message)
-        if kind == "abort_step":
-            data = pack_message(
-                "decision",
-                group=message["group"],
-                call=message["call"] + 1,
-                last_call=message["last_call"],
-                text=f"rank {rank} {message['reason']}",
-                table={rank: message["reason"]},
-                has_waiting_ranks=False,
-            )
-            return self._tell(message["members"], data, but=rank)
-        if kind == "process_failure":  # sent only if no launcher observes the process
-            return self.ended(rank, message["reason"], now)
-        if kind == "group_failure":
-            return self._link_failed(rank, message)
-        if kind == "leave":
-            self._drop_reports(rank)
-            self.left[rank] = message["entered"]
-            texts = self._unreceived.leave(
-                rank, message["entered"], message["sent"], message["sites"]
-            )
-            data = pack_message(
-                "leave_notice", rank=rank, entered=message["entered"], skipped=message["skipped"]
-            )
-            return [*map(ShowMessage, texts), *self._tell_others(rank, data)]
-        raise WireError(f"a worker may not send {kind!r}")
-
-    def _link_failed(self, rank: int, message: Message) -> list[Action]:
-        self._drop_reports(rank)
-        reason = message["reason"]
-        if self.broken_by is None:
-            self.broken_by = (rank, reason)
-        if message["failure_kind"] != "lost":
-            return self._tell_others(rank, self._abort_data(rank, message))
-        # The reporter is alive; it has lost the connection to the peers in `missing`.
-        failed = [peer for peer in message["missing"] if peer in self.handshake.members]
-        self.lost |= set(failed)
-        others = [other for other in self.handshake.members if other not in failed]
-        return [
-            action
-            for peer in failed
-            for action in self._tell(others, self._lost_data(peer, reason), but=rank)
-        ]
+        handler = self._handlers.get(message["kind"])
+        if handler is None:
+            raise WireError(f"a worker may not send {message['kind']!r}")
+        return handler(rank, message, now)
 
     def ended(self, rank: int, reason: str, now: float) -> list[Action]:
         """Record that a rank's process has failed, for instance with "signal 9"."""
@@ -219,7 +179,7 @@ class Coordinator:
             for other in sorted(self.next_handshake.members)
             if other != rank
         ]
-        return self._tell_others(rank, data) + joining
+        return self._send_to_others(rank, data) + joining
 
     def fence_rank(self, rank: int, reason: str, now: float) -> list[Action]:
         """Record that a rank is unresponsive, and fence it.
@@ -254,7 +214,7 @@ class Coordinator:
             actions += self._judge(now)
         due = self.stalls.tick(list(self._reports.values()), now, self._may_answer)
         actions += [ShowMessage(sentence, is_stall=True) for sentence in due.sentences]
-        actions += self._tell(due.ask, pack_message("ping"))
+        actions += self._send(due.ask, pack_message("ping"))
         actions += [Unresponsive(rank, seconds) for rank, seconds in due.silent]
         return actions
 
@@ -279,7 +239,7 @@ class Coordinator:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _report(self, rank: int, message: Message, now: float) -> list[Action]:
+    def _wait_report(self, rank: int, message: Message, now: float) -> list[Action]:
         report = WaitReport(
             rank=rank,
             group=message["group"],
@@ -298,6 +258,55 @@ class Coordinator:
         )
         self._reports[rank, report.group, report.call] = report
         return self._judge(now)
+
+    def _wait_end(self, rank: int, message: Message, _now: float) -> list[Action]:
+        self._reports.pop((rank, message["group"], message["call"]), None)
+        return []
+
+    def _status(self, rank: int, message: Message, now: float) -> list[Action]:
+        self.stalls.record_answer(rank, message, now)
+        return []
+
+    def _abort_step(self, rank: int, message: Message, _now: float) -> list[Action]:
+        data = pack_message(
+            "decision",
+            group=message["group"],
+            call=message["call"] + 1,
+            last_call=message["last_call"],
+            text=f"rank {rank} {message['reason']}",
+            table={rank: message["reason"]},
+            has_waiting_ranks=False,
+        )
+        return self._send(message["members"], data, but=rank)
+
+    def _process_failure(self, rank: int, message: Message, now: float) -> list[Action]:
+        return self.ended(rank, message["reason"], now)
+
+    def _group_failure(self, rank: int, message: Message, _now: float) -> list[Action]:
+        self._drop_reports(rank)
+        reason = message["reason"]
+        if self.broken_by is None:
+            self.broken_by = (rank, reason)
+        if message["failure_kind"] != "lost":
+            return self._send_to_others(rank, self._abort_data(rank, message))
+        # The reporter is alive; it has lost the connection to the peers in `missing`.
+        failed = [peer for peer in message["missing"] if peer in self.handshake.members]
+        self.lost |= set(failed)
+        others = [other for other in self.handshake.members if other not in failed]
+        return [
+            action
+            for peer in failed
+            for action in self._send(others, self._lost_data(peer, reason), but=rank)
+        ]
+
+    def _leave(self, rank: int, message: Message, _now: float) -> list[Action]:
+        self._drop_reports(rank)
+        self.left[rank] = message["entered"]
+        texts = self._unreceived.leave(rank, message["entered"], message["sent"], message["sites"])
+        data = pack_message(
+            "leave_notice", rank=rank, entered=message["entered"], skipped=message["skipped"]
+        )
+        return [*map(ShowMessage, texts), *self._send_to_others(rank, data)]
 
     def _judge(self, now: float) -> list[Action]:
         reports = list(self._reports.values())
@@ -327,12 +336,12 @@ class Coordinator:
             # Ranks that are already past this call get the error in their next one.
             has_waiting_ranks=True,
         )
-        return self._tell(finding.members, data)
+        return self._send(finding.members, data)
 
     def _may_answer(self, rank: int) -> bool:
         return rank in self.handshake.members and rank not in self.left and rank not in self.gone
 
-    def _refuse_call(self, rank: int, message: Message) -> list[Action]:
+    def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]
         table = {rank: f"{message['description']}: {message['reason']}"}
         for (other, other_group, other_call), report in self._reports.items():
@@ -347,7 +356,7 @@ class Coordinator:
             table=table,
             has_waiting_ranks=False,
         )
-        return self._tell(message["members"], data, but=rank)
+        return self._send(message["members"], data, but=rank)
 
     def _members_data(self, receiver: Member) -> bytes:
         members = self.handshake.members.items()
@@ -378,7 +387,7 @@ class Coordinator:
         ]
 
     def _abort(self, rank: int, reason: str) -> list[Action]:
-        return self._tell_others(rank, self._lost_data(rank, reason))
+        return self._send_to_others(rank, self._lost_data(rank, reason))
 
     def _lost_data(self, rank: int, reason: str) -> bytes:
         fields = {"failure_kind": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
@@ -390,10 +399,10 @@ class Coordinator:
             "abort", rank=rank, host=self.host(rank), **{name: fields[name] for name in names}
         )
 
-    def _tell_others(self, rank: int, data: bytes) -> list[Action]:
-        return self._tell(self.handshake.members, data, but=rank)
+    def _send_to_others(self, rank: int, data: bytes) -> list[Action]:
+        return self._send(self.handshake.members, data, but=rank)
 
-    def _tell(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
+    def _send(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
         return [
             SendMessage(rank, data)
             for rank in sorted(ranks)

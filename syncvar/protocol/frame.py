@@ -60,7 +60,7 @@ CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
 
 
 class Header(NamedTuple):
-    """A parsed header.
+    """The header of a frame.
 
     Args:
         kind: Purpose of the frame, a FrameType.
@@ -79,39 +79,16 @@ class Header(NamedTuple):
     source: int
     generation: int
     group: int
-    call: int
-    round: int
-    segment: int
-    fingerprint: int
-    nbytes: int
+    call: int = 0
+    round: int = 0
+    segment: int = 0
+    fingerprint: int = 0
+    nbytes: int = 0
 
-
-def pack_header(  # noqa: PLR0917  (one argument for each field of the header)
-    kind: int,
-    source: int,
-    generation: int,
-    group: int,
-    call: int = 0,
-    round_index: int = 0,
-    segment: int = 0,
-    fingerprint: int = 0,
-    nbytes: int = 0,
-) -> bytes:
-    """Return the bytes of a header; see `Header` for the fields."""
-    body = _BODY.pack(
-        _MAGIC,
-        PROTOCOL_VERSION,
-        kind,
-        source,
-        generation,
-        group,
-        call,
-        round_index,
-        segment,
-        fingerprint,
-        nbytes,
-    )
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+    def pack(self) -> bytes:
+        """Return the header as bytes."""
+        body = _BODY.pack(_MAGIC, PROTOCOL_VERSION, *self)
+        return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
 def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:

@@ -16,14 +16,13 @@ import itertools
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import DeadlineExceeded
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.runtime.flight_recorder.call_record import UNRECORDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.core.errors import SyncvarError
-    from syncvar.protocol.frame import Header
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
@@ -186,9 +185,9 @@ class GetRequests:
         payload: memoryview | None,
     ) -> None:
         nbytes = 0 if payload is None else payload.nbytes
-        header = pack_header(
+        header = Header(
             kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes
-        )
+        ).pack()
         self.frames_sent += 1
         self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
 

@@ -13,7 +13,7 @@ import numpy as np
 from syncvar.algorithms.compile_schedule import INCOMING_LEFT, OVERWRITE
 from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.runtime.programs.arithmetic import combine_two
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class LinkExchange:
         while True:
             end = min(stop, start + per_segment)
             piece = array[start:end]
-            header = pack_header(
+            header = Header(
                 FrameType.DATA,
                 sink.rank,
                 sink.generation,
@@ -282,7 +282,7 @@ class LinkExchange:
                 segment,
                 fingerprint,
                 piece.nbytes,
-            )
+            ).pack()
             sink.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1
             start = end

@@ -16,7 +16,7 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
-from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,7 +75,8 @@ class Flow:
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
             self._transport.send(
-                peer, pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
+                peer,
+                Header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed).pack(),
             )
             owed = 0
         self._owed[key] = owed
@@ -101,14 +102,14 @@ class Flow:
 
         A rank that does not poll would not notice.
         """
-        header = pack_header(
+        header = Header(
             FrameType.WAKE,
             self.rank,
             self.generation,
             operation.group,
             operation.call,
             fingerprint=operation.fingerprint,
-        )
+        ).pack()
         self._transport.send(peer, header)
 
     def rest(self, group: int, peer: int) -> None:
@@ -124,7 +125,7 @@ class Flow:
             if owed:
                 self._transport.send(
                     peer,
-                    pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed),
+                    Header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed).pack(),
                 )
 
     def go_on(self, group: int) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncvar.algorithms.builders import build, build_all
 from syncvar.algorithms.compile_schedule import LinkSchedule, compile_for_links
 from syncvar.algorithms.hierarchical import COMPOSED, stages
+from syncvar.algorithms.schedule import ScheduleArgs
 from syncvar.algorithms.selection import choose, suited
 from syncvar.runtime.programs.round_runner import prepare_published
 
@@ -127,18 +128,13 @@ class Planner:
             rows: Any = counts if is_matrix else (counts,)
             is_even = len({count for row in rows for count in row}) == 1
             total = sum(map(sum, rows)) // size if is_matrix else sum(counts)
+        args = ScheduleArgs(rank, size, root=root, **sizes)
         wanted = algorithm or suited(
             collective, self.forced.get(collective), size, even=is_even, reproducible=reproducible
         )
         if wanted is None and self._host_sizes is not None and collective in COMPOSED:
             parts = stages(
-                collective,
-                self._host_sizes,
-                rank,
-                itemsize=itemsize,
-                root=root,
-                reproducible=reproducible,
-                **sizes,
+                collective, self._host_sizes, args, itemsize=itemsize, reproducible=reproducible
             )
             if parts is not None:
                 return _prepare_stages(parts, self._members)
@@ -155,9 +151,7 @@ class Planner:
             return prepare_published(
                 build_all(collective, chosen, size, root=root, **sizes), rank, root
             )
-        return compile_for_links(
-            build(collective, chosen, rank, size, root=root, **sizes), self._members
-        )
+        return compile_for_links(build(collective, chosen, args), self._members)
 
 
 def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:
