@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives.reduce_args import persistent_reduction
+from syncvar.collectives.reduce_args import ReduceOptions, persistent_reduction
 from syncvar.core.errors import DeadlineExceeded, MismatchError, PeerLost, SyncvarError
 from syncvar.variables.collective_requests import request_of
 from syncvar.variables.persistent_access import cached_reads, read_only
@@ -92,7 +92,8 @@ def _read_together(
         return state.storage.expose()
     if travel in _SUMS:
         op = "sum" if travel is Travel.SUM else "mean"
-        call = persistent_reduction(communicator, array, op, what, owner.reproducible)
+        options = ReduceOptions(owner.reproducible)
+        call = persistent_reduction(communicator, array, op, what, options)
         if call is not None:
             cached, look = cached_reads(owner, state.storage, state.tally, call)
             state.reading[where] = cached
