@@ -43,22 +43,16 @@ _NOWHERE = Chunk(0, 0)
 
 
 class StagePart(NamedTuple):
-    """The part of one rank in one stage.
+    """The part of one rank in one stage."""
 
-    Args:
-        on_host: Whether the members are ranks of this rank's host; else they are ranks of different
-            hosts.
-        members: Ranks of the group in the order of the schedule's ranks; empty if this rank is
-            idle.
-        chunk: The elements of WORK that are the schedule's WORK.
-        plan: The schedule of this rank; None if it is idle.
-        plans: On a host the schedules of all members, from which publications follow.
-    """
-
+    # Whether the members are ranks of this rank's host; else they are ranks of different
+    # hosts.
     on_host: bool
+    # Ranks of the group in the order of the schedule's ranks; empty if this rank is idle.
     members: tuple[int, ...] = ()
-    chunk: Chunk = _NOWHERE
-    plan: Schedule | None = None
+    chunk: Chunk = _NOWHERE  # the elements of WORK that are the schedule's WORK
+    plan: Schedule | None = None  # the schedule of this rank; None if it is idle
+    # On a host the schedules of all members, from which publications follow.
     plans: tuple[Schedule, ...] = ()
 
 

@@ -170,18 +170,14 @@ def scatter_object(
 
 
 class _ObjectCollective(NamedTuple):
-    """One of the four calls.
+    """One of the four calls."""
 
-    Args:
-        name: The public call.
-        pack: Function of (communicator, object, root) that returns this rank's packed objects.
-        make: Function of (name, communicator, packed, root) that returns the request.
-        finish: Function of (communicator, packed, root) that returns the result of the call.
-    """
-
-    name: str
+    name: str  # the public call
+    # Function of (communicator, object, root) that returns this rank's packed objects.
     pack: Callable[[Communicator, Any, int | None], list[bytes]]
+    # Function of (name, communicator, packed, root) that returns the request.
     make: Callable[[str, Communicator, list[bytes], Any], TransferArgs]
+    # Function of (communicator, packed, root) that returns the result of the call.
     finish: Callable[[Communicator, list[bytes], int | None], Any]
 
 

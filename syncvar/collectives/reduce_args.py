@@ -42,17 +42,12 @@ _LOCATING = ("minloc", "maxloc")
 
 
 class ReduceOptions(NamedTuple):
-    """Options of an all-reduce.
+    """Options of an all-reduce."""
 
-    Args:
-        reproducible: Whether the ranks combine by the reproducible tree.
-        algorithm: Name of the algorithm; None lets syncvar choose.
-        apply: Ufunc: the output becomes apply(output, result), and half types are rounded after
-            that. None stores the result.
-    """
-
-    reproducible: bool = False
-    algorithm: str | None = None
+    reproducible: bool = False  # whether the ranks combine by the reproducible tree
+    algorithm: str | None = None  # name of the algorithm; None lets syncvar choose
+    # Ufunc: the output becomes apply(output, result), and half types are rounded after that.
+    # None stores the result.
     apply: np.ufunc | None = None
 
 

@@ -34,17 +34,11 @@ class SendMessage(NamedTuple):
 
 
 class ShowMessage(NamedTuple):
-    """Text for the user.
-
-    Args:
-        text: The text.
-        is_stall: Whether it is about a stalled call.
-        absent: Ranks that have not joined and that others wait for.
-    """
+    """Text for the user."""
 
     text: str
-    is_stall: bool = False
-    absent: tuple[int, ...] = ()
+    is_stall: bool = False  # whether it is about a stalled call
+    absent: tuple[int, ...] = ()  # ranks that have not joined and that others wait for
 
 
 class AbortJob(NamedTuple):

@@ -60,30 +60,21 @@ CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
 
 
 class Header(NamedTuple):
-    """The header of a frame.
+    """The header of a frame."""
 
-    Args:
-        kind: Purpose of the frame, a FrameType.
-        source: World rank of the sender.
-        generation: Version of the membership.
-        group: Identity of the group, the same on all its ranks.
-        call: Call number within the group; in ASK and ANSWER: the asker's number of the question.
-        round: Round of the schedule, counted over all stages; in ANSWER: frames of the answer.
-        segment: Index of this part of the chunk.
-        fingerprint: 64-bit hash of (collective, op, dtype, shape, root, name); in ASK and ANSWER:
-            hash of the question.
-        nbytes: Bytes of the payload; in CREDIT: bytes given back.
-    """
-
-    kind: int
-    source: int
-    generation: int
-    group: int
+    kind: int  # purpose of the frame, a FrameType
+    source: int  # world rank of the sender
+    generation: int  # version of the membership
+    group: int  # identity of the group, the same on all its ranks
+    # Call number within the group; in ASK and ANSWER: the asker's number of the question.
     call: int = 0
+    # Round of the schedule, counted over all stages; in ANSWER: frames of the answer.
     round: int = 0
-    segment: int = 0
+    segment: int = 0  # index of this part of the chunk
+    # 64-bit hash of (collective, op, dtype, shape, root, name); in ASK and ANSWER: hash of
+    # the question.
     fingerprint: int = 0
-    nbytes: int = 0
+    nbytes: int = 0  # bytes of the payload; in CREDIT: bytes given back
 
     def pack(self) -> bytes:
         """Return the header as bytes."""

@@ -150,19 +150,12 @@ class Member(NamedTuple):
 
 @dataclass(slots=True)
 class Handshake:
-    """Handshake of all ranks.
+    """Handshake of all ranks."""
 
-    Args:
-        world_size: Ranks that must join.
-        generation: Version of the membership.
-        timeout_s: Longest time from the first join to the last, in seconds.
-        interval_s: Interval of the messages that name missing ranks, in seconds.
-    """
-
-    world_size: int
-    generation: int
-    timeout_s: float
-    interval_s: float
+    world_size: int  # ranks that must join
+    generation: int  # version of the membership
+    timeout_s: float  # longest time from the first join to the last, in seconds
+    interval_s: float  # interval of the messages that name missing ranks, in seconds
     members: dict[int, Member] = field(default_factory=dict)
     began: float | None = None
     named: float = 0.0
@@ -255,30 +248,19 @@ class Handshake:
 
 
 class Suspicion(NamedTuple):
-    """A rank's new state.
+    """A rank's new state."""
 
-    Args:
-        rank: The rank.
-        is_lost: True if it has failed, False if it is suspected.
-        reason: Reason, as text.
-    """
-
-    rank: int
-    is_lost: bool
-    reason: str
+    rank: int  # the rank
+    is_lost: bool  # true if it has failed, False if it is suspected
+    reason: str  # reason, as text
 
 
 @dataclass(slots=True)
 class Health:
-    """Signs of life of the ranks of one host or job.
+    """Signs of life of the ranks of one host or job."""
 
-    Args:
-        suspect_after_s: Silence after which a rank is suspected, in seconds.
-        lost_after_s: Silence after which a rank has failed, in seconds.
-    """
-
-    suspect_after_s: float
-    lost_after_s: float
+    suspect_after_s: float  # silence after which a rank is suspected, in seconds
+    lost_after_s: float  # silence after which a rank has failed, in seconds
     _silent_since: dict[int, float] = field(default_factory=dict)
     _suspected: set[int] = field(default_factory=set)
     _lost: set[int] = field(default_factory=set)
