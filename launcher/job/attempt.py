@@ -271,7 +271,7 @@ class Attempt:
             ]
         else:
             states = [f"{server.describe()} has not imported NumPy and syncvar"]
-        sentence = overdue.sentence(states, set(self.store.coordinator.roll.members))
+        sentence = overdue.sentence(states, set(self.store.coordinator.handshake.members))
         if not overdue.has_failed:
             self.report.has_notice = True
             self.console.events.add("stall", text=sentence)

@@ -157,7 +157,7 @@ class WorkerSet:
     @property
     def next_generation(self) -> int:
         """The first generation that no rank of this attempt can have joined."""
-        coming = self.store.coordinator.next_roll
+        coming = self.store.coordinator.next_handshake
         return coming.generation + 1 if coming.members else coming.generation
 
     # -- starting ----------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class WorkerSet:
             self.console.events.add("server_copy", server=server, of=of)
             self.console.show(f"server {server} has a new copy of the variables of server {of}")
         coordinator = self.store.coordinator
-        roll = coordinator.roll
+        roll = coordinator.handshake
         if roll.is_complete and roll.generation != self._met:
             self.has_met, self._met = True, roll.generation
             self.console.events.add("met", generation=self._met, after_s=now - self.began)
@@ -330,7 +330,7 @@ class WorkerSet:
 
     def _is_member(self, rank: int) -> bool:
         coordinator = self.store.coordinator
-        return rank in coordinator.roll.members and rank not in coordinator.left
+        return rank in coordinator.handshake.members and rank not in coordinator.left
 
     # -- actions of the supervisor -----------------------------------------------------------------
 

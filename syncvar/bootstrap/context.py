@@ -116,7 +116,7 @@ class ProcessContext:
         self._have_shm: frozenset[int] = frozenset()  # hosts on which all ranks have shared memory
         if transport is not None and control is not None:
             answer = join_handshake(me, config, transport, control, generation, self.without_shm)
-            self.hosts = HostMap.of_places(answer["places"])
+            self.hosts = HostMap.of_places(answer["host_indices"])
             if self.hosts.ranks(self.host_index) != self.local_ranks:
                 raise RendezvousError(
                     f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
@@ -311,7 +311,7 @@ class ProcessContext:
                 and engine.failure is None
             ):
                 # a launcher would notice it by itself
-                self._control.send(pack_message("failed", reason=reason))
+                self._control.send(pack_message("process_failure", reason=reason))
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
             if self._control is not None:

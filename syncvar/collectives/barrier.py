@@ -48,7 +48,7 @@ def barrier(
     return None if isinstance(work, np.ndarray) else work
 
 
-def _request(communicator: Communicator, _x: Any, _out: None, _keep: bool) -> _BarrierCall:
+def _request(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
     return _BarrierCall("barrier", fingerprint("barrier"), meeting(communicator))
 
 

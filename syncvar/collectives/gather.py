@@ -106,14 +106,14 @@ def gather_form(x: Any, axis: Any) -> NDArray[Any] | None:
     return array if array.ndim else array.reshape(1)
 
 
-def gather_request(
+def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
     communicator: Communicator,
     x: Any,
     out: Any = None,
-    keep: bool = False,
     axis: int = 0,
     algorithm: str | None = None,
     *,
+    keep: bool = False,
     name: str = "all_gather",
     root: int | None = None,
 ) -> TransferArgs:
@@ -238,7 +238,7 @@ def gathered_blocks(
 
 
 @native_dispatch(second="root", usual=0, positions=2)
-def gather(
+def gather(  # noqa: PLR0913  (public signature)
     x: Any,
     root: int = 0,
     *,
@@ -300,9 +300,12 @@ def _rooted_request(
     communicator: Communicator,
     x: Any,
     out: Any,
-    keep: bool,
     root: int,
     axis: int,
     algorithm: str | None,
+    *,
+    keep: bool,
 ) -> TransferArgs:
-    return gather_request(communicator, x, out, keep, axis, algorithm, name="gather", root=root)
+    return gather_request(
+        communicator, x, out, axis, algorithm, keep=keep, name="gather", root=root
+    )

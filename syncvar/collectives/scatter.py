@@ -111,7 +111,7 @@ def _scatter_form(
 
 
 def _scatter_request(
-    communicator: Communicator, x: Any, out: Any, keep: bool, root: int, algorithm: str | None
+    communicator: Communicator, x: Any, out: Any, root: int, algorithm: str | None, *, keep: bool
 ) -> TransferArgs:
     """Check the arguments and return the request; `keep` copies the root's arrays."""
     size, rank = communicator.size, communicator.member_rank
@@ -273,7 +273,7 @@ def _exchange_form(
 
 
 def _exchange_request(
-    communicator: Communicator, parts: Any, out: Any, keep: bool, algorithm: str | None
+    communicator: Communicator, parts: Any, out: Any, algorithm: str | None, *, keep: bool
 ) -> TransferArgs:
     """Check the arguments and return the request; `keep` copies the parts."""
     size, rank = communicator.size, communicator.member_rank

@@ -145,7 +145,7 @@ class StartedCalls:
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
         if operation.reported and self._core.failure is None:
-            self._core.send_control("resumed", group=operation.group, call=operation.call)
+            self._core.send_control("wait_end", group=operation.group, call=operation.call)
         if operation.thread:
             self._core.hand_over()
 
@@ -195,8 +195,8 @@ class StartedCalls:
         self._core.break_generation(error)
         reason = f"gave up {call} after {operation.timeout_s:g} s"
         self._core.send_control(
-            "broke",
-            kind_of_break="deadline",
+            "group_failure",
+            failure_kind="deadline",
             reason=reason,
             group=operation.group,
             call=operation.call,
@@ -220,18 +220,18 @@ class StartedCalls:
                         peer, operation.group, operation.call, operation.fingerprint
                     )
         self._core.send_control(
-            "report",
+            "wait_report",
             group=operation.group,
             members=list(operation.members),
             call=operation.call,
             ordinal=self._core.recorder.numbers.ordinal(operation.group, operation.call),
             fingerprint=operation.fingerprint,
-            what=operation.label,
+            description=operation.label,
             site=call_site(operation.thread),
             awaiting=list(operation.awaiting),
             waited_s=now - operation.started,
             mismatch=operation.mismatch,
-            may_move=operation.thread == 0 or threads > waiting,
+            has_active_threads=operation.thread == 0 or threads > waiting,
             entered=self._book.entered(),
         )
 
@@ -263,10 +263,10 @@ class Verdicts:
             self._aborted(message)
         elif kind == "verdict":
             self._apply_decision(message)
-        elif kind == "left":
+        elif kind == "leave_notice":
             self._peer_left(message["rank"], message["entered"], message["skipped"])
-        elif kind == "are_you_there":
-            self._core.send_control("here", **self._core.recorder.whereabouts())
+        elif kind == "ping":
+            self._core.send_control("status", **self._core.recorder.whereabouts())
 
     def _call(self, operation: Request) -> str:
         return self._core.recorder.numbers.text(operation.label, operation.group, operation.call)
@@ -284,7 +284,7 @@ class Verdicts:
                 )
             )
             return
-        if message["kind_of_break"] == "deadline" and operation is not None:
+        if message["failure_kind"] == "deadline" and operation is not None:
             missing = (
                 tuple(rank for rank in message["missing"] if rank != self._core.rank)
                 or operation.awaiting
@@ -305,7 +305,7 @@ class Verdicts:
     def _apply_decision(self, decision: Message) -> None:
         self._core.recorder.note("verdict", decision["text"])
         group = decision["group"]
-        if decision["waits"]:  # a rank waits in that call, and the deadlock detector saw it first
+        if decision["has_waiting_ranks"]:  # the deadlock detector saw this call first
             block = self._book.skipped_block(group, decision["call"], self._core.active)
             if block is not None:
                 self._refuse_following(
@@ -355,7 +355,12 @@ class Verdicts:
                 core.break_generation(PeerLost(peer, core.hosts.get(peer, ""), reason))
                 # Otherwise the others would first hear that this rank ended, and blame it.
                 core.send_control(
-                    "broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer]
+                    "group_failure",
+                    failure_kind="lost",
+                    reason=reason,
+                    group=-1,
+                    call=-1,
+                    missing=[peer],
                 )
                 return now
         return now if self._cut and self._fail_without_cut_peers() else due
@@ -430,7 +435,7 @@ class Verdicts:
         The others learn both at once. A rank that knew only of the failed call would make the next
         one. That one might succeed, because this rank is already in it.
         """
-        self._core.left_run(group, block.members, last, block.following, reason)
+        self._core.abort_step(group, block.members, last, block.following, reason)
         rank = self._core.rank
         self._apply_decision(
             {

@@ -131,7 +131,7 @@ class MembershipRoll(Protocol):
     def require_all(self, label: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left."""
 
-    def left_run(self, error: BaseException) -> None:
+    def abort_step(self, error: BaseException) -> None:
         """Make no more calls in the block."""
 
 
@@ -389,7 +389,7 @@ class Communicator(CommunicatorState):
         if self.engine is not None and self.size > 1:
             self.engine.book.announce(self.identity, call + 1)
             reason = f"{type(error).__name__}: {error}"
-            self.engine.report_refused_call(self.identity, self.members, call, name, reason)
+            self.engine.reject_call(self.identity, self.members, call, name, reason)
 
     def require_free(self, name: str) -> None:
         """Raise an error, before anything is numbered or sent, if no call can be made."""
@@ -446,10 +446,10 @@ class Communicator(CommunicatorState):
         """
         if self.engine is not None and self.engine.failure is None:
             if self.uneven is not None:
-                self.uneven.left_run(error)
+                self.uneven.abort_step(error)
             if self.size > 1:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
-                self.engine.left_run(
+                self.engine.abort_step(
                     self.identity, self.members, self.next_call - 1, self._block_end, reason
                 )
         end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)

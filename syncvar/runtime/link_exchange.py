@@ -16,7 +16,7 @@ import numpy as np
 from syncvar.algorithms.compile_schedule import INCOMING_LEFT, OVERWRITE
 from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
-from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header
 from syncvar.runtime.arithmetic import combine_two
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class LinkExchange:
         while True:
             end = min(stop, start + per_segment)
             piece = array[start:end]
-            header = pack_header(
+            header = Header(
                 FrameType.DATA,
                 sink.rank,
                 sink.generation,
@@ -286,7 +286,7 @@ class LinkExchange:
                 segment,
                 fingerprint,
                 piece.nbytes,
-            )
+            ).pack()
             sink.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1
             start = end
@@ -363,7 +363,8 @@ class Flow:
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
             self._transport.send(
-                peer, pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
+                peer,
+                Header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed).pack(),
             )
             owed = 0
         self._owed[key] = owed
@@ -390,9 +391,9 @@ class Flow:
 
     def notify_waiting(self, peer: int, group: int, call: int, fingerprint: int) -> None:
         """Inform a rank, which may not poll, that this rank waits for it in shared memory."""
-        header = pack_header(
+        header = Header(
             FrameType.WAKE, self.rank, self.generation, group, call, fingerprint=fingerprint
-        )
+        ).pack()
         self._transport.send(peer, header)
 
     def rest(self, group: int, peer: int) -> None:
@@ -408,7 +409,7 @@ class Flow:
             if owed:
                 self._transport.send(
                     peer,
-                    pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed),
+                    Header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed).pack(),
                 )
 
     def go_on(self, group: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import DeadlineExceeded, InternalError, SyncvarError
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount
 from syncvar.runtime.call_record import UNRECORDED, own_site
 from syncvar.runtime.request import BodyError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.protocol.frame import Header
     from syncvar.runtime.call_record import PendingRecord
     from syncvar.runtime.link_exchange import LinkExchange
     from syncvar.runtime.p2p_endpoints import Key, Landing, Received, RecvEndpoint, SendEndpoint
@@ -402,9 +401,9 @@ class GetRequests:
         payload: memoryview | None,
     ) -> None:
         nbytes = 0 if payload is None else payload.nbytes
-        header = pack_header(
+        header = Header(
             kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes
-        )
+        ).pack()
         self.frames_sent += 1
         self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
 

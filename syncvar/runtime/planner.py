@@ -13,7 +13,7 @@ from syncvar.algorithms.compile_schedule import (
     publications,
 )
 from syncvar.algorithms.hierarchical import COMPOSED, stages
-from syncvar.algorithms.schedule import Buffer, Copy, RecvReduce
+from syncvar.algorithms.schedule import Buffer, Copy, RecvReduce, ScheduleArgs
 from syncvar.algorithms.selection import choose, suited
 from syncvar.runtime.arithmetic import Arithmetic
 from syncvar.runtime.compile_reduce import EVERYWHERE, ResultPlacement
@@ -236,18 +236,13 @@ class Planner:
             rows: Any = counts if is_matrix else (counts,)
             is_even = len({count for row in rows for count in row}) == 1
             total = sum(map(sum, rows)) // size if is_matrix else sum(counts)
+        args = ScheduleArgs(rank, size, root=root, **sizes)
         wanted = algorithm or suited(
             collective, self.forced.get(collective), size, even=is_even, reproducible=reproducible
         )
         if wanted is None and self._host_sizes is not None and collective in COMPOSED:
             parts = stages(
-                collective,
-                self._host_sizes,
-                rank,
-                itemsize=itemsize,
-                root=root,
-                reproducible=reproducible,
-                **sizes,
+                collective, self._host_sizes, args, itemsize=itemsize, reproducible=reproducible
             )
             if parts is not None:
                 return _prepare_stages(parts, self._members)
@@ -264,9 +259,7 @@ class Planner:
             return prepare_published(
                 build_all(collective, chosen, size, root=root, **sizes), rank, root
             )
-        return compile_for_links(
-            build(collective, chosen, rank, size, root=root, **sizes), self._members
-        )
+        return compile_for_links(build(collective, chosen, args), self._members)
 
 
 def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:

@@ -283,7 +283,7 @@ class ProgressEngine(Core):
             if self.failure is None:
                 counts = pack_counts(self.sent.counts(self.book.following))
                 self.send_control_async(
-                    "leaving", entered=self.book.entered(), skipped=self.book.skipped(), **counts
+                    "leave", entered=self.book.entered(), skipped=self.book.skipped(), **counts
                 )
 
     def disown(self, failure: UsageError) -> None:

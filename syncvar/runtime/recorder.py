@@ -245,10 +245,11 @@ class Recorder:
         last = next(calls, None)
         stack = stack_text(main_stack(), _folder())
         if last is None:
-            return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
+            return {"last_call": "", "age_s": 0.0, "is_finished": True, "stack": stack}
         age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
         label = self.numbers.text(last.label, last.group, last.call)
-        return {"last": label, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
+        is_finished = last.ended_ns != 0
+        return {"last_call": label, "age_s": age_s, "is_finished": is_finished, "stack": stack}
 
     def record(
         self, reason: str = "", *, is_final: bool = True, stack: Sequence[StackFrame] = ()

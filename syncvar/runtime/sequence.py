@@ -267,7 +267,7 @@ class SequenceTracker:
         else:
             block.is_reported = True
         # Otherwise the ranks have left the block, and no rank waits.
-        if not any(old["waits"] for old in overlapping):
+        if not any(old["has_waiting_ranks"] for old in overlapping):
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
@@ -278,7 +278,7 @@ class SequenceTracker:
                 "last_call": following,
                 "text": text,
                 "table": table,
-                "waits": False,
+                "has_waiting_ranks": False,
             }
         )
         return True

@@ -271,7 +271,7 @@ class Core(AdmissionState):
         data = pack_message(kind, **fields)
         self.post_to_driver(lambda: self.control.send(data))
 
-    def report_refused_call(
+    def reject_call(
         self, group: int, members: tuple[int, ...], call: int, label: str, reason: str
     ) -> None:
         """Report that this rank's call had a bad argument.
@@ -279,26 +279,26 @@ class Core(AdmissionState):
         The other ranks raise MismatchError at once.
         """
         self.send_control_async(
-            "poison",
+            "reject_call",
             group=group,
             members=list(members),
             call=call,
-            what=label,
+            description=label,
             reason=reason[:_REASON_MAX],
         )
 
-    def left_run(
+    def abort_step(
         self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str
     ) -> None:
         """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
         if self.async_calls:
             self.adopt()
         self.send_control_async(
-            "left_run",
+            "abort_step",
             group=group,
             members=list(members),
             call=call,
-            epoch_end=epoch_end,
+            last_call=epoch_end,
             reason=reason[:_REASON_MAX],
         )
 
@@ -313,7 +313,9 @@ class Core(AdmissionState):
             self.adopt()
         for one in self.book.check_ended_blocks(groups, SKIPPED_CALL, self.rank):
             self.is_quiet = False
-            self.left_run(one.identity, one.members, one.next_call - 1, one.next_call, SKIPPED_CALL)
+            self.abort_step(
+                one.identity, one.members, one.next_call - 1, one.next_call, SKIPPED_CALL
+            )
 
     # -- failure of the group ----------------------------------------------------------------------
 
@@ -347,7 +349,12 @@ class Core(AdmissionState):
             reason = f"interrupted by {type(error).__name__} in {location}"
             self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
             self.send_control_async(
-                "broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[]
+                "group_failure",
+                failure_kind="interrupted",
+                reason=reason,
+                group=-1,
+                call=-1,
+                missing=[],
             )
 
     def report_accident(self, operation: Request) -> None:
@@ -359,7 +366,7 @@ class Core(AdmissionState):
             self.interrupted(operation, error)
         else:
             reason = f"{type(error).__name__}: {error}"
-            self.report_refused_call(
+            self.reject_call(
                 operation.group, operation.members, operation.call, operation.label, reason
             )
 

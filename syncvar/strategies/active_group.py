@@ -141,7 +141,7 @@ class ActiveGroup:
         work._operation.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
         return work
 
-    def left_run(self, error: BaseException) -> None:
+    def abort_step(self, error: BaseException) -> None:
         """End the block, because an exception has left `strategy.run` on this rank.
 
         The membership all-reduces cannot be skipped as the calls of a run are: a rank that has
@@ -155,7 +155,7 @@ class ActiveGroup:
         engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
             following = 0 if self._rolls is None else self._rolls.next_call
-            engine.left_run(
+            engine.abort_step(
                 self._identity_of("rolls"), self.working, following - 1, following + _LAST, reason
             )
 

@@ -15,7 +15,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_persistent, native_dispatch
 from syncvar.collectives.gather import gather_request
-from syncvar.collectives.reduce_args import ReduceArgs, form_of
+from syncvar.collectives.reduce_args import ReduceArgs, ReduceOptions, form_of
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
@@ -134,8 +134,9 @@ class _Reduction(NamedTuple):
         self, communicator: Communicator, *, reproducible: bool, is_finished: bool = True
     ) -> ReduceArgs:
         """Return the request that combines the arrays; its result is the value, or the arrays."""
+        options = ReduceOptions(reproducible)
         request = reduce_request(
-            communicator, self.arrays, self.op, reproducible=reproducible, name=self.name
+            communicator, self.arrays, self.op, name=self.name, options=options
         )
         finish = self.finish if is_finished else list
         whole = _structured(request, finish, self.treedef, self.name, self.arrays)

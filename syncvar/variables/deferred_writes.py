@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from syncvar.collectives.buckets import reduce_together
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
@@ -310,9 +311,8 @@ class WriteQueue:
         sums = self._sums(waiting[:count])
         hows = [reduction(one.op, one.x.dtype) for one in sums]
         arrays = [one.x for one in sums]
-        results = yield from reduce_together(
-            calls, arrays, hows, [None] * len(sums), self._owner.reproducible
-        )
+        options = ReduceOptions(self._owner.reproducible)
+        results = yield from reduce_together(calls, arrays, hows, [None] * len(sums), options)
         return FlushResult(count, list(zip(sums, results, strict=True)))
 
     def _table(self, text: str) -> Generator[Stage, None, dict[int, str]]:

@@ -73,10 +73,13 @@ class Pair:
 def barrier_operation(engine, call):
     from syncvar.algorithms.builders import build
     from syncvar.algorithms.compile_schedule import compile_for_links
+    from syncvar.algorithms.schedule import ScheduleArgs
 
     def body():
         yield Stage(
-            compile_for_links(build("barrier", "dissemination", engine.rank, 2), (0, 1)),
+            compile_for_links(
+                build("barrier", "dissemination", ScheduleArgs(engine.rank, 2)), (0, 1)
+            ),
             np.empty(0, np.uint8),
         )
         return call

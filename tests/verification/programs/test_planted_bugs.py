@@ -61,7 +61,7 @@ def first_replica_is_the_last(patch):
     right = requests_module.broadcast_request
 
     def wrong(communicator, x, root, **options):
-        return right(communicator, x, communicator.size - 1, **options)
+        return right(communicator, x, root=communicator.size - 1, **options)
 
     patch.setattr(requests_module, "broadcast_request", wrong)
 
