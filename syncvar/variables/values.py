@@ -1,4 +1,9 @@
-"""Values of variables."""
+"""What a program passes to variables, and what acts as an array.
+
+`PerReplica` and `Mirrored` hold this process's part of a value; `ArrayProtocol` makes a variable
+behave like the array that reading returns. `operand_array` and `check_rows` convert the operands of
+writes.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +104,7 @@ class Mirrored(DistributedValues, NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
         array = np.asarray(self._value, dtype=dtype)
         return array.copy() if copy and array is self._value else array
 
@@ -148,11 +153,11 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         """Return the name."""
         raise NotImplementedError
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:
+    def read_value(self, *, copy: bool = True) -> NDArray[Any]:
         """Return the value; see `Variable.read_value`."""
         raise NotImplementedError
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
         value = self.read_value()
         if dtype is not None and value.dtype != dtype:
             if copy is False:
@@ -185,11 +190,9 @@ class ArrayProtocol(NDArrayOperatorsMixin):
                 f"NumPy's DLPack does not know {value.dtype}: write np.asarray(v), or "
                 "torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
             )
-        options = (
-            {"stream": stream}
-            if max_version is None
-            else {"max_version": max_version, "dl_device": dl_device}
-        )
+        options = {"stream": stream}
+        if max_version is not None:
+            options = {"max_version": max_version, "dl_device": dl_device}
         return value.copy().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -263,8 +266,10 @@ class ArrayProtocol(NDArrayOperatorsMixin):
 
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
-_PLAIN_NUMBERS = frozenset(_PYTHON_NUMBERS)
+_NUMBER_TYPES = frozenset(_PYTHON_NUMBERS)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
+_NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
+_WIDE = {"b": "bool", "i": "int64", "u": "uint64", "f": "float32", "c": "complex64"}
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:
@@ -283,16 +288,13 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def initial_array(value: Any, dtype: np.dtype[Any] | None, what: str) -> NDArray[Any]:
-    """Return an initial value as an array of its own.
-
-    Python floats make float32, ints int64, bools bool; arrays keep their dtype.
-    """
+    """Return an initial value as an array of its own; Python floats make float32."""
     array = plain_array(value, f"{what}: the value")
+    is_weak = _is_weak(value)
     if dtype is None:
-        dtype = (
-            np.dtype(np.float32) if _is_weak(value) and array.dtype == np.float64 else array.dtype
-        )
-    return _cast(array, dtype, what, weak=_is_weak(value))
+        is_float = is_weak and array.dtype == np.float64
+        dtype = np.dtype(np.float32) if is_float else array.dtype
+    return _cast(array, dtype, what, weak=is_weak)
 
 
 def operand_array(
@@ -302,10 +304,6 @@ def operand_array(
 
     NumPy's same_kind rule casts arrays. Python numbers (and lists of them) are weak: they take the
     dtype if it can hold them.
-
-    Raises:
-        ConfigError: Wrong shape or dtype, or no value at all.
-        UsageError: A PerReplica: reduce it first.
     """
     number = None if shape else number_array(value, dtype)
     if number is not None:
@@ -350,12 +348,7 @@ def _limits(dtype: np.dtype[Any]) -> dict[type, tuple[Any, Any]]:
 
 
 def plain_array(value: Any, what: str) -> NDArray[Any]:
-    """Return any value except a PerReplica as an array.
-
-    Raises:
-        ConfigError: Not an array.
-        UsageError: A PerReplica.
-    """
+    """Return any value except a PerReplica as an array."""
     if isinstance(value, PerReplica):
         raise UsageError(
             f"{what}: a PerReplica holds one value for each replica; reduce it first: x = "
@@ -376,7 +369,7 @@ def plain_array(value: Any, what: str) -> NDArray[Any]:
 def _is_weak(value: Any) -> bool:
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))  # few, where the parts are many
-        return kinds <= _PLAIN_NUMBERS or all(_is_weak(part) for part in value)
+        return kinds <= _NUMBER_TYPES or all(_is_weak(part) for part in value)
     return isinstance(value, _PYTHON_NUMBERS) and not isinstance(value, np.generic)
 
 
@@ -407,19 +400,15 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
                 f"dtype='{'uint64' if int(array.max()) > np.iinfo(np.int64).max else 'int64'}'"
             )
     with np.errstate(over="ignore"):
-        made = array.astype(dtype)
-    if dtype.kind not in "biu" and bool(
-        np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))
-    ):
+        cast = array.astype(dtype)
+    if dtype.kind in "biu":
+        return cast
+    if bool(np.any(np.isinf(cast.astype(np.complex128)) & np.isfinite(array))):
         raise ConfigError(
             f"{what}: {dtype.name} cannot hold {array.tolist()!s:.120}. Make the variable with "
             f"dtype='{'complex128' if dtype.kind == 'c' else 'float64'}'"
         )
-    return made
-
-
-_NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
-_WIDE = {"b": "bool", "i": "int64", "u": "uint64", "f": "float32", "c": "complex64"}
+    return cast
 
 
 _ROW_UFUNCS: dict[AccessKind, np.ufunc] = {
@@ -434,15 +423,10 @@ _OF_BOOLS = (AccessKind.SCATTER_UPDATE, AccessKind.SCATTER_MIN, AccessKind.SCATT
 
 
 class RowSelection(NamedTuple):
-    """Rows of a variable.
+    """Rows of a variable."""
 
-    Args:
-        indices: int64[k], each in [0, rows).
-        values: The variable's dtype, shape (k, *row).
-    """
-
-    indices: NDArray[Any]
-    values: NDArray[Any]
+    indices: NDArray[Any]  # int64[k], each in [0, rows)
+    values: NDArray[Any]  # the variable's dtype, shape (k, *row)
 
 
 def check_rows(
@@ -453,13 +437,7 @@ def check_rows(
     dtype: np.dtype[Any],
     what: str,
 ) -> RowSelection:
-    """Return the checked operand of a scatter operation.
-
-    Raises:
-        RowOutOfRange: An index outside [0, rows); negative ones too.
-        ConfigError: A scalar variable, indices that are not integers, values of a wrong shape or
-            dtype.
-    """
+    """Return the checked operand of a scatter operation."""
     if not shape:
         raise ConfigError(
             f"{what}: a scalar has no rows; write v.assign(x), v.assign_add(x) or v.assign_sub(x)"
@@ -487,13 +465,11 @@ def check_rows(
     if outside.size:
         row, count = int(outside[0]), shape[0]
         fix = (
-            f"Negative rows do not count from the end: write rows % {count}"
-            if row < 0 < count
-            else (
-                f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], "
-                "values[keep])"
-            )
+            f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], "
+            "values[keep])"
         )
+        if row < 0 < count:
+            fix = f"Negative rows do not count from the end: write rows % {count}"
         raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(count)}. {fix}")
     return RowSelection(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))
 
