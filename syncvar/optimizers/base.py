@@ -129,16 +129,16 @@ class Optimizer(MigrationHintsMixin):
         return self._rate_at(self.iterations)
 
     @learning_rate.setter
-    def learning_rate(self, given: Rate) -> None:
+    def learning_rate(self, value: Rate) -> None:
         """The present learning rate; can be set to a number or a function of the step."""
-        self._rate = checked_rate(given)
+        self._rate = checked_rate(value)
 
     @property
     def iterations(self) -> int:
         """Number of steps so far."""
-        made = self._step.slots.iterations
-        if made is not None:
-            return int(copy_of(made))
+        result = self._step.slots.iterations
+        if result is not None:
+            return int(copy_of(result))
         return self._remote.steps or self._step.slots.restored_iterations
 
     @property
@@ -156,7 +156,7 @@ class Optimizer(MigrationHintsMixin):
         return dict(self._step.slots.tracked)
 
     @property
-    def elsewhere(self) -> RemoteStep | None:
+    def remote_step(self) -> RemoteStep | None:
         """State for server-side variables; None for local ones. For this package only."""
         return self._remote if self._step.slots.iterations is None else None
 
@@ -213,9 +213,9 @@ class Optimizer(MigrationHintsMixin):
         return f"<sv.optimizers.{name} learning_rate={rate} iterations={self.iterations}>"
 
     def __copy__(self) -> Optimizer:
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
+        result = type(self).__new__(type(self))
+        result.__dict__.update(self.__dict__)
+        return result
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Optimizer:
         if self._remote.variables:
@@ -223,12 +223,12 @@ class Optimizer(MigrationHintsMixin):
                 f"{self!r} cannot be copied: its slots are on servers, beside their variables. "
                 f"Make another one, sv.optimizers.{type(self).__name__}(…)"
             )
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
         for name, value in self.__dict__.items():
             is_cache = name in ("_plans", "_bases")
-            made.__dict__[name] = {} if is_cache else copy.deepcopy(value, memo)
-        return made
+            result.__dict__[name] = {} if is_cache else copy.deepcopy(value, memo)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._step.slots.stepped or self._remote.variables:
@@ -296,7 +296,7 @@ class Optimizer(MigrationHintsMixin):
             array([0., 0.], dtype=float32)
         """
         pairs: Any = grads_and_vars
-        made: Call | None = None
+        result: Call | None = None
         failure: Exception | None = None
         plan: BucketPlan | None = None
         stepper: RemoteOptimizer | None = None
@@ -304,36 +304,36 @@ class Optimizer(MigrationHintsMixin):
             pairs = listed(grads_and_vars)
             stepper = remote_optimizer_of(pairs)
             if stepper is None:
-                made, plan = self._checked(pairs, reduce, weight, shards)
+                result, plan = self._checked(pairs, reduce, weight, shards)
         except Exception as error:  # raised on the other replicas below
             failure = error
         if stepper is not None:
             rate = self._rate_at(self.iterations)
             self._remote.step(stepper, pairs, rate, reduce, is_plain=weight is None and not shards)
             return
-        if made is None:
+        if result is None:
             owner, travels = strategy_of_pairs(pairs)
             if self._step.slots.owner is not None:
-                owner, travels = self._step.slots.owner, not self._step.slots.apart
+                owner, travels = self._step.slots.owner, not self._step.slots.is_independent
             self._step.refuse(failure or ConfigError("no pairs"), owner, travels=travels)
             return
         if plan is None:
-            plan = self._new_plan(made, [id(variable) for variable in made.variables])
+            plan = self._new_plan(result, [id(variable) for variable in result.variables])
         slots = self._step.slots
         number = 0 if slots.calls is None else int(copy_of(slots.calls))
         rate = 0.0
         try:
-            self._step.load(made, plan, number)
+            self._step.load(result, plan, number)
             rate = self._rate_at(self.iterations)
         except Exception as error:  # the same
-            self._step.refuse(error, made.owner, travels=made.travels)
+            self._step.refuse(error, result.owner, travels=result.travels)
             return
         if number < self._step.accumulate - 1:
             self._step.set_calls(number + 1)
             return
         try:
-            self._step.combine(made, plan, rate)
-            self._step.finish(made, plan, rate)
+            self._step.combine(result, plan, rate)
+            self._step.finish(result, plan, rate)
         finally:
             self._step.set_calls(0)
 
@@ -376,27 +376,27 @@ class Optimizer(MigrationHintsMixin):
         owner, variables, _, travels, base, shown = known
         context = context_of(owner, "apply_gradients")
         op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
-        is_given = op is None or context in (CallContext.CROSS, CallContext.MERGE)
+        is_combined = op is None or context in (CallContext.CROSS, CallContext.MERGE)
         gradients = [
             one if type(one) is np.ndarray or shards else dense_gradient(one, variable)
             for one, variable in pairs
             if one is not None
         ]
         if shards:
-            self._check_sharded(variables, is_given=is_given, weighted=weight is not None)
+            self._check_sharded(variables, is_combined=is_combined, weighted=weight is not None)
         call = Call(
             owner,
             gradients,
             variables,
             travels,
             op or "mean",
-            is_given,
+            is_combined,
             None if weight is None else checked_number("weight", weight),
             base,
             shown,
             checked_shards(gradients, variables) if shards else None,
         )
-        if weight is not None and (op == "sum" or (is_given and call.travels)):
+        if weight is not None and (op == "sum" or (is_combined and call.travels)):
             raise ConfigError(
                 "weight belongs to the mean over replicas: reduce='mean', inside strategy.run or "
                 "outside every scope; gradients that are summed, or used as given, have none"
@@ -404,10 +404,10 @@ class Optimizer(MigrationHintsMixin):
         return call, self._plans.get(tuple([id(variable) for variable in variables]))
 
     def _check_sharded(
-        self, variables: Sequence[Variable], *, is_given: bool, weighted: bool
+        self, variables: Sequence[Variable], *, is_combined: bool, weighted: bool
     ) -> None:
         """Raise ConfigError if gradients of shards have no meaning here."""
-        if is_given:
+        if is_combined:
             raise ConfigError(
                 "shards=True belongs where gradients are each replica's own: inside strategy.run "
                 "or outside every scope, with reduce='mean' or 'sum'"
@@ -438,7 +438,7 @@ class Optimizer(MigrationHintsMixin):
             raise UsageError(
                 "this optimizer has variables of another strategy; make one for each strategy"
             )
-        if slots.apart != all(is_replica_local(variable) for variable in variables):
+        if slots.is_independent != all(is_replica_local(variable) for variable in variables):
             raise UsageError(
                 "an optimizer steps either NONE variables alone, or variables that replicas share "
                 "(and NONE variables in the same calls): else its count of steps would differ "
@@ -454,25 +454,27 @@ class Optimizer(MigrationHintsMixin):
             def check() -> None:
                 if call.shards is None:
                     for gradient, variable in zip(call.gradients, call.variables, strict=True):
-                        what = f"gradient of variable {variable.name!r}"
-                        operand_array(gradient, variable.shape, compute_dtype(variable.dtype), what)
+                        label = f"gradient of variable {variable.name!r}"
+                        operand_array(
+                            gradient, variable.shape, compute_dtype(variable.dtype), label
+                        )
                 self._rate_at(self.iterations)
 
             self._build(call.owner, call.variables, not call.travels, check, call.base)
         if len(self._plans) >= _PLANS_MAX:
             self._plans.clear()
-        made = self._plans[tuple(key)] = BucketPlan(call.owner, call.variables, self._step.slots)
-        return made
+        result = self._plans[tuple(key)] = BucketPlan(call.owner, call.variables, self._step.slots)
+        return result
 
     def _build(
         self,
         owner: VariableOwner,
         variables: list[Variable],
-        apart: bool,
+        is_independent: bool,
         check: Callable[[], None] | None = None,
         base: int = 0,
     ) -> None:
-        if not apart:
+        if not is_independent:
             names = tuple(
                 (one.name, one.shape, one.dtype.name)
                 for one in variables
@@ -481,12 +483,12 @@ class Optimizer(MigrationHintsMixin):
             shown = ", ".join(repr(name) for name, *_ in names[:3]) + (
                 ", …" if len(names) > 3 else ""
             )
-            what = f"slots of {type(self).__name__} for {shown}"
-            parts = (what, names, tuple(self._settings.items()), base)
-            meet(owner.communicator, what, parts, owner.timeout, check)
+            label = f"slots of {type(self).__name__} for {shown}"
+            parts = (label, names, tuple(self._settings.items()), base)
+            meet(owner.communicator, label, parts, owner.timeout, check)
         elif check is not None:
             check()
-        self._step.slots.build(owner, variables, apart=apart)
+        self._step.slots.build(owner, variables, is_independent=is_independent)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -497,5 +499,5 @@ class Optimizer(MigrationHintsMixin):
 
 def _checked_limit(options: Options, name: str) -> float | None:
     """Return the option `name`: a positive number, or None."""
-    given: Any = options.get(name)
-    return None if given is None else checked_number(name, given, open_low=True)
+    value: Any = options.get(name)
+    return None if value is None else checked_number(name, value, open_low=True)

@@ -75,24 +75,24 @@ def update_rule(
         array([0.5, 1.5], dtype=float32)
     """
     if function is None:
-        return lambda given: update_rule(given, slots=slots)
+        return lambda value: update_rule(value, slots=slots)
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     if not callable(function) or not _NAME.fullmatch(name):
         raise ConfigError(
             "update_rule takes a function at the top level of a module, where it is found by its "
             f"name, not {function!r:.80}"
         )
-    made = {
+    result = {
         one: checked_number(f"slot {one!r}", first, float("-inf"))
         for one, first in dict(slots or {}).items()
     }
-    for one in made:
+    for one in result:
         if not _WORD.fullmatch(one) or one in _OWN_SLOTS:
             raise ConfigError(
                 f"update rule {name}: a slot is named by small letters, digits and _, and not "
                 f"{', '.join(_OWN_SLOTS)}; not {one!r:.40}"
             )
-    _rules[name] = _RegisteredRule(function, made)
+    _rules[name] = _RegisteredRule(function, result)
     return function
 
 
@@ -104,7 +104,7 @@ class CustomRule(UpdateRule):
     def __init__(self, rule: Callable[..., Any] | str, **numbers: Any) -> None:
         self._name, self._registered = _found(rule)
         self._own_numbers = {
-            one: checked_number(one, given, float("-inf")) for one, given in numbers.items()
+            one: checked_number(one, value, float("-inf")) for one, value in numbers.items()
         }
         for one in self._own_numbers:
             if one in _RESERVED or not _WORD.fullmatch(one):
@@ -160,16 +160,16 @@ class CustomRule(UpdateRule):
         for array, new in news:
             array[...] = new
 
-    def _returned(self, given: Any, array: NDArray[Any], what: str) -> NDArray[Any]:
+    def _returned(self, value: Any, array: NDArray[Any], label: str) -> NDArray[Any]:
         """Return an array that a rule has returned, checked so that it can be stored."""
-        made: NDArray[Any] = np.array(given) if given is not None else np.empty(0, object)
-        if made.shape != array.shape or made.dtype.kind not in "fiub":
+        result: NDArray[Any] = np.array(value) if value is not None else np.empty(0, object)
+        if result.shape != array.shape or result.dtype.kind not in "fiub":
             raise ConfigError(
-                f"update rule {self._name} returned a {what} of "
-                f"{made.dtype.name}{list(made.shape)} where {array.dtype.name}{list(array.shape)} "
-                "is to be changed: return the new value, or the new value and a dict of new slots"
+                f"update rule {self._name} returned a {label} of {result.dtype.name}"
+                f"{list(result.shape)} where {array.dtype.name}{list(array.shape)} is to be "
+                "changed: return the new value, or the new value and a dict of new slots"
             )
-        return made
+        return result
 
 
 def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:

@@ -138,16 +138,16 @@ class BucketPart:
         self.scratch = scratch
         self.changed, self.accumulator = state
 
-    def load(self, given: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
+    def load(self, value: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
         """Check a gradient, and copy it to the flat array or accumulate it."""
-        gradient = given
+        gradient = value
         if (
-            type(given) is not np.ndarray
-            or given.shape != self.shape
-            or given.dtype != self.compute
+            type(value) is not np.ndarray
+            or value.shape != self.shape
+            or value.dtype != self.compute
         ):
             gradient = operand_array(
-                given, self.shape, self.compute, f"gradient of variable {self.variable.name!r}"
+                value, self.shape, self.compute, f"gradient of variable {self.variable.name!r}"
             )
         if self.accumulator is None:
             _scaled(gradient, factor, self.gradient)
@@ -190,10 +190,10 @@ class BucketPlan:
         self.shared = self._pack(
             owner, [one for one in variables if not is_replica_local(one)], slots, travels=True
         )
-        self.apart = self._pack(
+        self.local = self._pack(
             owner, [one for one in variables if is_replica_local(one)], slots, travels=False
         )
-        largest = max(bucket.flat.size for bucket in (*self.shared, *self.apart))
+        largest = max(bucket.flat.size for bucket in (*self.shared, *self.local))
         self.room = np.empty(min(BLOCK, largest), np.float64)
         by_variable = {id(part.variable): part for part in self.parts}
         self.parts = [by_variable[id(variable)] for variable in variables]
@@ -207,7 +207,7 @@ class BucketPlan:
         *,
         travels: bool,
     ) -> list[Bucket]:
-        made: list[Bucket] = []
+        result: list[Bucket] = []
         for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):
             chosen = [variable for variable in variables if compute_dtype(variable.dtype) == dtype]
             count = sum(_size(variable) for variable in chosen)
@@ -234,8 +234,8 @@ class BucketPlan:
                 )
                 start += size
             self.parts += parts
-            made.append(Bucket(whole, parts))
-        return made
+            result.append(Bucket(whole, parts))
+        return result
 
     def _scratch_of(self, dtype: np.dtype[Any], size: int) -> NDArray[Any]:
         if dtype not in self._scratch:

@@ -73,11 +73,11 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
     if pair is None:
         return gradient
     dtype = compute_dtype(variable.dtype)
-    what = f"gradient of variable {variable.name!r}"
-    rows = check_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, what)
-    made = np.zeros(shape, dtype)
-    np.add.at(made, rows.indices, rows.values)
-    return made
+    label = f"gradient of variable {variable.name!r}"
+    rows = check_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, label)
+    result = np.zeros(shape, dtype)
+    np.add.at(result, rows.indices, rows.values)
+    return result
 
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
@@ -99,7 +99,7 @@ class Call(NamedTuple):
         variables: The variables that have a gradient.
         travels: Other replicas take part: some named variable is not NONE.
         op: "mean" or "sum", for replicas and for the calls of one step.
-        is_given: The gradients are the same everywhere already.
+        is_combined: The gradients are the same everywhere already.
         weight: Weight of this replica's gradients, or None.
         base: Signature of all that does not change from step to step.
         shown: Names of the variables, for descriptions.
@@ -111,7 +111,7 @@ class Call(NamedTuple):
     variables: list[Variable]
     travels: bool
     op: str
-    is_given: bool
+    is_combined: bool
     weight: float | None
     base: int
     shown: str
@@ -122,30 +122,30 @@ def checked_shards(
     gradients: Sequence[Any], variables: Sequence[Variable]
 ) -> dict[Any, list[NDArray[Any]]]:
     """Return id -> a gradient for each variable, in the dtypes in which they are stepped."""
-    made: dict[Any, list[NDArray[Any]]] = {}
-    for place, (given, variable) in enumerate(zip(gradients, variables, strict=True)):
-        what = f"gradient of variable {variable.name!r}"
-        if not isinstance(given, Mapping):
+    result: dict[Any, list[NDArray[Any]]] = {}
+    for place, (value, variable) in enumerate(zip(gradients, variables, strict=True)):
+        label = f"gradient of variable {variable.name!r}"
+        if not isinstance(value, Mapping):
             raise ConfigError(
-                f"{what}: with shards=True it must be a dict of id -> gradient, not "
-                f"{type(given).__name__}"
+                f"{label}: with shards=True it must be a dict of id -> gradient, not "
+                f"{type(value).__name__}"
             )
-        if place and given.keys() != made.keys():
+        if place and value.keys() != result.keys():
             raise ConfigError(
-                f"{what} is of the shards {sorted(given, key=str)}, that of variable "
-                f"{variables[0].name!r} of {sorted(made, key=str)}: each shard has a gradient for "
-                "every variable"
+                f"{label} is of the shards {sorted(value, key=str)}, that of variable "
+                f"{variables[0].name!r} of {sorted(result, key=str)}: each shard has a gradient "
+                "for every variable"
             )
-        for number, gradient in given.items():
+        for number, gradient in value.items():
             dense = dense_gradient(gradient, variable)
             array = operand_array(
                 dense,
                 variable.shape,
                 compute_dtype(variable.dtype),
-                f"shard {number!r} of the {what}",
+                f"shard {number!r} of the {label}",
             )
-            made.setdefault(number, []).append(array)
-    return made
+            result.setdefault(number, []).append(array)
+    return result
 
 
 def describe_variables(
@@ -183,27 +183,27 @@ def strategy_of_pairs(pairs: Any) -> tuple[VariableOwner, bool]:
 
 
 def combining_request(
-    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, label: str, digest: int, *, weighted: bool
 ) -> CollectiveSpec:
     """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
-        request = request_of(_MEETING, communicator, _NOTHING, what, "", reproducible=False)
+        request = request_of(_MEETING, communicator, _NOTHING, label, "", reproducible=False)
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
-        request = request_of(_SAME, communicator, together, what, _HINT, reproducible=False)
+        request = request_of(_SAME, communicator, together, label, _HINT, reproducible=False)
     else:
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
         request = reduce_request(
-            communicator, value, op, out=value, reproducible=owner.reproducible, name=what
+            communicator, value, op, out=value, reproducible=owner.reproducible, name=label
         )
-    return CollectiveSpec(what, digest, request.body)
+    return CollectiveSpec(label, digest, request.body)
 
 
 def combine_cached(
-    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, label: str, digest: int, *, weighted: bool
 ) -> bool:
     """Combine the gradients by a cached call; False if there is none, and nothing was done.
 
@@ -221,7 +221,7 @@ def combine_cached(
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
     return (
-        call_persistent(communicator, key, array, array, owner.timeout, make, (what, digest))
+        call_persistent(communicator, key, array, array, owner.timeout, make, (label, digest))
         is not None
     )
 

@@ -55,11 +55,11 @@ class GradientStep:
         self._refused: str | None = None  # why this replica rejected an earlier call of this step
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> GradientStep:
-        made = copy.copy(self)
-        memo[id(self)] = made
-        made.slots, made.variables_of_step = self.slots.copied(memo), None
-        made.rule = copy.deepcopy(self.rule, memo)
-        return made
+        result = copy.copy(self)
+        memo[id(self)] = result
+        result.slots, result.variables_of_step = self.slots.copied(memo), None
+        result.rule = copy.deepcopy(self.rule, memo)
+        return result
 
     def _number(self) -> int:
         assert self.slots.iterations is not None
@@ -85,7 +85,7 @@ class GradientStep:
             )
             factor = None if calls == 1 and part.is_replica_local else weight
             part.load(gradient, factor, number, calls, mean=mean)
-        for bucket in (*plan.shared, *plan.apart) if self._is_error else ():
+        for bucket in (*plan.shared, *plan.local) if self._is_error else ():
             bad = bucket.first_nonfinite()
             if bad is not None:
                 raise _nonfinite_error(bad.variable)
@@ -112,7 +112,7 @@ class GradientStep:
         if before == size:
             return
         is_sum = call.op == "sum" or call.weight is not None
-        if number and before and call.travels and not call.is_given and is_sum:
+        if number and before and call.travels and not call.is_combined and is_sum:
             shared = [part for part in plan.parts if not part.is_replica_local]
             summed = [part.accumulator for part in shared if part.accumulator is not None]
             for one in (*summed, self.slots.weight):
@@ -136,7 +136,7 @@ class GradientStep:
         if refused is not None or registry is None or registry.is_free:
             self._bring(call, plan, rate, refused)
             return
-        tally = state_of((plan.shared or plan.apart)[0].parts[0].variable).tally
+        tally = state_of((plan.shared or plan.local)[0].parts[0].variable).tally
         if registry.is_due(tally):
             registry.before_write(
                 [state_of(variable) for part in plan.parts for variable in part.changed]
@@ -153,56 +153,56 @@ class GradientStep:
         if communicator.size == 1 and refused is None and call.shards is None:
             return
         step = self._number()
-        how = "as given" if call.is_given else call.op + (", weighted" if weighted else "")
-        how += "" if call.shards is None else ", of shards"
-        what = CallLabel(
-            f"apply_gradients({self.name}, {how}, learning_rate={rate!r}, step {step}) "
+        mode = "as given" if call.is_combined else call.op + (", weighted" if weighted else "")
+        mode += "" if call.shards is None else ", of shards"
+        label = CallLabel(
+            f"apply_gradients({self.name}, {mode}, learning_rate={rate!r}, step {step}) "
             f"of {call.shown}",
             CallFields("apply_gradients", op=call.op),
         )
-        if call.is_given and not owner.check_cross_writes and refused is None:
+        if call.is_combined and not owner.check_cross_writes and refused is None:
             return
         # The step is not among the parts: fingerprints are remembered, and these would push all
         # others out.
-        digest = (fingerprint("step", call.base, how, rate) + step * _STEP_SPREAD) & _DIGEST_MASK
+        digest = (fingerprint("step", call.base, mode, rate) + step * _STEP_SPREAD) & _DIGEST_MASK
         if call.shards is not None:
             request = partial(
-                shards_request, communicator, call.shards, call.op, name=what, digest=digest
+                shards_request, communicator, call.shards, call.op, name=label, digest=digest
             )
             totals = communicator.perform("apply_gradients", request, owner.timeout)
             for part, total in zip(plan.parts, totals, strict=True):
                 part.gradient[...] = total
             return
-        op = "" if call.is_given else "sum" if weighted else call.op
+        op = "" if call.is_combined else "sum" if weighted else call.op
 
         def check() -> CollectiveSpec:
             if refused is not None:
                 raise _earlier_error(refused)
-            return combining_request(owner, plan, op, what, digest, weighted=weighted)
+            return combining_request(owner, plan, op, label, digest, weighted=weighted)
 
         if refused is not None or not combine_cached(
-            owner, plan, op, what, digest, weighted=weighted
+            owner, plan, op, label, digest, weighted=weighted
         ):
             communicator.perform("apply_gradients", check, owner.timeout)
 
     def finish(self, call: Call, plan: BucketPlan, rate: float) -> None:
         """Scale and clip the combined gradients, and make the step."""
         with quiet():
-            shared = apart = False
+            shared = local = False
             if plan.shared:
                 total = None if call.weight is None else float(plan.shared[0].whole[-1])
                 shared = self.clipping.apply(plan.shared, plan, total, divide=True)
-            if plan.apart:
+            if plan.local:
                 own = None if call.weight is None else self._weight_here(call)
-                apart = self.clipping.apply(plan.apart, plan, own, divide=self.accumulate > 1)
+                local = self.clipping.apply(plan.local, plan, own, divide=self.accumulate > 1)
             step = self._number()
             known: dict[int, tuple[float, ...]] = {}
-            for bucket in (*(plan.shared if shared else ()), *(plan.apart if apart else ())):
+            for bucket in (*(plan.shared if shared else ()), *(plan.local if local else ())):
                 for part in bucket.parts:
                     change_copies(part.changed, self.rule.change, part, plan, rate, step, known)
         # Replicas have agreed on the step of what they share; a step of NONE variables alone is
         # each replica's own.
-        if shared if plan.shared else apart or call.travels:
+        if shared if plan.shared else local or call.travels:
             assert self.slots.iterations is not None
             change_copies([self.slots.iterations], _fill, step + 1)
 
@@ -267,7 +267,7 @@ class RemoteStep:
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self._extra = [option for option, usual in _ONLY_HERE.items() if settings[option] != usual]
-        own = {option: given for option, given in settings.items() if option not in _ONLY_HERE}
+        own = {option: value for option, value in settings.items() if option not in _ONLY_HERE}
         self.rule = name, own
         self.steps = 0  # of this worker
         self.variables: dict[str, Variable] = {}  # that it has stepped, by name

@@ -175,7 +175,7 @@ class OptimizerSlots:
         self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
         self.is_waiting_independent = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
-        self.apart = False
+        self.is_independent = False
         self.owner: VariableOwner | None = None
         self.iterations: Variable | None = None
         self.calls: Variable | None = None
@@ -207,22 +207,24 @@ class OptimizerSlots:
         """Return the name by which a checkpoint knows a variable's slots."""
         return f"NONE:{variable.name}" if is_replica_local(variable) else variable.name
 
-    def build(self, owner: VariableOwner, variables: Sequence[Variable], *, apart: bool) -> None:
+    def build(
+        self, owner: VariableOwner, variables: Sequence[Variable], *, is_independent: bool
+    ) -> None:
         """Create missing slots, with restored values if any. Collective, except if all are NONE."""
-        self.apart, self.owner = apart, owner
+        self.is_independent, self.owner = is_independent, owner
         if self.iterations is None:
-            made = {
+            result = {
                 slot: self._make(owner, slot, spec, np.full((), spec.initial, spec.dtype))
-                for slot, spec in self.own_specs(apart=apart).items()
+                for slot, spec in self.own_specs(is_independent=is_independent).items()
             }
-            self.calls, self.weight = made.get(CALLS), made.get(_WEIGHT)
-            self.replicas, self.iterations = made.get(_REPLICAS), made[ITERATIONS]
+            self.calls, self.weight = result.get(CALLS), result.get(_WEIGHT)
+            self.replicas, self.iterations = result.get(_REPLICAS), result[ITERATIONS]
         for variable in variables:
             if id(variable) not in self._states:
                 self._states[id(variable)] = self._build(owner, variable)
 
     def _build(self, owner: VariableOwner, variable: Variable) -> SlotState:
-        made = {}
+        result = {}
         for slot, spec in self.specs_of(variable).items():
             is_master = slot == MASTER
             value = (
@@ -230,9 +232,9 @@ class OptimizerSlots:
                 if is_master
                 else np.full(spec.shape, spec.initial, spec.dtype)
             )
-            made[slot] = self._make(owner, slot, spec, value, variable)
-        changed = [one for slot, one in made.items() if slot != ACCUMULATED]
-        return SlotState((variable, *changed), made.get(ACCUMULATED))
+            result[slot] = self._make(owner, slot, spec, value, variable)
+        changed = [one for slot, one in result.items() if slot != ACCUMULATED]
+        return SlotState((variable, *changed), result.get(ACCUMULATED))
 
     def _make(
         self,
@@ -250,13 +252,13 @@ class OptimizerSlots:
             spec.synchronization,
             VariableAggregation.NONE,
         )
-        made = create_for_strategy(owner, arguments, parts=spec.is_part)
-        self.tracked[self._tracked_key(slot, beside)] = made
-        self.built[_owner_id(beside), slot] = made
+        result = create_for_strategy(owner, arguments, parts=spec.is_part)
+        self.tracked[self._tracked_key(slot, beside)] = result
+        self.built[_owner_id(beside), slot] = result
         waiting = self.waiting.pop((_owner_id(beside), slot), None)
         if waiting is not None:
-            replace_copy(made, waiting.value)
-        return made
+            replace_copy(result, waiting.value)
+        return result
 
     def name_of(self, slot: str, beside: Variable | None) -> str:
         """Return the name of a slot's variable."""
@@ -275,30 +277,30 @@ class OptimizerSlots:
         """Names of the rule's slots; a checkpoint compares them before it restores."""
         return sorted([*self._initials, *(["steps"] if self._counts else [])])
 
-    def own_specs(self, *, apart: bool) -> dict[str, SlotSpec]:
+    def own_specs(self, *, is_independent: bool) -> dict[str, SlotSpec]:
         """Return the descriptions of the optimizer's own variables, by name."""
-        mode = _INDEPENDENT if apart else VariableSynchronization.ON_WRITE
-        made = {ITERATIONS: SlotSpec(0, (), np.dtype(np.int64), mode)}
+        mode = _INDEPENDENT if is_independent else VariableSynchronization.ON_WRITE
+        result = {ITERATIONS: SlotSpec(0, (), np.dtype(np.int64), mode)}
         if self._accumulates:
-            own = _INDEPENDENT if apart else VariableSynchronization.ON_READ
-            made[CALLS] = SlotSpec(0, (), np.dtype(np.int64), mode)
-            made[_WEIGHT] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
-            made[_REPLICAS] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
-        return made
+            own = _INDEPENDENT if is_independent else VariableSynchronization.ON_READ
+            result[CALLS] = SlotSpec(0, (), np.dtype(np.int64), mode)
+            result[_WEIGHT] = SlotSpec(0.0, (), np.dtype(np.float64), own, not is_independent)
+            result[_REPLICAS] = SlotSpec(0.0, (), np.dtype(np.float64), own, not is_independent)
+        return result
 
     def specs_of(self, variable: Variable) -> dict[str, SlotSpec]:
         """Return the descriptions of a variable's slots, by name, in the order of `SlotState`."""
         mode, dtype, shape = variable.synchronization, compute_dtype(variable.dtype), variable.shape
-        made = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
-        made |= {
+        result = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
+        result |= {
             name: SlotSpec(initial, shape, dtype, mode) for name, initial in self._initials.items()
         }
         if self._counts:
-            made["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
+            result["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
         if self._accumulates:
             own = _INDEPENDENT if is_replica_local(variable) else VariableSynchronization.ON_READ
-            made[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_replica_local(variable))
-        return made
+            result[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_replica_local(variable))
+        return result
 
     @property
     def is_in_step(self) -> bool:
@@ -346,10 +348,12 @@ class OptimizerSlots:
 
     def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
         """Return the optimizer's own variables as a checkpoint sees them, by name."""
-        apart = self.is_waiting_independent if self.iterations is None else self.apart
+        is_independent = (
+            self.is_waiting_independent if self.iterations is None else self.is_independent
+        )
         return {
             slot: SavedSlot(self, slot, spec, None, strategy)
-            for slot, spec in self.own_specs(apart=apart).items()
+            for slot, spec in self.own_specs(is_independent=is_independent).items()
         }
 
     # -- deep copies -------------------------------------------------------------------------------
@@ -360,20 +364,20 @@ class OptimizerSlots:
         They wait for its first step with the values of these. If the same deep copy copies the
         variables, before or after, the slots belong to the copies; else to the same variables.
         """
-        made = OptimizerSlots(
+        result = OptimizerSlots(
             self._name, self._initials, counts=self._counts, accumulates=self._accumulates
         )
-        made.is_waiting_independent = (
-            self.is_waiting_independent if self.iterations is None else self.apart
+        result.is_waiting_independent = (
+            self.is_waiting_independent if self.iterations is None else self.is_independent
         )
         variables = {id(one): one for one in self.stepped}
         values = {key: one.value for key, one in self.waiting.items()}
         values |= {key: copy_of(one) for key, one in self.built.items()}
         for (owner, slot), value in values.items():
             variable = memo.get(owner, variables[owner]) if owner else None
-            made.waiting[_owner_id(variable), slot] = WaitingValue(variable, np.array(value))
-        memo.setdefault(COPIED, []).append(made.follow)
-        return made
+            result.waiting[_owner_id(variable), slot] = WaitingValue(variable, np.array(value))
+        memo.setdefault(COPIED, []).append(result.follow)
+        return result
 
     def follow(self, variable: Variable, copied: Variable) -> None:
         """Move the values that wait for a variable to its copy."""

@@ -41,57 +41,57 @@ class Options(TypedDict, total=False):
 
 
 def checked_number(
-    name: str, given: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False
+    name: str, value: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False
 ) -> float:
     """Return a finite number in [low, high); in (low, high) with `open_low`."""
-    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(
-        given, bool
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(
+        value, bool
     )
-    if isinstance(given, np.ndarray) and given.ndim == 0 and given.dtype.kind in "iuf":
+    if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iuf":
         is_number = True
     if is_number:
-        number = float(given)
+        number = float(value)
         if isfinite(number) and low <= number < high and not (open_low and number == low):
             return number
     sign = "<" if open_low else "<="
     limits = f"{low:g} {sign} {name}" + ("" if high == float("inf") else f" < {high:g}")
-    raise ConfigError(f"{name} must be a finite number, {limits}, not {given!r:.80}")
+    raise ConfigError(f"{name} must be a finite number, {limits}, not {value!r:.80}")
 
 
-def checked_rate(given: Any) -> Rate:
+def checked_rate(value: Any) -> Rate:
     """Return a learning rate: a number, or a function of the step."""
-    if callable(given):
-        return given  # type: ignore[no-any-return]
-    return checked_number("learning_rate", given)
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    return checked_number("learning_rate", value)
 
 
-def checked_count(name: str, given: Any) -> int:
+def checked_count(name: str, value: Any) -> int:
     """Return an integer of at least one."""
-    if isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= 1:
-        return int(given)
-    raise ConfigError(f"{name} must be an integer of at least 1, not {given!r:.80}")
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1:
+        return int(value)
+    raise ConfigError(f"{name} must be an integer of at least 1, not {value!r:.80}")
 
 
-def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
+def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """Return one of some words, given as text or as a member of an enumeration."""
-    if type(given) is str and given in choices:  # of each step: faster than to look at each word
-        return given
-    if (word := matching_word(given, choices)) is not None:
+    if type(value) is str and value in choices:  # of each step: faster than to look at each word
+        return value
+    if (word := matching_word(value, choices)) is not None:
         return word
-    hint = nearest(given, choices) if isinstance(given, str) else ""
+    hint = nearest(value, choices) if isinstance(value, str) else ""
     raise ConfigError(
-        f"{name} must be one of {', '.join(map(repr, choices))}, not {given!r:.80}{hint}"
+        f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r:.80}{hint}"
     )
 
 
-def checked_name(given: Any, default: str) -> str:
+def checked_name(value: Any, default: str) -> str:
     """Return the name of an optimizer, which is a part of its slots' names."""
-    if given is None:
+    if value is None:
         return default
-    if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_./-]{1,64}", given):
-        return given
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_./-]{1,64}", value):
+        return value
     raise ConfigError(
-        f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {given!r:.80}"
+        f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {value!r:.80}"
     )
 
 
@@ -105,13 +105,13 @@ def power(base: float, exponent: int) -> float:
         >>> power(0.5, 3), power(0.9, 0)
         (0.125, 1.0)
     """
-    made = 1.0
+    result = 1.0
     while exponent:
         if exponent & 1:
-            made *= base
+            result *= base
         base *= base
         exponent >>= 1
-    return made
+    return result
 
 
 def sum_of_squares(flat: NDArray[Any], room: NDArray[Any]) -> float:
@@ -432,11 +432,11 @@ class AdamRule(UpdateRule):
         scratch: NDArray[Any],
         factors: tuple[float, ...],
     ) -> None:
-        factor, epsilon, kept = factors
+        factor, epsilon, decay_factor = factors
         self._direction(gradient, slots, scratch, epsilon)
         np.multiply(gradient, factor, out=gradient)
         if self.decays_variable and self.decay:
-            np.multiply(weight, kept, out=weight)
+            np.multiply(weight, decay_factor, out=weight)
         np.subtract(weight, gradient, out=weight)
 
     def _direction(

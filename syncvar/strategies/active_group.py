@@ -46,8 +46,8 @@ class UnevenBlock(Protocol):
     stops_at_first: bool
     is_over: str  # reason why the block makes no more calls: "rank 3 left ..."; else empty
 
-    def end(self, reason: str, why: str = "") -> None:
-        """End the block and send `reason` to the others; `why` if another rank ended it first."""
+    def end(self, reason: str, cause: str = "") -> None:
+        """End the block and send `reason` to the others; `cause` if another rank ended it first."""
 
 
 class ActiveGroup:
@@ -110,13 +110,13 @@ class ActiveGroup:
                     )
         self.calls += 1
 
-    def require_all(self, what: str, instead: str = "") -> None:
+    def require_all(self, label: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left. Collective over the active ranks."""
-        self.roll(what, None)
+        self.roll(label, None)
         left = [rank for rank in self.whole if rank not in self.working]
         if left:
             raise UsageError(
-                f"{what} needs every rank of the group, and in `with sv.uneven():` "
+                f"{label} needs every rank of the group, and in `with sv.uneven():` "
                 f"{rank_list(left)} left the loop already: do it before the block or after it"
                 f"{instead and ', or '}{instead}"
             )
@@ -150,7 +150,7 @@ class ActiveGroup:
         if not isinstance(error, PeerExhausted):  # all active ranks raise PeerExhausted together
             self._block.end(f"{_LEFT_RUN}{type(error).__name__}: {error}")
 
-    def tell(self, reason: str) -> None:
+    def announce(self, reason: str) -> None:
         """Let all further membership all-reduces of the others fail; does not wait."""
         engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
@@ -177,8 +177,8 @@ class ActiveGroup:
         """End the block here if the error says that another rank has ended it."""
         for rank, reason in error.table.items():
             if reason.startswith((LEFT, _LEFT_RUN)):
-                why = f"rank {rank} {reason}"
-                self._block.end(LEFT + why, why)
+                cause = f"rank {rank} {reason}"
+                self._block.end(LEFT + cause, cause)
 
     def _become(self, communicator: Communicator) -> None:
         communicator.prepares = False

@@ -163,7 +163,7 @@ class Feed:
         self.strategy = strategy
         self.dataset = dataset
         self.is_global = is_global
-        self.what = "global batches" if is_global else "batches from a function"
+        self.kind = "global batches" if is_global else "batches from a function"
         self.seed = dataset.seed if isinstance(dataset, Dataset) else ""
         self.next_epoch = 0
         self._was_opened = False
@@ -221,7 +221,7 @@ class DistributedDataset:
         return True
 
     def __repr__(self) -> str:
-        return f"<sv.DistributedDataset of {self._feed.what} for {self._feed.strategy!r}>"
+        return f"<sv.DistributedDataset of {self._feed.kind} for {self._feed.strategy!r}>"
 
 
 class DistributedIterator(MigrationHintsMixin):
@@ -314,7 +314,7 @@ class DistributedIterator(MigrationHintsMixin):
         """Return the source, the epoch, the position (batches returned in it) and the seed."""
         feed = self._feed
         return {
-            "input": feed.what,
+            "input": feed.kind,
             "epoch": self._epoch,
             "position": self._position,
             "seed": feed.seed,
@@ -331,7 +331,7 @@ class DistributedIterator(MigrationHintsMixin):
         Raises:
             ConfigError: `state` is none, or that of another dataset. Nothing has changed.
         """
-        epoch, position = read_state(state, {"input": self._feed.what, "seed": self._feed.seed})
+        epoch, position = read_state(state, {"input": self._feed.kind, "seed": self._feed.seed})
         self._close_elements()
         self._restart()
         self._epoch, self._position = epoch, position

@@ -226,12 +226,12 @@ class Uneven:
             newest, rank = everyone.index(max(everyone)), communicator.member_rank
             _broadcast_modules(self._modules, newest, self._group, rank, self._timeout)
 
-    def end(self, reason: str, why: str = "") -> None:
-        """End the block and send `reason` to the others; `why` if another rank ended it first."""
+    def end(self, reason: str, cause: str = "") -> None:
+        """End the block and send `reason` to the others; `cause` if another rank ended it first."""
         if not self.is_over:
-            self.is_over = why or f"rank {self.context.rank} {reason}"
+            self.is_over = cause or f"rank {self.context.rank} {reason}"
             for one in self._groups.values():
-                one.tell(reason)
+                one.announce(reason)
 
     def _abandon(self) -> None:
         """Leave the block that is over; ranks that wait at its end fail. Does not wait."""

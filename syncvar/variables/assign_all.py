@@ -140,13 +140,13 @@ class FlatBucket:
         shown = ", ".join(map(repr, names[:3])) + (
             f", … ({len(names)} variables)" if len(names) > 3 else ""
         )
-        self._what = f"{name} of {shown}"
+        self._label = f"{name} of {shown}"
         self._digest = fingerprint(
             name, names, shapes, self._staging.dtype.name, op, owner.reproducible
         )
-        how = reduction_of(self._staging, op)
+        rule = reduction_of(self._staging, op)
         self._call = prepare_reduction(
-            communicator, how, self._staging.shape, self._digest, self._what, ufunc
+            communicator, rule, self._staging.shape, self._digest, self._label, ufunc
         )
 
     @staticmethod
@@ -230,7 +230,7 @@ class FlatBucket:
                 reproducible=owner.reproducible,
                 apply=self._ufunc,
             )
-            return CollectiveSpec(self._what, self._digest, request.body)
+            return CollectiveSpec(self._label, self._digest, request.body)
 
         if not self._turn.acquire(blocking=False):
             refuse_overlap(owner.communicator, name)
@@ -343,8 +343,8 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
             f"{name}: {strangers[0].name!r} belongs to another strategy than "
             f"{variables[0].name!r}; call it for each"
         )
-    if (elsewhere := variables[0].stepper) is not None:
-        with elsewhere.transaction():
+    if (remote := variables[0].stepper) is not None:
+        with remote.transaction():
             for variable, x in chosen:
                 getattr(variable, operation.value)(x)
         return
@@ -354,9 +354,9 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
         kind: _op(states[kinds.index(kind)].decide(operation)) for kind in dict.fromkeys(kinds)
     }
     ops = [op_of[kind] for kind in kinds]
-    together, apart = chosen, []
+    together, single = chosen, []
     if not all(op_of.values()):
-        apart = [pair for pair, op in zip(chosen, ops, strict=True) if not op]
+        single = [pair for pair, op in zip(chosen, ops, strict=True) if not op]
         together = [pair for pair, op in zip(chosen, ops, strict=True) if op]
         variables = [pair[0] for pair in together]
         states = [state_of(variable) for variable in variables]
@@ -369,7 +369,7 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
         def operand(number: int) -> Any:
             return checked_operand(states[number], operation, together[number][1], is_reduced=True)
 
-        if not apart and FlatBucket.takes(owner, states, ops):
+        if not single and FlatBucket.takes(owner, states, ops):
             group = _group(owner, operation, name, variables, ops[0])
             group.perform(name, operand)
             first.count_step()
@@ -378,7 +378,7 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
 
         def check() -> CollectiveSpec:
             arrays = [operand(number) for number in range(len(states))]
-            for variable, x in apart:
+            for variable, x in single:
                 checked_operand(variable, operation, x, is_reduced=False)
             targets = [storage.writable() for storage in storages]
             names = tuple([state.name for state in states])
@@ -401,7 +401,7 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
         first.count_step()
         for state in states:
             state.count_write()
-    for variable, x in apart:
+    for variable, x in single:
         getattr(variable, operation.value)(x)
 
 
@@ -514,6 +514,6 @@ def create_for_strategy(
     With `parts` the copies are parts of a whole: restored on another number of replicas, each takes
     the mean.
     """
-    made = Variable.from_init(agree_on_variable(owner, spec, stacklevel=2))
-    state_of(made).are_parts = parts
-    return made
+    result = Variable.from_init(agree_on_variable(owner, spec, stacklevel=2))
+    state_of(result).are_parts = parts
+    return result

@@ -49,7 +49,7 @@ class DeferralChange(NamedTuple):
     variable: str
     before: str
     after: str
-    why: str
+    reason: str
 
 
 def append_changes(
@@ -58,9 +58,9 @@ def append_changes(
     """Append changes to a log of JSON lines, and return whether that succeeded."""
     key = f"{strategy:016x}"
     lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
-    for (at, step, of), name, before, after, why in changes:
+    for (at, step, of), name, before, after, reason in changes:
         place = {"strategy": key, "at": at, "step": step, "of": of, "variable": name}
-        lines.append(place | {"from": before, "to": after, "why": why})
+        lines.append(place | {"from": before, "to": after, "why": reason})
     rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
     if not rest:
         return True
@@ -173,7 +173,7 @@ class DeferralDecision(NamedTuple):
     """Whether a variable is deferred until the next decision, and why."""
 
     is_deferred: bool
-    why: str
+    reason: str
 
 
 def period(costs: Costs, variables: int, *, is_idle: bool) -> int:
@@ -253,7 +253,7 @@ def choose(
         elif refusal:
             counts = f"{one.increments} increments, {one.breaks} reads or other writes after one"
             reason = f"{counts}{since}: waiting does not pay ({refusal})"
-            choices[place] = DeferralDecision(is_deferred=False, why=reason)
+            choices[place] = DeferralDecision(is_deferred=False, reason=reason)
     return choices, bar
 
 
@@ -326,11 +326,11 @@ class DeferralTuner:
         changes = []
         for (state, _), choice in zip(samples, choices, strict=True):
             if choice.is_deferred == state.is_deferred:
-                state.decided = point.step, choice.why
+                state.decided = point.step, choice.reason
                 continue
             before, after = ("eager", "deferred") if choice.is_deferred else ("deferred", "eager")
-            state.change_pace(after, point.step, choice.why)
-            changes.append(DeferralChange(point, state.name, before, after, choice.why))
+            state.change_pace(after, point.step, choice.reason)
+            changes.append(DeferralChange(point, state.name, before, after, choice.reason))
         if owner.communicator.member_rank == 0:
             self._record(changes, owner.communicator.identity)
 
@@ -363,8 +363,8 @@ class DeferralTuner:
             is_first = communicator.member_rank == 0
             return read_changes(self.replay_path, communicator.identity) if is_first else []
 
-        what = "recorded decisions of AUTO"
-        rows = gather_objects(communicator, what, mine, owner.timeout)[0]
+        label = "recorded decisions of AUTO"
+        rows = gather_objects(communicator, label, mine, owner.timeout)[0]
         found: dict[ProgramPoint, list[tuple[str, str]]] = {}
         for at, step, of, name, pace in rows:
             found.setdefault(ProgramPoint(at, step, of), []).append((name, pace))

@@ -42,7 +42,7 @@ BUCKET_BYTES = 1 << 20  # a queue of this size is sent at once; see bench/queued
 BUCKET_WRITES = 4096
 _PATIENCE_S = 0.0005
 _TEXT_BYTES = 400
-_WHAT = "queued writes"
+_CALL = "queued writes"
 _RECORD = struct.Struct("<QQQQ")
 _MASK = (1 << 64) - 1
 _FACTOR = 0x100000001B3  # of the FNV hash
@@ -110,7 +110,7 @@ class WriteQueue:
 
     def __init__(self, owner: VariableOwner) -> None:
         main = owner.communicator
-        self.identity = fingerprint(_WHAT, main.identity)
+        self.identity = fingerprint(_CALL, main.identity)
         self.writer = threading.current_thread()
         self.calls = owner.context.communicator(self.identity, main.members)
         self._owner = owner
@@ -207,7 +207,7 @@ class WriteQueue:
             elif self._waiting:
                 self._take(
                     lambda: self.calls.perform(
-                        _WHAT, self._request, self._owner.timeout, after_queued=False
+                        _CALL, self._request, self._owner.timeout, after_queued=False
                     )
                 )
 
@@ -224,7 +224,7 @@ class WriteQueue:
         with self._lock:
             if self._started is None and self._waiting:
                 self._started = self.calls.perform(
-                    _WHAT, self._request, self._owner.timeout, async_op=True, after_queued=False
+                    _CALL, self._request, self._owner.timeout, async_op=True, after_queued=False
                 )
             return self._started
 
@@ -260,8 +260,8 @@ class WriteQueue:
 
     def _request(self) -> CollectiveSpec:
         waiting = list(self._waiting)
-        label = CallLabel(f"{_WHAT} ({len(waiting)})", CallFields(_WHAT))
-        return CollectiveSpec(label, fingerprint(_WHAT), self._body(waiting))
+        label = CallLabel(f"{_CALL} ({len(waiting)})", CallFields(_CALL))
+        return CollectiveSpec(label, fingerprint(_CALL), self._body(waiting))
 
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
         sent, calls = self._sent, self.calls
@@ -287,7 +287,7 @@ class WriteQueue:
         count = last - sent
         if not count:
             return FlushResult(0, [])
-        if any(one.made != last for one in queues) or any(
+        if any(one.last != last for one in queues) or any(
             one.chain != queues[0].chain for one in queues
         ):
             chains = np.array([one.chain for one in waiting[:count]], np.uint64).tobytes()
@@ -391,14 +391,14 @@ class QueuePrefix(NamedTuple):
     """The state of one replica's queue.
 
     Args:
-        made: Number of its last write.
+        last: Number of its last write.
         refused: Number of its first rejected write that the others do not know yet; 0 if there is
             none.
         chain: Digest of its writes up to the last.
         block: Number of resets; writes of different blocks have nothing in common.
     """
 
-    made: int
+    last: int
     refused: int
     chain: int
     block: int = 0
@@ -436,7 +436,7 @@ def common_prefix(sent: int, queues: Sequence[QueuePrefix]) -> tuple[int, bool]:
         >>> common_prefix(2, rejected), common_prefix(3, rejected)
         ((3, False), (4, True))
     """
-    last = min(one.made for one in queues)
+    last = min(one.last for one in queues)
     refused = min((one.refused for one in queues if one.refused), default=0)
     if not refused or refused > last:
         return last, False

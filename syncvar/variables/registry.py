@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_state import VariableState
 
 _AT_ONCE = -1
-_GONE_MAX = 16  # names of variables that no longer exist, in each creation of another one
+_COLLECTED_MAX = 16  # names of variables that no longer exist, in each creation of another one
 _AGREEMENT = "counters of AUTO variables, and which variables still exist"
 _log = logging.getLogger("syncvar")
 
@@ -50,7 +50,9 @@ class VariableRegistry(CheckGate):
         self.tuner = DeferralTuner(owner, self.entries)
         self._schedule = CheckSchedule(self.entries)
         self._numbers = 0
-        self._gone: deque[str] = deque()  # names without a variable, not yet sent to the others
+        self._collected: deque[str] = (
+            deque()
+        )  # names without a variable, not yet sent to the others
         self.is_free = False  # writes are neither counted nor preceded by a comparison
         self.until = _AT_ONCE  # a write outside runs with a larger number may have to be checked
         self._is_running = False
@@ -87,16 +89,16 @@ class VariableRegistry(CheckGate):
 
     def attach(self, state: VariableState) -> RegistryEntry | None:
         """Connect a name with its variable."""
-        name, gone = state.name, self._gone
+        name, missing = state.name, self._collected
         entry = self.entries.get(name)
         if entry is not None:
-            entry.reference = weakref.ref(state, lambda _: gone.append(name))
+            entry.reference = weakref.ref(state, lambda _: missing.append(name))
         return entry
 
-    def gone(self) -> list[str]:
+    def collected(self) -> list[str]:
         """Return some names whose variables no longer exist here, each once, to send to all."""
-        count = min(len(self._gone), _GONE_MAX)
-        return [self._gone.popleft() for _ in range(count)]
+        count = min(len(self._collected), _COLLECTED_MAX)
+        return [self._collected.popleft() for _ in range(count)]
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove variables that some replica no longer has, on all at the same point."""
@@ -285,13 +287,13 @@ class VariableRegistry(CheckGate):
         mended: Container[int] = frozenset(),
     ) -> None:
         """Agree which variables exist and what was counted; then decide, and compare copies."""
-        asked = [
+        entries = [
             one
             for one in self.entries.values()
             if one.number in checked or (is_decision and one.is_open)
         ]
-        states = [one.state() for one in asked]  # keeps them alive until the end of this method
-        pairs = list(zip(asked, states, strict=True))
+        states = [one.state() for one in entries]  # keeps them alive until the end of this method
+        pairs = list(zip(entries, states, strict=True))
         autos = [pair for pair in pairs if pair[0].is_open] if is_decision else []
         counts = [self.tuner.sends_since(self.owner.queue)]
         counts += [int(state is None) for state in states]
@@ -314,17 +316,17 @@ class VariableRegistry(CheckGate):
             self._outside = []  # a difference is reported once, not again before the next write
         for (entry, _), now in zip(autos, counted, strict=True):
             entry.counted = now
-        flags = zip(asked, largest[1:], strict=False)
-        gone = {entry.name for entry, is_gone in flags if is_gone}  # on some replica
-        self.forget(gone)
+        flags = zip(entries, largest[1:], strict=False)
+        missing = {entry.name for entry, is_missing in flags if is_missing}  # on some replica
+        self.forget(missing)
         if is_decision:
-            rows = largest[1 + len(asked) :]
+            rows = largest[1 + len(entries) :]
             samples = [
                 (state, SampleWindow(entry.nbytes, state.is_deferred, increments, breaks))
                 for (entry, state), increments, breaks in zip(
                     autos, rows[0::2], rows[1::2], strict=True
                 )
-                if state is not None and entry.name not in gone
+                if state is not None and entry.name not in missing
             ]
             self.tuner.decide(point, self.runs, samples, largest[0])
         found = [
@@ -332,7 +334,7 @@ class VariableRegistry(CheckGate):
             for one, state in pairs
             if state is not None
             and one.number in checked
-            and one.name not in gone
+            and one.name not in missing
             and one.number not in mended
         ]
         self._looks, self.until = True, _AT_ONCE  # in case `compare` reports a difference
@@ -359,7 +361,9 @@ def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) 
     newest = ages.index(max(ages))
     _, _, registry.runs, theirs = everyone[newest]
     shared = [
-        (name, one) for name, one in variables.items() if all(name in told[3] for told in everyone)
+        (name, one)
+        for name, one in variables.items()
+        if all(name in record[3] for record in everyone)
     ]
     for part in _batches(shared):
         together = np.concatenate([_bytes_of(one) for _, one in part])

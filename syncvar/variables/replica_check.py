@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 NEVER = 1 << 62
 _LOT_BYTES = 1 << 20  # comparing so much takes 0.1 to 0.2 ms, and as much again at the end of a run
-_WHAT = "comparison of the replicas' copies"
+_CALL = "comparison of the replicas' copies"
 _MASK = (1 << 64) - 1
 
 
@@ -148,26 +148,26 @@ def compare(
     if not pairs:
         return
     communicator = owner.communicator
-    what = _WHAT + before
+    label = _CALL + before
 
     digests = _digests(pairs)
     mine = combined(digests)
     # The largest and the smallest are equal exactly if all are.
     most, least = agree(
         communicator,
-        _WHAT,
+        _CALL,
         "max",
         np.array([mine, mine ^ _MASK], np.uint64),
         owner.timeout,
-        (what, fingerprint(what)),
+        (label, fingerprint(label)),
     ).tolist()
     if most != least ^ _MASK:
-        what += ", part by part"
+        label += ", part by part"
 
         def request() -> CollectiveSpec:
-            return CollectiveSpec(what, fingerprint(what), _body(communicator, pairs, digests))
+            return CollectiveSpec(label, fingerprint(label), _body(communicator, pairs, digests))
 
-        found: ReplicaMismatch = communicator.perform(what, request, owner.timeout)
+        found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
         for entry, _ in pairs:
             entry.is_reported = entry is found.entry or entry.name in found.others
         raise _error(communicator, found, now)
@@ -354,7 +354,7 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def _compare(
-    communicator: Communicator, arrays: list[NamedArray], what: str
+    communicator: Communicator, arrays: list[NamedArray], label: str
 ) -> Generator[Stage, None, None]:
     """Compare arrays with those of the other ranks: first one digest of all, then what differs."""
     names = [[one.name, one.array.dtype.name, list(one.array.shape)] for one in arrays]
@@ -368,7 +368,7 @@ def _compare(
             unpack_object(one)
             for one in (yield from gather_bytes(communicator, pack_object(names)))
         ]
-        raise _different_names(communicator, everyone, what)
+        raise _different_names(communicator, everyone, label)
     table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
     differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
     found = arrays[differing[0]]
@@ -394,7 +394,7 @@ def _rows(parts: list[bytes], dtype: Any) -> NDArray[Any]:
     return np.array([np.frombuffer(one, dtype) for one in parts])
 
 
-def _different_names(communicator: Communicator, everyone: list[Any], what: str) -> MismatchError:
+def _different_names(communicator: Communicator, everyone: list[Any], label: str) -> MismatchError:
     longest = max(map(len, everyone))
     padded = [[*one, *[None] * (longest - len(one))] for one in everyone]
     place = next(
@@ -409,7 +409,7 @@ def _different_names(communicator: Communicator, everyone: list[Any], what: str)
             f"no array number {place}" if entry is None else f"{entry[0]}: {entry[1]}{entry[2]}"
         )
     return MismatchError(
-        f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first "
+        f"check_equal: {label!r} has other names, shapes or dtypes on some ranks; the first "
         f"difference is array number {place}. Build the same model with the same arguments on "
         "every rank",
         table,

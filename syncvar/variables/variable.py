@@ -443,8 +443,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
                     "v.pin(None)"
                 )
 
-        what = f"pin variable {self.name!r} to {mode}"
-        meet(owner.communicator, what, ("pin", self.name, mode), owner.timeout, check)
+        label = f"pin variable {self.name!r} to {mode}"
+        meet(owner.communicator, label, ("pin", self.name, mode), owner.timeout, check)
         if mode == (state.pace if state.is_pinned else None):
             return
         state.is_pinned = mode is not None

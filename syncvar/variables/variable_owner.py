@@ -50,7 +50,7 @@ class ReplicaRegistry(Protocol):
     def attach(self, state: Any) -> Any:
         """Connect a name with its variable, and return its entry."""
 
-    def gone(self) -> list[str]:
+    def collected(self) -> list[str]:
         """Return names whose variables no longer exist in this process."""
 
     def forget(self, names: Iterable[str]) -> None:
@@ -196,12 +196,12 @@ def current_owner() -> VariableOwner:
     return default_owner() if place is None else place.owner
 
 
-def context_of(owner: VariableOwner, what: str) -> CallContext:
+def context_of(owner: VariableOwner, label: str) -> CallContext:
     """Return the context of an access to a variable of `owner`."""
     context = context_here(owner)
     if context is None:
         raise UsageError(
-            f"{what}: the variable belongs to another strategy than the scope it is used in; use "
+            f"{label}: the variable belongs to another strategy than the scope it is used in; use "
             "it under `with variable.strategy.scope():`, or outside every scope"
         )
     return context

@@ -91,8 +91,8 @@ def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters)
     if storage.is_shared or which(owner.context.config.call_runner) == "python":
         return look
     form = storage.array.dtype, storage.array.shape
-    made: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
-    return made
+    result: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
+    return result
 
 
 def cached_write(  # noqa: C901  (one closure, because each call takes a microsecond)
@@ -288,11 +288,11 @@ class VariableState:
         """Return an access in words, for errors and call records."""
         return f"{operation.value} of variable {self.name!r}"
 
-    def check_sum(self, what: str) -> None:
+    def check_sum(self, label: str) -> None:
         """Raise ConfigError if the variable's dtype has no sum."""
         if self.dtype.kind == "b":
             raise ConfigError(
-                f"{what}: bool has no {self.aggregation.name.lower()}; make the variable with "
+                f"{label}: bool has no {self.aggregation.name.lower()}; make the variable with "
                 "dtype='int64', or with aggregation=sv.VariableAggregation.ONLY_FIRST_REPLICA"
             )
 
@@ -363,10 +363,10 @@ class VariableState:
         if self.owner.registry is not None:
             self.owner.registry.after_write(self.name, self.tally.added)
 
-    def change_pace(self, pace: str, step: int, why: str) -> None:
+    def change_pace(self, pace: str, step: int, reason: str) -> None:
         """Change to "eager" or "deferred" at the same point on all replicas, and record it."""
-        self.changes.append((step, self.pace, pace, why))
-        self.pace, self.decided = pace, (step, why)
+        self.changes.append((step, self.pace, pace, reason))
+        self.pace, self.decided = pace, (step, reason)
         self.set_deferred(is_deferred=pace == "deferred" and self.replicas > 1)
 
     def set_deferred(self, *, is_deferred: bool) -> None:

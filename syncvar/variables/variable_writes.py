@@ -60,20 +60,20 @@ def checked_operand(
     target: Any, operation: AccessKind, x: Any, *, is_reduced: bool
 ) -> NDArray[Any]:
     """Return the operand of a write as an array of the variable's shape and dtype."""
-    what = f"{operation.value} of variable {target.name!r}"
+    label = f"{operation.value} of variable {target.name!r}"
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
     if type(x) is np.ndarray and x.dtype == dtype and x.shape == shape and not is_bool:
-        nan_check.look(x, what)
+        nan_check.look(x, label)
         return x
     if is_bool and operation is not AccessKind.ASSIGN:
         raise ConfigError(
-            f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
+            f"{label}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
         )
     if is_reduced:
-        target.check_sum(what)
-    array = operand_array(_value_of(x), shape, dtype, what)
-    nan_check.look(array, what)
+        target.check_sum(label)
+    array = operand_array(_value_of(x), shape, dtype, label)
+    nan_check.look(array, label)
     return array
 
 
@@ -129,7 +129,7 @@ class ReplicaWrite:
     def __init__(self, state: VariableState, operation: AccessKind) -> None:
         self.state, self.operation = state, operation
         self.action = state.decide(operation)
-        self.what = state.describe(operation)
+        self.label = state.describe(operation)
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
@@ -148,7 +148,7 @@ class ReplicaWrite:
         state, action, storage = self.state, self.action, self.state.storage
         is_on_read = state.synchronization is VariableSynchronization.ON_READ
         if is_on_read and action.travel is not Travel.NOTHING:
-            state.owner.communicator.require_all(self.what)
+            state.owner.communicator.require_all(self.label)
         if isinstance(storage, SharedCopy) and not storage.is_staging:
             with write_once(state.owner, [storage]):
                 self.execute()
@@ -166,7 +166,7 @@ class ReplicaWrite:
             with storage:
                 together = self._combine()
         else:
-            with marked_as_written(state.owner.communicator, self.what, (storage,)):
+            with marked_as_written(state.owner.communicator, self.label, (storage,)):
                 together = self._combine()
         if not is_local:
             state.count_step()
@@ -174,7 +174,7 @@ class ReplicaWrite:
         state.tally.writes += 1
 
     def _combine(self) -> Any:
-        return combine(self.state, self.action, self.what, self.operand, self.request())
+        return combine(self.state, self.action, self.label, self.operand, self.request())
 
 
 class WriteOp(ReplicaWrite):
@@ -217,7 +217,7 @@ class WriteOp(ReplicaWrite):
         state = self.state
         owner, storage = state.owner, state.storage
         call = persistent_reduction(
-            owner.communicator, storage.array, self._op, self.what, owner.reproducible, self._ufunc
+            owner.communicator, storage.array, self._op, self.label, owner.reproducible, self._ufunc
         )
         if call is not None:
             state.prepared[self.operation] = cached_write(
@@ -249,7 +249,7 @@ class WriteOp(ReplicaWrite):
         """Return the checked input of this replica."""
         state = self.state
         if state.dtype.kind == "b" and self.action.effect is Effect.SHARE:
-            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+            raise ConfigError(f"{self.label}: {_NO_SHARE}")
         array = checked_operand(state, self.operation, self._x, is_reduced=self._is_reduced)
         if self.is_direct or not self._is_reduced:
             return array
@@ -291,10 +291,10 @@ class ScatterOp(ReplicaWrite):
         """Return the checked input of this replica."""
         state = self.state
         if self._is_split and state.dtype.kind == "b":
-            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+            raise ConfigError(f"{self.label}: {_NO_SHARE}")
         copy = state.storage.expose() if self._is_split else state.storage.array
         rows = check_rows(
-            self.operation, self._indices, self._values, state.shape, state.dtype, self.what
+            self.operation, self._indices, self._values, state.shape, state.dtype, self.label
         )
         return copy, rows
 
