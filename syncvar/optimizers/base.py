@@ -304,7 +304,7 @@ class Optimizer(MigrationHintsMixin):
             pairs = listed(grads_and_vars)
             stepper = remote_optimizer_of(pairs)
             if stepper is None:
-                result, plan = self._checked(pairs, reduce, weight, shards)
+                result, plan = self._checked(pairs, reduce, weight, shards=shards)
         except Exception as error:  # raised on the other replicas below
             failure = error
         if stepper is not None:
@@ -338,7 +338,7 @@ class Optimizer(MigrationHintsMixin):
             self._step.set_calls(0)
 
     def _checked(
-        self, pairs: list[Any], reduce: str | None, weight: float | None, shards: bool
+        self, pairs: list[Any], reduce: str | None, weight: float | None, *, shards: bool
     ) -> tuple[Call, BucketPlan | None]:
         try:
             identities = tuple(

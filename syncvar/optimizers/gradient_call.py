@@ -20,7 +20,7 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.replica_call import request_of
+from syncvar.variables.replica_call import ReplicaAccess, request_of
 from syncvar.variables.values import check_rows, operand_array
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_owner import current_owner
@@ -188,10 +188,12 @@ def combining_request(
     """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
-        request = request_of(_MEETING, communicator, _NOTHING, label, "", reproducible=False)
+        meeting = ReplicaAccess(_MEETING, communicator, label, "", reproducible=False)
+        request = request_of(meeting, _NOTHING)
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
-        request = request_of(_SAME, communicator, together, label, _HINT, reproducible=False)
+        same = ReplicaAccess(_SAME, communicator, label, _HINT, reproducible=False)
+        request = request_of(same, together)
     else:
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]

@@ -351,7 +351,9 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
     base = checked_name(spec.name)
     dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
-    trainable = checked_trainable(spec.trainable, requested is not VariableSynchronization.ON_READ)
+    trainable = checked_trainable(
+        spec.trainable, usual=requested is not VariableSynchronization.ON_READ
+    )
     action = decide(
         resolve(requested)[0],
         aggregation,
@@ -366,7 +368,7 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     return _CheckedSpec(base, value, trainable, requested, aggregation, action)
 
 
-def checked_trainable(trainable: Any, usual: bool) -> bool:
+def checked_trainable(trainable: Any, *, usual: bool) -> bool:
     """Return whether a variable is trainable; None means `usual`."""
     if trainable is None:
         return usual

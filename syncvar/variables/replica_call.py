@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.collectives.all_gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
-from syncvar.collectives.buckets import reduce_together
 from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
-from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.core.reduce_ops import quiet
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
@@ -37,18 +35,25 @@ if TYPE_CHECKING:
 _ALIKE_MAX = 256
 
 
+class ReplicaAccess(NamedTuple):
+    """One access of a variable in which all replicas take part."""
+
+    action: Action
+    communicator: Communicator
+    label: str  # its name in errors and call records
+    hint: str  # what to write instead when the replicas pass different values
+    reproducible: bool
+
+
 def request_of(
-    action: Action,
-    communicator: Communicator,
+    access: ReplicaAccess,
     x: NDArray[Any],
-    label: str,
-    hint: str,
     *,
-    reproducible: bool,
     out: NDArray[Any] | None = None,
     apply: np.ufunc | None = None,
 ) -> CollectiveSpec:
     """Return the request that carries `x`; its result combines the inputs of all replicas."""
+    action, communicator, label, hint, reproducible = access
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
@@ -64,69 +69,17 @@ def request_of(
     raise InternalError(f"{label}: no request carries {travel}")
 
 
-def grouped_request(
-    communicator: Communicator,
-    name: str,
-    names: tuple[str, ...],
-    arrays: list[NDArray[Any]],
-    ops: list[str],
-    targets: list[NDArray[Any]],
-    apply: np.ufunc | None,
-    *,
-    reproducible: bool,
-    no_overlap: bool,
-) -> CollectiveSpec:
-    """Return the request that writes several variables, one transfer for each dtype and op."""
-    dtypes = [array.dtype for array in arrays]
-    if len(set(dtypes)) == len(set(ops)) == 1:
-        rules = [reduction(ops[0], dtypes[0])] * len(arrays)
-    else:
-        rules = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
-    kinds = (
-        tuple([array.shape for array in arrays]),
-        tuple([rule.source for rule in rules]),
-        tuple(ops),
-    )
-
-    def body() -> Generator[Stage, None, None]:
-        yield from reduce_together(
-            communicator, arrays, rules, targets, reproducible, apply, no_overlap=no_overlap
-        )
-
-    shown = ", ".join(map(repr, names[:3])) + (
-        f", … ({len(names)} variables)" if len(names) > 3 else ""
-    )
-    return CollectiveSpec(f"{name} of {shown}", _together(name, names, kinds, reproducible), body())
-
-
-@lru_cache(maxsize=64)
-def _together(name: str, names: tuple[str, ...], kinds: tuple[Any, ...], reproducible: bool) -> int:
-    """Return the signature of a grouped write, cached because programs repeat the same ones."""
-    return fingerprint(name, names, kinds, reproducible)
-
-
-def rows_request(
-    action: Action,
-    communicator: Communicator,
-    x: tuple[NDArray[Any], RowSelection],
-    label: str,
-    hint: str,
-    *,
-    reproducible: bool,
-) -> CollectiveSpec:
+def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CollectiveSpec:
     """Return the request that carries rows; its result is (copy to change, rows to apply)."""
+    action, communicator, label, hint, reproducible = access
     travel = action.travel
     copy, rows = x
     inputs: Any = {"indices": rows.indices, "values": rows.values}
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
         request: CollectiveSpec = gather_request(communicator, inputs, name=label)
     elif travel is Travel.FIRST_ROWS:
-        request = broadcast_request(
-            communicator,
-            inputs if communicator.rank == 0 else None,
-            root=communicator.present[0],
-            name=label,
-        )
+        mine = inputs if communicator.rank == 0 else None
+        request = broadcast_request(communicator, mine, root=communicator.present[0], name=label)
     elif travel is Travel.SAME:
         joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
         request = _same_request(communicator, joined, label, hint)
@@ -236,14 +189,8 @@ def combine(
     communicator = owner.communicator
 
     def check() -> Any:
-        return request(
-            action,
-            communicator,
-            operand(),
-            label,
-            _difference_hint(state),
-            reproducible=owner.reproducible,
-        )
+        x, hint = operand(), _difference_hint(state)
+        return request(ReplicaAccess(action, communicator, label, hint, owner.reproducible), x)
 
     state.tally.collectives += 1
     is_same = action.travel is Travel.SAME and request is not rows_request

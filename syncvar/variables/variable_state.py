@@ -113,9 +113,8 @@ def cached_write(  # noqa: C901  (one closure, because each call takes a microse
     form = dtype, shape = storage.array.dtype, storage.array.shape
 
     def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
-        if type(x) is not ndarray or x.shape != shape:
-            return _FALLBACK
-        if x.dtype is not dtype and x.dtype != dtype:
+        is_plain = type(x) is ndarray and x.shape == shape
+        if not is_plain or (x.dtype is not dtype and x.dtype != dtype):
             return _FALLBACK
         stack = local.stack
         if stack:
