@@ -36,7 +36,7 @@ from syncvar.optimizers.update_rules import (
     checked_rate,
     compute_dtype,
 )
-from syncvar.variables.assign_all import copy_of
+from syncvar.variables.grouped_writes import copy_of
 from syncvar.variables.policy import CallContext
 from syncvar.variables.values import operand_array
 from syncvar.variables.variable_owner import context_of
@@ -205,7 +205,8 @@ class Optimizer(MigrationHintsMixin):
                 failure, owner, travels=any(not is_replica_local(one) for one in chosen)
             )
         assert owner is not None
-        self._build(owner, chosen, all(is_replica_local(variable) for variable in chosen))
+        is_independent = all(is_replica_local(variable) for variable in chosen)
+        self._build(owner, chosen, is_independent=is_independent)
 
     def __repr__(self) -> str:
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
@@ -252,11 +253,10 @@ class Optimizer(MigrationHintsMixin):
         """Make one step with the mean of the replicas' gradients.
 
         It is not their sum: do not divide the loss by the number of replicas. Inside `run` and
-            outside every
-        scope gradients are each replica's own. In cross context (and inside merge_call) they are
-        used as given and must be the same everywhere. A digest checks that, unless the strategy has
-        check_cross_writes=False. NONE variables are stepped by their own replica's gradient,
-        without a message.
+        outside every scope gradients are each replica's own. In cross context (and inside
+        merge_call) they are used as given and must be the same everywhere. A digest checks that,
+        unless the strategy has check_cross_writes=False. NONE variables are stepped by their own
+        replica's gradient, without a message.
 
         Args:
             grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a
@@ -340,40 +340,7 @@ class Optimizer(MigrationHintsMixin):
     def _checked(
         self, pairs: list[Any], reduce: str | None, weight: float | None, *, shards: bool
     ) -> tuple[Call, BucketPlan | None]:
-        try:
-            identities = tuple(
-                [id(one) if gradient is not None else -id(one) for gradient, one in pairs]
-            )
-        except (TypeError, ValueError):
-            checked_pairs(pairs)
-            raise
-        known = self._bases.get(identities)
-        if known is None:
-            gradients, everything = checked_pairs(pairs)
-            owner = checked_variables(everything)
-            self._checked_family(owner, everything)
-            variables = [
-                one
-                for gradient, one in zip(gradients, everything, strict=True)
-                if gradient is not None
-            ]
-            travels = any(not is_replica_local(one) for one in everything)
-            settings = (type(self).__name__, *self._settings.items())
-            known = (
-                owner,
-                variables,
-                everything,
-                travels,
-                *describe_variables(settings, variables, everything),
-            )
-            # Cache only after all checks of these variables have passed.
-            if not self._step.slots.missing(variables):
-                if len(self._bases) >= _PLANS_MAX:
-                    self._bases.clear()
-                self._bases[identities] = (
-                    known  # keeps the variables, and with them their identities
-                )
-        owner, variables, _, travels, base, shown = known
+        owner, variables, _, travels, base, shown = self._base_of(pairs)
         context = context_of(owner, "apply_gradients")
         op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
         is_combined = op is None or context in (CallContext.CROSS, CallContext.MERGE)
@@ -402,6 +369,34 @@ class Optimizer(MigrationHintsMixin):
                 "outside every scope; gradients that are summed, or used as given, have none"
             )
         return call, self._plans.get(tuple([id(variable) for variable in variables]))
+
+    def _base_of(self, pairs: list[Any]) -> tuple[Any, ...]:
+        """Return what does not change from step to step: owner, variables, signature, names."""
+        try:
+            identities = tuple(
+                [id(one) if gradient is not None else -id(one) for gradient, one in pairs]
+            )
+        except (TypeError, ValueError):
+            checked_pairs(pairs)
+            raise
+        known = self._bases.get(identities)
+        if known is None:
+            gradients, everything = checked_pairs(pairs)
+            owner = checked_variables(everything)
+            self._checked_family(owner, everything)
+            paired = zip(gradients, everything, strict=True)
+            variables = [one for gradient, one in paired if gradient is not None]
+            travels = any(not is_replica_local(one) for one in everything)
+            settings = (type(self).__name__, *self._settings.items())
+            description = describe_variables(settings, variables, everything)
+            known = (owner, variables, everything, travels, *description)
+            # Cache only after all checks of these variables have passed.
+            if not self._step.slots.missing(variables):
+                if len(self._bases) >= _PLANS_MAX:
+                    self._bases.clear()
+                # Keeps the variables, and with them their identities.
+                self._bases[identities] = known
+        return known
 
     def _check_sharded(
         self, variables: Sequence[Variable], *, is_combined: bool, weighted: bool
@@ -453,14 +448,15 @@ class Optimizer(MigrationHintsMixin):
 
             def check() -> None:
                 if call.shards is None:
-                    for gradient, variable in zip(call.gradients, call.variables, strict=True):
-                        label = f"gradient of variable {variable.name!r}"
-                        operand_array(
-                            gradient, variable.shape, compute_dtype(variable.dtype), label
-                        )
+                    for gradient, one in zip(call.gradients, call.variables, strict=True):
+                        label = f"gradient of variable {one.name!r}"
+                        operand_array(gradient, one.shape, compute_dtype(one.dtype), label)
                 self._rate_at(self.iterations)
 
-            self._build(call.owner, call.variables, not call.travels, check, call.base)
+            is_independent, base = not call.travels, call.base
+            self._build(
+                call.owner, call.variables, is_independent=is_independent, check=check, base=base
+            )
         if len(self._plans) >= _PLANS_MAX:
             self._plans.clear()
         result = self._plans[tuple(key)] = BucketPlan(call.owner, call.variables, self._step.slots)
@@ -470,19 +466,16 @@ class Optimizer(MigrationHintsMixin):
         self,
         owner: VariableOwner,
         variables: list[Variable],
+        *,
         is_independent: bool,
         check: Callable[[], None] | None = None,
         base: int = 0,
     ) -> None:
         if not is_independent:
-            names = tuple(
-                (one.name, one.shape, one.dtype.name)
-                for one in variables
-                if not is_replica_local(one)
-            )
-            shown = ", ".join(repr(name) for name, *_ in names[:3]) + (
-                ", …" if len(names) > 3 else ""
-            )
+            shared = [one for one in variables if not is_replica_local(one)]
+            names = tuple((one.name, one.shape, one.dtype.name) for one in shared)
+            shown = ", ".join(repr(one.name) for one in shared[:3])
+            shown += ", …" if len(shared) > 3 else ""
             label = f"slots of {type(self).__name__} for {shown}"
             parts = (label, names, tuple(self._settings.items()), base)
             meet(owner.communicator, label, parts, owner.timeout, check)

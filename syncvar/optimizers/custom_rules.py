@@ -19,9 +19,7 @@ from syncvar.optimizers.update_rules import UpdateRule, checked_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from numpy.typing import NDArray
-
-    from syncvar.optimizers.update_rules import Arrays, SteppedVariable
+    from syncvar.optimizers.update_rules import Array, Arrays, Factors, SteppedVariable
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _WORD = re.compile("[a-z_][a-z_0-9]*")
@@ -118,16 +116,11 @@ class CustomRule(UpdateRule):
         """Return the initial values of the slots, by name."""
         return self._registered.slots
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         return rate, step
 
     def _advance(
-        self,
-        weight: NDArray[Any],
-        part: SteppedVariable,
-        slots: Arrays,
-        factors: tuple[float, ...],
-        room: NDArray[Any],
+        self, weight: Array, part: SteppedVariable, slots: Arrays, factors: Factors, room: Array
     ) -> None:
         del room
         gradient = part.gradient.reshape(weight.shape)
@@ -160,9 +153,9 @@ class CustomRule(UpdateRule):
         for array, new in news:
             array[...] = new
 
-    def _returned(self, value: Any, array: NDArray[Any], label: str) -> NDArray[Any]:
+    def _returned(self, value: Any, array: Array, label: str) -> Array:
         """Return an array that a rule has returned, checked so that it can be stored."""
-        result: NDArray[Any] = np.array(value) if value is not None else np.empty(0, object)
+        result: Array = np.array(value) if value is not None else np.empty(0, object)
         if result.shape != array.shape or result.dtype.kind not in "fiub":
             raise ConfigError(
                 f"update rule {self._name} returned a {label} of {result.dtype.name}"
@@ -200,7 +193,7 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
     return rule, _rules[rule]
 
 
-def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+def _frozen(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view

@@ -18,7 +18,7 @@ from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_call import Call, combine_cached, combining_request
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.variables.assign_all import change_copies, copy_of
+from syncvar.variables.grouped_writes import change_copies, copy_of
 from syncvar.variables.variable_owner import current_owner
 from syncvar.variables.variable_state import state_of
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Rate = float | Callable[[int], float]
-    Arrays = list[NDArray[Any]]
+    Array = NDArray[Any]
+    Arrays = list[Array]
+    Factors = tuple[float, ...]
 
 
 class Options(TypedDict, total=False):
@@ -114,7 +116,7 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def sum_of_squares(flat: NDArray[Any], room: NDArray[Any]) -> float:
+def sum_of_squares(flat: Array, room: Array) -> float:
     """Return the sum of the squares of a flat array, in float64.
 
     Order: blocks of BLOCK elements from the left, NumPy's pairwise sum in each.
@@ -129,7 +131,7 @@ def sum_of_squares(flat: NDArray[Any], room: NDArray[Any]) -> float:
     return total
 
 
-def norm(flats: list[NDArray[Any]], room: NDArray[Any]) -> float:
+def norm(flats: list[Array], room: Array) -> float:
     """Return the 2-norm of several flat arrays as of one."""
     return sqrt(sum([sum_of_squares(flat, room) for flat in flats]))
 
@@ -152,11 +154,11 @@ class SteppedVariable(Protocol):
         """Whether a float32 master is stepped in its place."""
 
     @property
-    def gradient(self) -> NDArray[Any]:
+    def gradient(self) -> Array:
         """Its gradient; overwritten."""
 
     @property
-    def scratch(self) -> NDArray[Any]:
+    def scratch(self) -> Array:
         """Scratch memory, as large as the gradient or one block."""
 
 
@@ -164,7 +166,7 @@ class RuleWorkspace(Protocol):
     """Memory for reductions over a variable."""
 
     @property
-    def room(self) -> NDArray[Any]:
+    def room(self) -> Array:
         """float64 array, as long as the largest gradient or one block."""
 
 
@@ -222,12 +224,7 @@ class UpdateRule:
             counter[...] = number
 
     def _advance(
-        self,
-        weight: NDArray[Any],
-        part: SteppedVariable,
-        slots: Arrays,
-        factors: tuple[float, ...],
-        room: NDArray[Any],
+        self, weight: Array, part: SteppedVariable, slots: Arrays, factors: Factors, room: Array
     ) -> None:
         """Make the step one block at a time, so that a large variable stays in the cache."""
         del room
@@ -241,30 +238,20 @@ class UpdateRule:
             self._decayed_update(weight, gradient, slots, scratch[: weight.size], factors)
 
     def _decayed_update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         if self.decay and not self.decays_variable:
             np.multiply(weight, self.decay, out=scratch)
             np.add(gradient, scratch, out=gradient)
         self._update(weight, gradient, slots, scratch, factors)
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         """Return the factors of a step; the first step is 1. Usually the learning rate alone."""
         del step
         return (rate,)
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         """Change `weight` and `slots` in place; may overwrite `gradient` and `scratch`."""
         raise NotImplementedError
@@ -274,12 +261,7 @@ class SGDRule(UpdateRule):
     """w -= rate * g."""
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         np.multiply(gradient, factors[0], out=gradient)
         np.subtract(weight, gradient, out=weight)
@@ -290,7 +272,7 @@ class MomentumRule(UpdateRule):
 
     slot_initials: ClassVar[dict[str, float]] = {"momentum": 0.0}
 
-    def __init__(self, momentum: float = 0.9, nesterov: Any = False) -> None:
+    def __init__(self, momentum: float = 0.9, *, nesterov: Any = False) -> None:
         self._momentum = checked_number("momentum", momentum, 0.0, 1.0)
         if not isinstance(nesterov, bool):
             raise ConfigError(f"nesterov must be True or False, not {nesterov!r}")
@@ -298,12 +280,7 @@ class MomentumRule(UpdateRule):
         super().__init__(momentum=self._momentum, nesterov=nesterov)
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         (velocity,) = slots
         np.multiply(velocity, self._momentum, out=velocity)
@@ -330,12 +307,7 @@ class AdagradRule(UpdateRule):
         return {"squares": self._initial}
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         (squares,) = slots
         np.multiply(gradient, gradient, out=scratch)
@@ -351,7 +323,12 @@ class RMSPropRule(UpdateRule):
     """s = rho * s + (1 - rho) * g * g; u = g / (sqrt(s) + epsilon); w -= rate * u."""
 
     def __init__(
-        self, rho: float = 0.9, momentum: float = 0.0, epsilon: float = 1e-7, centered: Any = False
+        self,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        *,
+        centered: Any = False,
     ) -> None:
         self._rho = checked_number("rho", rho, 0.0, 1.0)
         self._momentum = checked_number("momentum", momentum, 0.0, 1.0)
@@ -371,12 +348,7 @@ class RMSPropRule(UpdateRule):
         return dict.fromkeys(names, 0.0)
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         squares, *others = slots
         np.multiply(gradient, gradient, out=scratch)
@@ -418,19 +390,14 @@ class AdamRule(UpdateRule):
         self._epsilon = checked_number("epsilon", epsilon)
         super().__init__(beta_1=self._beta_1, beta_2=self._beta_2, epsilon=self._epsilon)
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         # m' / (sqrt(v') + epsilon) = (m / c1) * r / (sqrt(v) + epsilon * r), r = sqrt(c2): two
         # operations on arrays fewer
         first, root = 1 - power(self._beta_1, step), sqrt(1 - power(self._beta_2, step))
         return rate * root / first, self._epsilon * root, 1 - rate * self.decay
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         factor, epsilon, decay_factor = factors
         self._direction(gradient, slots, scratch, epsilon)
@@ -439,9 +406,7 @@ class AdamRule(UpdateRule):
             np.multiply(weight, decay_factor, out=weight)
         np.subtract(weight, gradient, out=weight)
 
-    def _direction(
-        self, gradient: NDArray[Any], slots: Arrays, scratch: NDArray[Any], epsilon: float
-    ) -> None:
+    def _direction(self, gradient: Array, slots: Arrays, scratch: Array, epsilon: float) -> None:
         """Update m and v, and replace `gradient` by m / (sqrt(v) + epsilon)."""
         mean, squares = slots
         np.multiply(mean, self._beta_1, out=mean)
@@ -469,17 +434,12 @@ class LAMBRule(AdamRule):
     decays_variable: ClassVar[bool] = True
     decay = 0.01
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         first, root = 1 - power(self._beta_1, step), sqrt(1 - power(self._beta_2, step))
         return root / first, self._epsilon * root, rate
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         """Make `gradient` the direction u; `_advance` scales it when its norm is known."""
         self._direction(gradient, slots, scratch, factors[1])
@@ -489,12 +449,7 @@ class LAMBRule(AdamRule):
             np.add(gradient, scratch, out=gradient)
 
     def _advance(
-        self,
-        weight: NDArray[Any],
-        part: SteppedVariable,
-        slots: Arrays,
-        factors: tuple[float, ...],
-        room: NDArray[Any],
+        self, weight: Array, part: SteppedVariable, slots: Arrays, factors: Factors, room: Array
     ) -> None:
         super()._advance(weight, part, slots, factors, room)
         target, direction = weight.reshape(-1), part.gradient.reshape(-1)

@@ -1,4 +1,15 @@
-"""Writing many variables in one call: what has to travel travels together."""
+"""Writing many variables in one call: sums and means travel together, in few transfers.
+
+Small variables that are often written together are a flat bucket: a grouped write is one all-reduce
+of one flat array. After the first one, each replica keeps the copies of these variables one after
+another in one piece of memory, which the call changes in place. If a view of a copy is alive, the
+result is copied to each variable instead. From time to time the copies then move into a new flat
+array.
+
+`change_copies` is a local change of several copies, for optimizers and checkpoints only. `assign`
+compares or combines what the replicas pass, because it may differ. A step has combined the
+gradients already, so every copy changes in the same way.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,27 +124,19 @@ class FlatBucket:
         self._storages = tuple([state.storage for state in states])
         self._tallies = tuple([state.tally for state in states])
         shapes = tuple([state.shape for state in states])
-        ends = list(accumulate(storage.array.size for storage in self._storages))
-        self._places = [
-            (end - storage.array.size, end)
-            for end, storage in zip(ends, self._storages, strict=True)
-        ]
+        ends = [0, *accumulate(storage.array.size for storage in self._storages)]
+        self._places = list(pairwise(ends))
         self._staging = self._memory(ends[-1])
         self._scratch = np.empty_like(self._staging)
         self._flat = self._scratch  # the copies, while they lie one after another
+        parts = [self._staging[start:stop] for start, stop in self._places]
         self._parts = tuple(
-            [
-                self._staging[start:stop].reshape(shape)
-                for (start, stop), shape in zip(self._places, shapes, strict=True)
-            ]
+            [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         )
         references = tuple([weakref.ref(one) for one in variables])
-        group = None
-        if which(owner.context.config.call_runner) == "c":
-            group = group_of(references, self._storages, self._tallies, self._parts)
-        self._group: Any = group or PyFlatBucket(
-            references, self._storages, self._tallies, self._parts
-        )
+        members = references, self._storages, self._tallies, self._parts
+        is_native = which(owner.context.config.call_runner) == "c"
+        self._group: Any = (group_of(*members) if is_native else None) or PyFlatBucket(*members)
         self._failures = 0
         self._turn = threading.Lock()  # held by the thread that uses `_staging`
         communicator = owner.communicator
@@ -151,12 +154,8 @@ class FlatBucket:
     def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:
         """Return whether variables can be written so; the same answer on every replica."""
         communicator = owner.communicator
-        if (
-            communicator.channel is None
-            or communicator.size == 1
-            or len(states) < 2
-            or communicator.uneven is not None
-        ):
+        is_alone = communicator.size == 1 or len(states) < 2
+        if is_alone or communicator.channel is None or communicator.uneven is not None:
             return False
         storages = [state.storage for state in states]
         sizes = [storage.array.nbytes for storage in storages]
@@ -485,13 +484,8 @@ def change_copies(
 
     This sends nothing; if the replicas of a host share copies, they meet, and each shared copy
     changes once. A view that a program has read before does not change; a one-sided read sees the
-    whole change or nothing.
-
-    Args:
-        variables: Each at most once, always in the same order (their locks are taken in it).
-        change: Must do the same on every replica for replicated variables, and must not keep the
-            arrays.
-        arguments: For `change`.
+    whole change or nothing. `change` must do the same on every replica for replicated variables,
+    and must not keep the arrays. Locks are taken in the order of the variables.
 
     Example:
         >>> import syncvar as sv
@@ -505,10 +499,8 @@ def change_copies(
         state.flush()
     storages = [state.storage for state in states]
     shared = next((state for state in states if state.storage.is_shared), None)
-    with (
-        write_once(shared.owner, storages) if shared is not None else nullcontext(),
-        ExitStack() as changing,
-    ):
+    gate = nullcontext() if shared is None else write_once(shared.owner, storages)
+    with gate, ExitStack() as changing:
         for storage in storages:
             changing.enter_context(storage)
         change([storage.writable() for storage in storages], *arguments)
