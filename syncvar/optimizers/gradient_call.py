@@ -1,4 +1,7 @@
-"""One call of `apply_gradients`: its checked arguments and its request."""
+"""One call of `apply_gradients`: its checked arguments and its request.
+
+A gradient may name rows, as (indices, values) or an object that has both, like tf.IndexedSlices.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,31 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import VariableOwner
 
 
+_MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
+_SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
+_NOTHING = np.empty(0, np.uint8)
+_NAME = "apply_gradients"
+_HINT = (
+    "Gradients that are used as given must be the same on every replica. Pass each replica's own "
+    "inside strategy.run, or outside every scope, with reduce='mean'"
+)
+
+
+class Call(NamedTuple):
+    """One checked call."""
+
+    owner: VariableOwner
+    gradients: list[Any]  # without the Nones
+    variables: list[Variable]  # that have a gradient
+    travels: bool  # other replicas take part: some named variable is not NONE
+    op: str  # "mean" or "sum", for replicas and for the calls of one step
+    is_combined: bool  # the gradients are the same everywhere already
+    weight: float | None  # of this replica's gradients
+    base: int  # signature of all that does not change from step to step
+    shown: str  # names of the variables, for descriptions
+    shards: dict[Any, list[NDArray[Any]]] | None = None  # id -> a gradient for each variable
+
+
 def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
     """Return the indices and values of a sparse gradient, None for a dense one.
 
@@ -63,10 +91,6 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
     """Return a sparse gradient as an array of the variable's shape; a dense one unchanged.
 
     Values of a row that is named several times are added.
-
-    Raises:
-        RowOutOfRange: An index outside [0, rows).
-        ConfigError: Indices that are not integers, values of a wrong shape or dtype.
     """
     shape = variable.shape
     pair = rows_of(gradient, shape)
@@ -78,44 +102,6 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
     result = np.zeros(shape, dtype)
     np.add.at(result, rows.indices, rows.values)
     return result
-
-
-_MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
-_SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
-_NOTHING = np.empty(0, np.uint8)
-_NAME = "apply_gradients"
-_HINT = (
-    "Gradients that are used as given must be the same on every replica. Pass each replica's own "
-    "inside strategy.run, or outside every scope, with reduce='mean'"
-)
-
-
-class Call(NamedTuple):
-    """One checked call.
-
-    Args:
-        owner: The variables' strategy.
-        gradients: The gradients without the Nones.
-        variables: The variables that have a gradient.
-        travels: Other replicas take part: some named variable is not NONE.
-        op: "mean" or "sum", for replicas and for the calls of one step.
-        is_combined: The gradients are the same everywhere already.
-        weight: Weight of this replica's gradients, or None.
-        base: Signature of all that does not change from step to step.
-        shown: Names of the variables, for descriptions.
-        shards: Id -> a gradient for each variable; None without shards.
-    """
-
-    owner: VariableOwner
-    gradients: list[Any]
-    variables: list[Variable]
-    travels: bool
-    op: str
-    is_combined: bool
-    weight: float | None
-    base: int
-    shown: str
-    shards: dict[Any, list[NDArray[Any]]] | None = None
 
 
 def checked_shards(
@@ -137,13 +123,9 @@ def checked_shards(
                 "for every variable"
             )
         for number, gradient in value.items():
-            dense = dense_gradient(gradient, variable)
-            array = operand_array(
-                dense,
-                variable.shape,
-                compute_dtype(variable.dtype),
-                f"shard {number!r} of the {label}",
-            )
+            dense, dtype = dense_gradient(gradient, variable), compute_dtype(variable.dtype)
+            shard = f"shard {number!r} of the {label}"
+            array = operand_array(dense, variable.shape, dtype, shard)
             result.setdefault(number, []).append(array)
     return result
 
@@ -153,18 +135,16 @@ def describe_variables(
 ) -> tuple[int, str]:
     """Return the signature of the variables that replicas share, and their names in words."""
     present = {id(one) for one in variables}
-    shared = [one for one in everything if not is_replica_local(one) and id(one) in present]
-    absent = [
-        one.name for one in everything if not is_replica_local(one) and id(one) not in present
-    ]
+    common = [one for one in everything if not is_replica_local(one)]
+    shared = [one for one in common if id(one) in present]
+    absent = [one.name for one in common if id(one) not in present]
     kinds = tuple((one.name, one.shape, one.dtype.name) for one in shared)
     shown = ", ".join(repr(one.name) for one in shared[:3])
     if len(shared) > 3:
         shown += f", … ({len(shared)} variables)"
     if absent:
-        shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}" + (
-            " …" if len(absent) > 3 else ""
-        )
+        shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}"
+        shown += " …" if len(absent) > 3 else ""
     return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
 
 
@@ -214,7 +194,8 @@ def combine_cached(
     """
     if not op or len(plan.shared) != 1:
         return False
-    communicator, array = owner.communicator, _flat_array(plan, weighted=weighted)
+    communicator, bucket = owner.communicator, plan.shared[0]
+    array = bucket.whole if weighted else bucket.flat  # the last element of `whole` is the weight
 
     def make(x: Any, out: Any) -> ReduceArgs:
         return reduce_request(
@@ -222,13 +203,5 @@ def combine_cached(
         )
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
-    return (
-        call_persistent(communicator, key, array, array, owner.timeout, make, (label, digest))
-        is not None
-    )
-
-
-def _flat_array(plan: BucketPlan, *, weighted: bool) -> NDArray[Any]:
-    """Return the one array that travels; the last element of the whole is the weight."""
-    (bucket,) = plan.shared
-    return bucket.whole if weighted else bucket.flat
+    found = call_persistent(communicator, key, array, array, owner.timeout, make, (label, digest))
+    return found is not None
