@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 LEFT = "left sv.uneven: "
 _LEFT_RUN = "left strategy.run inside sv.uneven: "
-
 _ROLL = "membership of sv.uneven"
 _DIGEST = fingerprint(_ROLL)
 _LAST = 1 << 40  # more membership all-reduces than a block has
@@ -73,14 +72,7 @@ class ActiveGroup:
     def roll(self, name: str, timeout: float | None) -> None:
         """Make the membership all-reduce; the communicator then is that of the active ranks.
 
-        Args:
-            name: Name of the call that follows, for messages.
-            timeout: Seconds; None means the job's default.
-
-        Raises:
-            PeerExhausted: A rank has left, and the block ends with the first.
-            MismatchError: A rank has left by an exception.
-            UsageError: The block is over.
+        `name` is the call that follows, for messages.
         """
         if self._block.is_over:
             raise UsageError(
@@ -89,26 +81,28 @@ class ActiveGroup:
                 f"function that strategy.run calls, or around the block"
             )
         if len(self.working) > 1:
-            collective = f"{collective_of(name)} inside sv.uneven"
-            label = CallLabel(f"{name} inside sv.uneven", CallFields(collective))
-            description = label, _DIGEST
-            rolls, no_bits = self._membership(), self._no_bits()
-            try:
-                left_bits = agree(rolls, _ROLL, "or", no_bits, timeout, description)
-            except MismatchError as error:
-                self._end_with(error)
-                raise
-            if left_bits.any():
-                bits = np.unpackbits(left_bits.view(np.uint8), bitorder="little")
-                left = [rank for rank, bit in zip(self.working, bits, strict=False) if bit]
-                self.working = tuple(rank for rank in self.working if rank not in left)
-                self._rolls = None
-                self._become(self._beside("calls"))
-                if self._block.stops_at_first:
-                    raise PeerExhausted(
-                        f"{rank_list(left)} left sv.uneven, and this block ends with the first"
-                    )
+            self._exchange_membership(name, timeout)
         self.calls += 1
+
+    def _exchange_membership(self, name: str, timeout: float | None) -> None:
+        collective = f"{collective_of(name)} inside sv.uneven"
+        description = CallLabel(f"{name} inside sv.uneven", CallFields(collective)), _DIGEST
+        try:
+            bits = agree(self._membership(), _ROLL, "or", self._no_bits(), timeout, description)
+        except MismatchError as error:
+            self._end_with(error)
+            raise
+        if not bits.any():
+            return
+        flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
+        left = [rank for rank, flag in zip(self.working, flags, strict=False) if flag]
+        self.working = tuple(rank for rank in self.working if rank not in left)
+        self._rolls = None
+        self._become(self._beside("calls"))
+        if self._block.stops_at_first:
+            raise PeerExhausted(
+                f"{rank_list(left)} left sv.uneven, and this block ends with the first"
+            )
 
     def require_all(self, label: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left. Collective over the active ranks."""
@@ -126,8 +120,7 @@ class ActiveGroup:
         self.give_back()
         if len(self.working) == 1:
             return None
-        rolls = self._membership()
-        bits = self._no_bits()
+        rolls, bits = self._membership(), self._no_bits()
         own = rolls.member_rank
         bits[own >> 6] = np.uint64(1) << np.uint64(own & 63)
         description = "sv.uneven: its own loop has ended", _DIGEST
