@@ -24,9 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:variable .*initial value:UserWar
 def sum_assigns_own_value(patch):
     right = writes_module.request_of
 
-    def wrong(action, communicator, x, what, hint, **options):
-        request = right(action, communicator, x, what, hint, **options)
-        if action.travel is not Travel.SUM or action.effect is not Effect.CHANGE:
+    def wrong(access, x, **options):
+        request = right(access, x, **options)
+        if access.action.travel is not Travel.SUM or access.action.effect is not Effect.CHANGE:
             return request
 
         def body():
