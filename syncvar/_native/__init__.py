@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -260,7 +260,7 @@ def open_program(
     code: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> None:
     """Run a program's opening; see `run`. Arrays may be None for memories that it does not use."""
-    _native.Run(code, channel, arrays, offsets, keeps_lock, True)  # type: ignore[union-attr]
+    _native.Run(code, channel, arrays, offsets, keeps_lock, _OPENING)  # type: ignore[union-attr]
 
 
 def run(
@@ -276,8 +276,13 @@ def run(
             process of the memory's rank; -1 for arrays.
         keeps_lock: Keep the GIL.
     """
-    found: Iterator[int] = _native.Run(code, channel, arrays, offsets, keeps_lock, False)  # type: ignore[union-attr]
+    found: Iterator[int] = _native.Run(  # type: ignore[union-attr]
+        code, channel, arrays, offsets, keeps_lock, _STEPS
+    )
     return found
+
+
+_OPENING, _STEPS = True, False
 
 
 def slot_call(*parts: Any, **objects: Any) -> Any:
@@ -320,17 +325,44 @@ def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
     return _native.MessageEntrance(is_sending, function=function, state=state)
 
 
+class AccessScope(NamedTuple):
+    """Calls in which a persistent access of a variable is valid.
+
+    Args:
+        places: Scope stack of each thread; None for a Read that is always one of all replicas, and
+            not counted.
+        owner: The strategy.
+        is_default: It is the default one; reads of the combined copies do not need to know.
+        communicator: Its group; this field and the next ones are for calls of all replicas.
+        channel: The group's channel.
+        replica: Context in which each replica has its own values.
+    """
+
+    places: Any
+    owner: Any
+    is_default: bool = False
+    communicator: Any = None
+    channel: Any = None
+    replica: Any = None
+
+
+class LocalCopy(NamedTuple):
+    """This replica's copy of a variable: its storage and counters, and the form of its array."""
+
+    storage: CopyGuard
+    tally: VariableCounters
+    dtype: Any
+    shape: tuple[int, ...]
+
+
 def access(
     kind: str,
     plain: Any,
-    where: tuple[Any, ...],
-    storage: CopyGuard,
-    tally: VariableCounters,
-    form: tuple[Any, ...],
+    scope: AccessScope,
+    copy: LocalCopy,
     *,
     call: Any = None,
     watch: CheckGate | None = None,
-    is_default: bool = False,
     is_increment: bool = False,
 ) -> Any:
     """Return a persistent access of a variable in C, or `plain` if there is no extension.
@@ -338,37 +370,17 @@ def access(
     Args:
         kind: "Write", "Look" (a read of this replica's copy), or "Read" (of the copies, combined).
         plain: The Python version, called for unusual accesses before anything has changed.
-        where: (scope stack, strategy); for calls of all replicas also the communicator, its
-            channel, and the context in which each replica has its own values. A Read with None for
-            the stack is always one of all replicas, and not counted.
-        storage: Storage of the copy.
-        tally: Counters of the variable.
-        form: dtype and shape.
+        scope: Calls in which it is valid.
+        copy: The copy that it reads or writes.
         call: The persistent all-reduce; in a write it applies its result to the copy.
         watch: Gate of the strategy for writes; None if nothing is compared.
-        is_default: The strategy is the default one.
         is_increment: It increments an AUTO variable.
     """
     if _native is None or (kind == "Read" and type(call) is not _native.SlotCall):
         return plain
-    places, owner, communicator, channel, replica = (
-        where if len(where) > 2 else (*where, None, None, None)
-    )  # noqa: PLR2004
-    return getattr(_native, kind)(
-        *form,
-        is_default,
-        is_increment,
-        plain=plain,
-        owner=owner,
-        places=places,
-        storage=storage,
-        tally=tally,
-        call=call,
-        communicator=communicator,
-        channel=channel,
-        replica=replica,
-        watch=watch,
-    )
+    objects = {**scope._asdict(), **copy._asdict(), "plain": plain, "call": call, "watch": watch}
+    form = [objects.pop(name) for name in ("dtype", "shape", "is_default")]
+    return getattr(_native, kind)(*form, is_increment, **objects)
 
 
 def entrance(

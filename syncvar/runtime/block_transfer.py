@@ -485,14 +485,14 @@ def add_native_programs(
 
     `starts` are the offsets of blocks in the arrays of a call, see `Move`.
     """
+    into_all = by_owners = False
     for pattern, way in enumerate((TransferPath.CELLS, TransferPath.DIRECT)):
         code = layout.code(channel, blocks, way, starts)
         program = native_of(code, layout.arithmetic)
         if program is None:
             return False
-        native.learn(
-            pattern, False, False, -1 if code.last_side is None else code.last_side, program
-        )
+        last_side = -1 if code.last_side is None else code.last_side
+        native.learn(pattern, into_all, by_owners, last_side, program)
     return True
 
 

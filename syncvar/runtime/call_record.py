@@ -214,6 +214,7 @@ _STARTERS = tuple(
     os.path.join(_PACKAGE, "bootstrap", name)
     for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
 )
+_own_frame = sys._getframe  # noqa: SLF001  (the documented way to the caller's frame)
 _looking = threading.Lock()
 
 
@@ -235,7 +236,7 @@ def own_site() -> str:
 
     About 1 us.
     """
-    frame = _users(sys._getframe())  # noqa: SLF001
+    frame = _users(_own_frame())
     return (
         ""
         if frame is None
@@ -274,7 +275,7 @@ def _users(frame: FrameType | None) -> FrameType | None:
 
 def _innermost(thread: int) -> FrameType | None:
     if thread == threading.get_ident():
-        return sys._getframe()  # noqa: SLF001
+        return _own_frame()
     with _looking:  # otherwise two threads could leave the garbage collector switched off
         return current_frames().get(thread)
 

@@ -16,7 +16,6 @@ from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.call_record import CallInfo, own_site
 from syncvar.runtime.link_exchange import LinkExchange, NullSink
 from syncvar.runtime.planner import Planner
-from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.request import Request, stage_steps
 from syncvar.runtime.sequence import EpochRange
 from syncvar.runtime.state import send_queued
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.link_exchange import FrameSink
     from syncvar.runtime.p2p_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
+    from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
@@ -90,10 +90,10 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
     """
     engine, is_shared = None, True
     for one in communicators:
-        following, end = one.next_call, one._block_end  # noqa: SLF001  (its other half)
+        following, end = one.next_call, one.block_end
         if following > end:
             end = _end_of(following)
-        one.next_call, one._block_end = end + 1, end + _EPOCH_CALLS  # noqa: SLF001
+        one.next_call, one.block_end = end + 1, end + _EPOCH_CALLS
         one.recorder.numbers.skip(one.identity, following, end + 1)
         engine = one.engine
         if engine is None:
@@ -153,26 +153,27 @@ class Communicator(CommunicatorState):
         self,
         identity: int,
         members: Sequence[int],
-        world_rank: int,
+        recorder: Recorder,
         engine: ProgressEngine | None,
         channel: GroupChannel | None = None,
+        *,
         forced: Mapping[str, str] | None = None,
-        recorder: Recorder | None = None,
         hosts: GroupHosts | None = None,
     ) -> None:
         self.identity = identity
         self.members = tuple(members)
         self.size = len(self.members)
+        world_rank = recorder.identity.rank
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
         self.whole = self.members  # members plus the ranks that have left a block of sv.uneven
         self.uneven: MembershipRoll | None = None
         self.is_pair = False  # all calls are messages of a pair
         self.count: MessageCounter | None = None  # sequence counter of messages in shared memory
         self.engine = engine
-        self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
+        self.recorder = recorder
         self.frame_sink: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
-        self._block_end = _EPOCH_CALLS - 1  # last number of the current block of calls
+        self.block_end = _EPOCH_CALLS - 1  # last number of the current block of calls
         self.ended: EpochRange | None = None  # the block that ended last
         self.busy = threading.Lock()
         self.channel = channel
@@ -222,7 +223,7 @@ class Communicator(CommunicatorState):
     @property
     def epoch(self) -> int:
         """Number of the block of calls; equal on ranks that have begun and ended the same runs."""
-        return self._block_end // _EPOCH_CALLS
+        return self.block_end // _EPOCH_CALLS
 
     @property
     def is_destroyed(self) -> bool:
@@ -450,11 +451,11 @@ class Communicator(CommunicatorState):
             if self.size > 1:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
                 self.engine.left_run(
-                    self.identity, self.members, self.next_call - 1, self._block_end, reason
+                    self.identity, self.members, self.next_call - 1, self.block_end, reason
                 )
-        end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)
+        end = self.block_end if self.next_call <= self.block_end else _end_of(self.next_call)
         self.recorder.numbers.skip(self.identity, self.next_call, end + 1)
-        self.next_call, self._block_end = end + 1, end + _EPOCH_CALLS
+        self.next_call, self.block_end = end + 1, end + _EPOCH_CALLS
         if self.engine is not None:
             self.engine.book.announce(self.identity, self.next_call)
 

@@ -231,7 +231,8 @@ class CompiledProgram:
         opening: tuple[tuple[int, ...], ...],
         steps: tuple[tuple[Any, ...], ...],
         last_side: int | None,
-        is_read: bool = True,
+        *,
+        is_read: bool,
     ) -> None:
         self.sizes, self.opening, self.steps = sizes, opening, steps
         self.last_side, self.is_read = last_side, is_read
@@ -302,4 +303,4 @@ def assemble(program: Program) -> CompiledProgram:
         return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
 
     opening, steps = tuple(map(coded, program.opening)), tuple(map(coded, program.steps))
-    return CompiledProgram(sizes, opening, steps, program.last_side, program.is_read)
+    return CompiledProgram(sizes, opening, steps, program.last_side, is_read=program.is_read)

@@ -139,23 +139,15 @@ class P2PChannel:
         """
         stream, outward = self.stream, self.end
         engine, count = stream.engine, stream.count
-        if (
-            engine is None
-            or count is None
-            or not isinstance(outward, SendEndpoint)
-            or not engine.is_quiet
-            or (waits and engine.under_way)
-        ):
+        if engine is None or count is None or not isinstance(outward, SendEndpoint):
+            return False
+        if not engine.is_quiet or (waits and engine.under_way):
             return False
         if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
             return False
         try:
-            sort, call, begin, number = (
-                self._sort_of(array, kind, words),
-                self.number(),
-                monotonic_ns(),
-                0,
-            )
+            sort, number = self._sort_of(array, kind, words), 0
+            call, begin = self.number(), monotonic_ns()
             try:
                 if waits:
                     number = outward.announce(sort.type_code, stream.identity, call, array)
@@ -222,15 +214,9 @@ class P2PChannel:
         """
         stream, inward = self.stream, self.end
         engine, count = stream.engine, stream.count
-        if (
-            engine is None
-            or count is None
-            or not isinstance(inward, RecvEndpoint)
-            or not engine.is_quiet
-            or engine.under_way
-        ):
+        if engine is None or count is None or not isinstance(inward, RecvEndpoint):
             return NOT_YET
-        if not stream.busy.acquire(blocking=False):
+        if not engine.is_quiet or engine.under_way or not stream.busy.acquire(blocking=False):
             return NOT_YET
         try:
             number, begin = self.number(), monotonic_ns()

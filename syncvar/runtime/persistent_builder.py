@@ -170,7 +170,7 @@ class PersistentCallBuilder(NamedTuple):
 
         return call
 
-    def build_native(
+    def build_native(  # noqa: PLR0913  (one spec object will replace them)
         self,
         plain: PreparedCall,
         later: Any,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     Levels = list[tuple[Any, Any, Any]]
 
 
-def prepare_reduction(
+def prepare_reduction(  # noqa: PLR0913, PLR0917  (one spec object will replace them)
     communicator: Communicator,
     reduction: Reduction,
     shape: tuple[int, ...],
@@ -121,7 +121,7 @@ class OutputSpec(NamedTuple):
         return output
 
 
-def _small(
+def _small(  # noqa: C901, PLR0914, PLR0915  (locals of closures: a call takes a microsecond)
     ground: PersistentCallBuilder,
     reduction: Reduction,
     shape: tuple[int, ...],
@@ -214,7 +214,7 @@ def _small(
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any] | None:
         if nothing is not None:
             return x, None
-        if out is not None and (
+        if out is not None and (  # noqa: PLR0916  (asked in every call)
             type(out) is not ndarray
             or out.shape != shape
             or (out.dtype is not kind and out.dtype != kind)
@@ -374,7 +374,7 @@ def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
     return call
 
 
-def _long(
+def _long(  # noqa: C901, PLR0914  (locals of closures)
     ground: PersistentCallBuilder,
     reduction: Reduction,
     shape: tuple[int, ...],

@@ -331,7 +331,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
             if isinstance(step, Copy):
                 steps.append(CopyInstruction(source, target))
             else:
-                steps.append(_combined(source, target, step.source_left))
+                steps.append(_combined(source, target, is_left=step.source_left))
     return Program(tuple(opening), tuple(steps), (windows - 1) & 1 if windows else None)
 
 
@@ -364,11 +364,11 @@ def _take_steps(take: Take, part: Span, first: int) -> list[Instruction]:
     if not part.length:
         return []
     if isinstance(take.step, RecvReduce):
-        return [_combined(part, target, take.step.incoming_left)]
+        return [_combined(part, target, is_left=take.step.incoming_left)]
     return [CopyInstruction(part, target)]
 
 
-def _combined(source: Span, target: Span, is_left: bool) -> Combine:
+def _combined(source: Span, target: Span, *, is_left: bool) -> Combine:
     return Combine((source, target) if is_left else (target, source), target)
 
 

@@ -26,7 +26,6 @@ from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.link_exchange import Flow
 from syncvar.runtime.p2p_requests import Answer, GetRequest, GetRequests, SentMessages
-from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.state import Awaited, Core
 from syncvar.shm.spin_wait import pause_after
 from syncvar.transports.base import PeerDisconnected
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.errors import UsageError
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Request
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Frame, Transport
@@ -65,19 +65,15 @@ class ProgressEngine(Core):
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
-        generation: int,
+        recorder: Recorder,
         transport: Transport,
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
         shm: SharedSegment | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
-        recorder = recorder or Recorder(rank, world_size, generation)
-        super().__init__(rank, generation, transport, control, config, hosts, shm, recorder)
-        self.flow = Flow(rank, generation, transport, config, self.active)
+        super().__init__(recorder, transport, control, config, hosts, shm)
+        self.flow = Flow(self.rank, self.generation, transport, config, self.active)
         self.when_broken.append(lambda _: self.flow.forget())
         self.sent = SentMessages()
         self._questions = GetRequests(self)
@@ -89,7 +85,7 @@ class ProgressEngine(Core):
         self._stopped = threading.Event()
         self._is_disowned = False
         self._progress = threading.Thread(
-            target=self._serve, name=f"syncvar-progress-{rank}", daemon=True
+            target=self._serve, name=f"syncvar-progress-{self.rank}", daemon=True
         )
         self._progress.start()
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
 from syncvar.core.process_ids import process_name
@@ -110,15 +110,32 @@ _REFUSED, _ENDED = 1, 2  # a record of the end replaces one of a refused call
 _WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
 
 
-class Recorder:
-    """The ring of one rank or server, and the file that it is written to.
+class RecordIdentity(NamedTuple):
+    """The process that a record is about.
 
     Args:
         rank: World rank, or the number of a server's process.
         world_size: Ranks of the world.
         generation: Version of the membership.
         job: Identity of the job.
-        host: Name of this host.
+        host: Name of its host.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    generation: int = 0
+    job: str = ""
+    host: str = ""
+
+
+_NO_JOB = RecordIdentity()
+
+
+class Recorder:
+    """The ring of one rank or server, and the file that it is written to.
+
+    Args:
+        identity: This process.
         folder: Folder for the record after a failure; empty for none.
         trace: Folder for the record of every run; empty for none.
         stats: Folder for the totals of all calls; empty for none.
@@ -135,12 +152,8 @@ class Recorder:
 
     def __init__(
         self,
-        rank: int = 0,
-        world_size: int = 1,
-        generation: int = 0,
+        identity: RecordIdentity = _NO_JOB,
         *,
-        job: str = "",
-        host: str = "",
         folder: str = "",
         trace: str = "",
         stats: str = "",
@@ -155,13 +168,7 @@ class Recorder:
 
             self._totals = Totals(self._ring.append)
             self.add = self._totals.add
-        self._identity = {
-            "rank": rank,
-            "world_size": world_size,
-            "generation": generation,
-            "job": job,
-            "host": host,
-        }
+        self.identity = identity
         self._folder = folder
         self._trace = trace
         self._process = os.getpid()
@@ -222,8 +229,8 @@ class Recorder:
 
         from syncvar.core.state_folder import write_record
 
-        text = json.dumps({"rank": self._identity["rank"], "rows": totals.rows()})
-        name = f"stats-{self._identity['rank']}.{self._identity['generation']}.json"
+        text = json.dumps({"rank": self.identity.rank, "rows": totals.rows()})
+        name = f"stats-{self.identity.rank}.{self.identity.generation}.json"
         try:
             write_record(self._stats, name, text)
         except OSError as error:
@@ -269,7 +276,7 @@ class Recorder:
         }
         return {
             "format": FORMAT,
-            **self._identity,
+            **self.identity._asdict(),
             "boot": boot_identity(),
             "process": self._process,
             "reason": reason,
@@ -302,7 +309,7 @@ class Recorder:
         if os.getpid() != self._process or not self._writing.acquire(timeout=_WRITING_S):
             return
         try:
-            name = record_name(self._identity["rank"], self._identity["generation"])
+            name = record_name(self.identity.rank, self.identity.generation)
             try:
                 from syncvar.core.state_folder import write_record
 

@@ -308,11 +308,7 @@ class Request:
                 while self.state == RequestState.RUNNING and self._is_reached():
                     self._wait = next(steps)
         except StopIteration as end:
-            if not self.is_over:
-                self.result = end.value
-                self.state = RequestState.DRAINING
-                self._leave_queue()
-                self._drain()
+            self._complete(end.value)
         except BodyError as wrapped:
             # all ranks raise it, because it follows from data that all have
             self._end(wrapped.error, is_agreed=True)
@@ -338,6 +334,13 @@ class Request:
         return wait == _START or (
             wait != DISAGREE and channel is not None and channel.is_reached(wait)
         )
+
+    def _complete(self, result: Any) -> None:
+        if not self.is_over:
+            self.result = result
+            self.state = RequestState.DRAINING
+            self._leave_queue()
+            self._drain()
 
     def _drain(self) -> None:
         if self.links is None or self.links.is_drained:
@@ -396,25 +399,17 @@ def stage_steps(
         if channel is not None and opening is not None and links is None:
             yield from settled(channel)
         while True:
+            is_published = links is not None and links.is_published
             try:
-                stage = next(body)
+                stage = _next_stage(
+                    body, is_published=is_published or (channel is not None and opening is None)
+                )
             except StopIteration as end:
-                if (
-                    channel is not None
-                    and opening is not None
-                    and (links is None or not links.is_published)
-                ):
+                if channel is not None and opening is not None and not is_published:
                     if links is not None:
                         yield from settled(channel, to_its_end=False)
                     yield from agreed(channel, check, channel.begin(*opening))
                 return end.value
-            except SyncvarError as error:
-                has_spoken = (channel is not None and opening is None) or (
-                    links is not None and links.is_published
-                )
-                if not has_spoken:
-                    raise
-                raise BodyError(error) from error
             if isinstance(stage.plan, PreparedStages) and links is not None:
                 opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
             elif isinstance(stage.plan, LinkSchedule):
@@ -424,18 +419,36 @@ def stage_steps(
             elif channel is None:
                 raise InternalError("a call over links has a schedule for shared memory")
             else:
-                if not is_read:  # this stage overwrites data that others may still read
-                    yield channel.publish()
-                is_read = yield from _on_host(entry, stage, channel, opening)
+                is_read = yield from _on_host(entry, stage, channel, opening, was_read=is_read)
                 opening = None
     finally:
         body.close()
 
 
+def _next_stage(body: Generator[Stage, None, Any], *, is_published: bool) -> Stage:
+    """Return the next stage; an error is one of all ranks if they may have seen this one."""
+    try:
+        return next(body)
+    except SyncvarError as error:
+        if is_published:
+            raise BodyError(error) from error
+        raise
+
+
 def _on_host(
-    entry: PendingRecord, stage: Stage, channel: GroupChannel, opening: tuple[int, int] | None
+    entry: PendingRecord,
+    stage: Stage,
+    channel: GroupChannel,
+    opening: tuple[int, int] | None,
+    *,
+    was_read: bool,
 ) -> Generator[int, None, bool]:
-    """Run a stage in shared memory; return whether all ranks have read what this rank published."""
+    """Run a stage in shared memory; return whether all ranks have read what this rank published.
+
+    `was_read` is the same of the stage before.
+    """
+    if not was_read:  # this stage overwrites data that others may still read
+        yield channel.publish()
     if stage.movement is not None:
         if opening is None:
             raise InternalError(

@@ -88,17 +88,15 @@ class Core(AdmissionState):
 
     def __init__(
         self,
-        rank: int,
-        generation: int,
+        recorder: Recorder,
         transport: Transport,
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
         shm: SharedSegment | None,
-        recorder: Recorder,
     ) -> None:
-        self.rank = rank
-        self.generation = generation
+        self.rank = recorder.identity.rank
+        self.generation = recorder.identity.generation
         self.transport = transport
         self.control = control
         self.config = config

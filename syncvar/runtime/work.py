@@ -129,7 +129,7 @@ class Work(MigrationHintsMixin):
             assert self._engine is not None
             operation = self._engine.adopted(async_call)
             if operation is None:
-                return async_call.end(False)  # the call has ended meanwhile
+                return async_call.end(waits)  # the call has ended meanwhile
             # set before `_async_call`: another thread may wait for the same call
             self._operation = operation
             self._async_call = None
@@ -199,13 +199,12 @@ def wait_any(works: Iterable[Work | None]) -> int:
     for index, work in started:
         if work.done():
             return index
-    engines = [work._engine for _, work in started]  # noqa: SLF001 - two files of one room
-    engine = next((one for one in engines if one is not None), None)
+    calls = [(work._engine, work._operation) for _, work in started]  # noqa: SLF001  (its own room)
+    engine = next((one for one, _ in calls if one is not None), None)
     if engine is None:
         started[0][1].wait()  # raises: only this thread could send the message
     else:
-        operations = [work._operation for _, work in started]  # noqa: SLF001
-        first = _FirstEnded(engine, operations)
+        first = _FirstEnded(engine, [operation for _, operation in calls])
         engine.wait(first)
         first.entry.end()
     return next(index for index, work in started if work.done())

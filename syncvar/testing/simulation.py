@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives.groups import Group
 from syncvar.protocol.frame import HEADER_NBYTES, parse_header
 from syncvar.runtime.communicator import CollectiveSpec, Communicator
+from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.runtime.request import RequestState
 from syncvar.transports.base import Frame
 
@@ -59,7 +60,8 @@ class Simulation:
         self._overtake_max = overtake_max
         self._async_depth = async_depth
         self._groups = [
-            _Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)
+            _Recorder(_GROUP, range(world_size), Recorder(RecordIdentity(rank, world_size)), None)
+            for rank in range(world_size)
         ]
         for rank, communicator in enumerate(self._groups):
             communicator.frame_sink = _SimulatedSink(self, rank, segment_bytes)

@@ -7,12 +7,12 @@ of the group. It also checks for a due comparison of the copies, and for views o
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from syncvar._native import access, which
+from syncvar._native import AccessScope, LocalCopy, access, which
+from syncvar._native.constants import WRITES_PER_DECISION, StoreResult
 from syncvar.variables.policy import CallContext
 
 if TYPE_CHECKING:
@@ -29,18 +29,7 @@ if TYPE_CHECKING:
     Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
-
-
-class WriteResult(IntEnum):
-    """What a cached write has done; `_native/variable_access.c` returns the same numbers."""
-
-    FALLBACK = 0  # nothing: the write has to follow the policy table
-    STORED = 1
-    STORED_AND_SAMPLE = 2  # stored, and AUTO's next decision is due
-
-
-_FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
+_FALLBACK, _STORED, _SAMPLE = (int(result) for result in StoreResult)
 
 
 def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
@@ -70,8 +59,8 @@ def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters)
 
     if storage.is_shared or which(owner.context.config.call_runner) == "python":
         return look
-    form = storage.array.dtype, storage.array.shape
-    made: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
+    local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
+    made: Look = access("Look", look, AccessScope(local, owner, is_default), local_copy)
     return made
 
 
@@ -83,7 +72,7 @@ def cached_write(
     *,
     counts: bool,
 ) -> Write:
-    """Return a cached write: a function of the operand that returns a `WriteResult`.
+    """Return a cached write: a function of the operand that returns a `StoreResult`.
 
     With `is_seen=True` the caller has checked whether a comparison of the copies is due.
     """
@@ -141,17 +130,13 @@ def cached_write(
 
     if which(owner.context.config.call_runner) == "python":
         return write
-    where = (local, owner, communicator, channel, replica)
     made: Write = access(
         "Write",
         write,
-        where,
-        storage,
-        tally,
-        (dtype, shape),
+        AccessScope(local, owner, is_default, communicator, channel, replica),
+        LocalCopy(storage, tally, dtype, shape),
         call=call,
         watch=cast("CheckGate | None", registry),
-        is_default=is_default,
         is_increment=counts,
     )
     return made
@@ -179,12 +164,16 @@ def cached_reads(
         tally.collectives += 1
         return read_only(value)
 
-    where = owner, communicator, channel, CallContext.REPLICA
-    form = storage.array.dtype, storage.array.shape
-    made: Read = access("Read", read, (None, *where), storage, tally, form, call=call)
-    look: Look = access(
-        "Read", uncached_look, (owner.places, *where), storage, tally, form, call=call
+    scope = AccessScope(
+        owner.places,
+        owner,
+        communicator=communicator,
+        channel=channel,
+        replica=CallContext.REPLICA,
     )
+    copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
+    made: Read = access("Read", read, scope._replace(places=None), copy, call=call)
+    look: Look = access("Read", uncached_look, scope, copy, call=call)
     return made, look
 
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncvar._native import CheckGate
+from syncvar._native.constants import WRITES_PER_DECISION
 from syncvar.collectives.all_reduce import agree
 from syncvar.core.errors import MismatchError
 from syncvar.variables.deferral_log import ProgramPoint
 from syncvar.variables.deferral_tuner import DeferralTuner, SampleWindow
-from syncvar.variables.persistent_access import WRITES_PER_DECISION
 from syncvar.variables.replica_check import CheckSchedule, compare
 from syncvar.variables.variable_state import RegistryEntry
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from syncvar._native.constants import StoreResult
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
@@ -13,7 +14,6 @@ from syncvar.variables import variable_reads, variable_writes
 from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variable
 from syncvar.variables.mode_explanation import Explanation, explain
-from syncvar.variables.persistent_access import WriteResult
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
 from syncvar.variables.scope import current_owner, current_scope
 from syncvar.variables.variable_state import UNPREPARED, VariableState
@@ -28,7 +28,7 @@ COPIED = "syncvar: functions to call with each copied variable"
 """Key of a deep copy's memo: functions that optimizers want called with (variable, copy)."""
 
 _ASSIGN, _ADD, _SUB = AccessKind.ASSIGN, AccessKind.ASSIGN_ADD, AccessKind.ASSIGN_SUB
-_STORED: int = WriteResult.STORED
+_STORED: int = StoreResult.STORED
 _PACES = ("eager", "deferred")
 
 

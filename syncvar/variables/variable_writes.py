@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native.constants import StoreResult
 from syncvar.collectives import nan_check
 from syncvar.collectives.reduce_args import persistent_reduction
 from syncvar.core.errors import ConfigError
@@ -14,7 +15,7 @@ from syncvar.runtime.communicator import fingerprint
 from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.coercion import number_array, operand_array
 from syncvar.variables.collective_requests import request_of, rows_request
-from syncvar.variables.persistent_access import WriteResult, cached_write, uncached_write
+from syncvar.variables.persistent_access import cached_write, uncached_write
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -41,7 +42,7 @@ _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it
 
 def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> None:
     """Finish a write that the cached write has not finished."""
-    if result == WriteResult.STORED_AND_SAMPLE:
+    if result == StoreResult.STORED_AND_SAMPLE:
         state.sample_deferral()
         return
     queue = state.queue
@@ -193,12 +194,12 @@ class WriteOp(ReplicaWrite):
         cached = state.prepared[operation]
         if self.is_direct and cached is not uncached_write:
             array = self._plain_operand()
-            result: int = WriteResult.FALLBACK
+            result: int = StoreResult.FALLBACK
             if array is not None:
                 result = cached(array, is_seen=True)
-            if result == WriteResult.STORED_AND_SAMPLE:
+            if result == StoreResult.STORED_AND_SAMPLE:
                 state.sample_deferral()
-            if result != WriteResult.FALLBACK:
+            if result != StoreResult.FALLBACK:
                 return
         self.execute()
         if not self.is_direct:

@@ -10,13 +10,13 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
+from syncvar._native.constants import StoreResult
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
 from syncvar.variables import collective_requests
-from syncvar.variables.persistent_access import WriteResult
 from syncvar.variables.policy import AccessKind
 
-FALLBACK, STORED, SAMPLE = WriteResult
+FALLBACK, STORED, SAMPLE = StoreResult
 ADD = AccessKind.ASSIGN_ADD
 ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
