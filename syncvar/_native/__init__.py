@@ -172,7 +172,6 @@ class MessageCounter:
     The C extension advances it without informing the engine; `CallLedger.count_by` merges it.
 
     Attributes:
-        identity: Identity of the pair's calls.
         next_call: First call that is not over; the receiver needs no frames of calls before it.
         number: Number of the next message. Code that numbers a message by the communicator must
             read and update this value.
@@ -326,24 +325,18 @@ def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
 
 
 class AccessScope(NamedTuple):
-    """Calls in which a persistent access of a variable is valid.
+    """Calls in which a persistent access of a variable is valid."""
 
-    Args:
-        places: Scope stack of each thread; None for a Read that is always one of all replicas, and
-            not counted.
-        owner: The strategy.
-        is_default: It is the default one; reads of the combined copies do not need to know.
-        communicator: Its group; this field and the next ones are for calls of all replicas.
-        channel: The group's channel.
-        replica: Context in which each replica has its own values.
-    """
-
+    # Scope stack of each thread; None for a Read that is always one of all replicas, and not
+    # counted
     places: Any
     owner: Any
+    # It is the default one; reads of the combined copies do not need to know
     is_default: bool = False
+    # Its group; this field and the next ones are for calls of all replicas
     communicator: Any = None
     channel: Any = None
-    replica: Any = None
+    replica: Any = None  # context in which each replica has its own values
 
 
 class LocalCopy(NamedTuple):

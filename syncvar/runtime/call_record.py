@@ -1,4 +1,4 @@
-"""Entries of the flight recorder: one typed record of each call.
+"""Entries of the flight recorder: typed records of calls, their program lines and their totals.
 
 Functions that describe a call return a `CallLabel`: a text for people, and fields for statistics
 and records.
@@ -28,38 +28,22 @@ NOWHERE = -1  # group and call of an entry that is no call of a group
 
 
 class CallFields(NamedTuple):
-    """The description of a call as data; -1 or empty where a field does not apply.
+    """The description of a call as data; -1 or empty where a field does not apply."""
 
-    Args:
-        collective: Name of the call, for instance "all_reduce" or "assign of variable 'w'".
-        op: Reduction.
-        dtype: Element type of the input.
-        shape: Shape of the input.
-        elements: Elements of the input.
-        size: Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved.
-        root: Rank in the group of the root.
-        peer: World rank of the other end of a message.
-        tag: Tag of a message.
-    """
-
-    collective: str
+    collective: str  # name of the call, for instance "all_reduce" or "assign of variable 'w'"
     op: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     elements: int = -1
+    # Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved
     size: int = -1
-    root: int = -1
-    peer: int = -1
+    root: int = -1  # rank in the group of the root
+    peer: int = -1  # world rank of the other end of a message
     tag: int = -1
 
 
 class CallLabel(str):
-    """The text of a call, for instance "all_reduce(sum, float32[10])", with its fields.
-
-    Args:
-        text: The call for people.
-        fields: The call for programs; a label as `collective` means the collective that it names.
-    """
+    """The text of a call for people, such as "all_reduce(sum, float32[10])", with its fields."""
 
     __slots__ = ("fields",)
 
@@ -79,35 +63,22 @@ def collective_of(label: str) -> str:
 
 
 class Event(NamedTuple):
-    """One entry of the ring, as record files contain it.
+    """One entry of the ring, as record files contain it."""
 
-    Args:
-        label: The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke",
-            "verdict".
-        group: Identity of the group; -1 for none.
-        call: Call number within the group; -1 for none.
-        fingerprint: Signature of the call, equal on all ranks that make the same call; 0 for none.
-        nbytes: Bytes that the call worked on.
-        path: "shm" or "links", and the algorithm; empty if the call ended before the choice.
-        began_ns: Start, CLOCK_MONOTONIC.
-        ended_ns: End; 0 for a call that is still running.
-        state: "started", "done", "failed", or "noted" for an entry that is no operation.
-        thread: Identity of the calling thread.
-        detail: Error text, or details of a noted event.
-        collective: The fields from here on are those of `CallFields`; a shape is text, "[2, 3]".
-    """
-
+    # The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke", "verdict"
     label: str
-    group: int
-    call: int
+    group: int  # identity of the group; -1 for none
+    call: int  # call number within the group; -1 for none
+    # Signature of the call, equal on all ranks that make the same call; 0 for none
     fingerprint: int
-    nbytes: int
-    path: str
-    began_ns: int
-    ended_ns: int
-    state: str
-    thread: int
-    detail: str
+    nbytes: int  # bytes that the call worked on
+    path: str  # "shm" or "links", and the algorithm; empty if the call ended before the choice
+    began_ns: int  # start, CLOCK_MONOTONIC
+    ended_ns: int  # end; 0 for a call that is still running
+    state: str  # "started", "done", "failed", or "noted" for an entry that is no operation
+    thread: int  # identity of the calling thread
+    detail: str  # error text, or details of a noted event
+    # The fields from here on are those of `CallFields`; a shape is text, "[2, 3]"
     collective: str = ""
     op: str = ""
     dtype: str = ""
@@ -124,23 +95,14 @@ COLUMNS = ("what", *Event._fields[1:])
 
 
 class CallInfo(NamedTuple):
-    """The part of an entry that repeated calls share.
+    """The part of an entry that repeated calls share."""
 
-    Args:
-        label: The call; a `CallLabel` where it has more fields than its text.
-        group: Identity of the group.
-        members: World ranks of the group.
-        fingerprint: Signature of the call.
-        nbytes: Bytes of the array.
-        path: "shm", "links" or "hosts", and the algorithm.
-    """
-
-    label: str
+    label: str  # the call; a `CallLabel` where it has more fields than its text
     group: int
-    members: tuple[int, ...]
-    fingerprint: int
-    nbytes: int
-    path: str
+    members: tuple[int, ...]  # world ranks of the group
+    fingerprint: int  # signature of the call
+    nbytes: int  # bytes of the array
+    path: str  # "shm", "links" or "hosts", and the algorithm
 
     @property
     def fields(self) -> CallFields:
@@ -232,10 +194,7 @@ def call_site(thread: int) -> str:
 
 
 def own_site() -> str:
-    """Return file:line and function of the caller's innermost frame outside of syncvar.
-
-    About 1 us.
-    """
+    """Return file:line and function of the caller's frame outside of syncvar; about 1 us."""
     frame = _users(_own_frame())
     return (
         ""
@@ -300,12 +259,7 @@ def size_class(nbytes: int) -> int:
 
 
 def size_of(info: CallInfo, nbytes: int) -> int:
-    """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown.
-
-    Args:
-        info: The call.
-        nbytes: Bytes that were recorded; used if the call does not know its size.
-    """
+    """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown."""
     fields = info.fields
     if fields.size >= 0:
         return fields.size
@@ -317,10 +271,7 @@ def size_of(info: CallInfo, nbytes: int) -> int:
 
 
 class Totals:
-    """Counts calls as the ring records them.
-
-    Cost: 0.25 us for each cached call, on top of the 0.2 us of the ring.
-    """
+    """Counts calls as the ring records them; 0.25 us for each cached call."""
 
     def __init__(self, append: Callable[[Any], None]) -> None:
         self._append = append

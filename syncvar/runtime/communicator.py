@@ -49,15 +49,7 @@ def fingerprint(*parts: object) -> int:
 
 
 class CollectiveSpec:
-    """A checked call, ready to become a request.
-
-    Args:
-        label: The call, for instance "all_reduce(sum, float32[10])"; a `CallLabel` where it has
-            fields.
-        digest: Signature that all ranks compare.
-        body: Generator of stages.
-        message: Message that may use a ring in shared memory; None for collectives.
-    """
+    """A checked call, ready to become a request."""
 
     __slots__ = ("body", "digest", "label", "message")
 
@@ -80,9 +72,7 @@ def _end_of(number: int) -> int:
 
 
 def begin_epochs(communicators: Sequence[Communicator]) -> None:
-    """Begin a new block of call numbers in groups of one process.
-
-    At the start and end of `strategy.run`.
+    """Begin a new block of call numbers in groups of one process, at both ends of `strategy.run`.
 
     Blocks are counted, not derived from the calls made. So ranks that left an earlier block at
     different calls have the same number again. A peer may still wait in a call of the old block
@@ -111,15 +101,10 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
 
 
 class GroupHosts(NamedTuple):
-    """The hosts of a group that spans several, as seen by this rank.
+    """The hosts of a group that spans several, as seen by this rank."""
 
-    Args:
-        sizes: Ranks of the group on each host, in the group's order.
-        channel: Channel of this host's ranks; None for the only rank of its host.
-    """
-
-    sizes: tuple[int, ...]
-    channel: GroupChannel | None
+    sizes: tuple[int, ...]  # ranks of the group on each host, in the group's order
+    channel: GroupChannel | None  # channel of this host's ranks; None for the only rank of its host
 
 
 class MembershipRoll(Protocol):
@@ -141,11 +126,10 @@ class Communicator(CommunicatorState):
     Args:
         identity: Number of the group, the same on all ranks.
         members: World ranks, in the group's order.
-        world_rank: This process.
+        recorder: Flight recorder of this process.
         engine: None in a world of one.
         channel: This rank's end of the group's channels, if all members share memory; else None.
         forced: Algorithms that the job's setting demands, by collective.
-        recorder: Flight recorder; None for the engine's.
         hosts: Hosts of a group that spans several, with shared memory on each; else None.
     """
 
@@ -253,11 +237,7 @@ class Communicator(CommunicatorState):
 
     @property
     def member_rank(self) -> int:
-        """This process's rank in the group.
-
-        Raises:
-            UsageError: This process is not a member.
-        """
+        """This process's rank in the group; raises UsageError if it is not a member."""
         if self.rank is None:
             raise UsageError(
                 f"this rank is not a member of the group of ranks {list(self.members)}: call it "
@@ -267,11 +247,7 @@ class Communicator(CommunicatorState):
 
     @property
     def home_rank(self) -> int:
-        """This process's rank in the whole group, with ranks that have left sv.uneven.
-
-        Raises:
-            UsageError: This process is not a member.
-        """
+        """This process's rank in the whole group, with ranks that have left sv.uneven."""
         return (
             self.member_rank
             if self.uneven is None
@@ -288,33 +264,22 @@ class Communicator(CommunicatorState):
         )
 
     def require_all(self, label: str, instead: str = "") -> None:
-        """Check that all ranks are active; collective in a block of sv.uneven.
-
-        Raises:
-            UsageError: A rank has left the block; raised on all active ranks.
-        """
+        """Raise UsageError on all active ranks if one has left the block of sv.uneven."""
         if self.uneven is not None:
             self.require_free(label)
             self.uneven.require_all(label, instead)
 
     def roll(self, label: str, timeout: float | None) -> None:
-        """Agree on the active ranks; does nothing outside a block of sv.uneven.
+        """Agree on the active ranks; collective in a block of sv.uneven, else does nothing.
 
-        Collective.
-
-        Raises:
-            UsageError: No call is possible now. The other ranks are not informed and wait for the
-                next call.
+        If no call is possible now, this raises UsageError. The other ranks then wait.
         """
         if self.uneven is not None:
             self.require_free(label)
             self.uneven.roll(label, timeout)  # from here on the members are the active ranks
 
     def become(self, other: Communicator) -> None:
-        """Swap contents with another communicator.
-
-        Holders of this one make the other's calls from now on.
-        """
+        """Swap contents with another communicator: holders of this one make its calls then."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
         self.next_call, other.next_call = other.next_call, self.next_call
         note_change()
@@ -441,10 +406,7 @@ class Communicator(CommunicatorState):
         begin_epochs([self])
 
     def leave_epoch(self, error: BaseException) -> None:
-        """End a block after an exception, and inform the group at once.
-
-        Also ends a block of sv.uneven.
-        """
+        """End a block, also one of sv.uneven, after an exception, and inform the group at once."""
         if self.engine is not None and self.engine.failure is None:
             if self.uneven is not None:
                 self.uneven.left_run(error)

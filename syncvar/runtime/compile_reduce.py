@@ -42,48 +42,31 @@ _FOLDS_MAX = 4  # arrays of a cell that are combined one by one; more are copied
 
 
 class Cells(NamedTuple):
-    """How a group cuts long vectors; the same on all ranks.
-
-    Args:
-        elements: Elements of a cell.
-        lag: Cells on each side.
-        sums_all: Every rank combines everything.
-    """
+    """How a group cuts long vectors; the same on all ranks."""
 
     elements: int
     lag: int = 1
-    sums_all: bool = False
+    sums_all: bool = False  # every rank combines everything
 
 
 class BufferPlacement(NamedTuple):
-    """Placement of the inputs and outputs of a call, and what follows from it.
+    """Placement of the inputs and outputs of a call, and what follows from it."""
 
-    Args:
-        sources: Ranks whose input the others read in place.
-        into_all: The targets of all ranks are in shared memory, and others write them.
-        converts: This rank's input has another dtype than its cells.
-        by_owners: An input that others read is its own target, so only its owner may read it.
-        goes_on: More of the call follows, which may write all cells: all must be read at the end.
-        makes_first: A combination cannot be made in a target: it is converted, or applied to it.
-    """
-
-    sources: frozenset[int] = frozenset()
-    into_all: bool = False
-    converts: bool = False
+    sources: frozenset[int] = frozenset()  # ranks whose input the others read in place
+    into_all: bool = False  # the targets of all ranks are in shared memory, and others write them
+    converts: bool = False  # this rank's input has another dtype than its cells
+    # An input that others read is its own target, so only its owner may read it
     by_owners: bool = False
+    # More of the call follows, which may write all cells: all must be read at the end
     goes_on: bool = False
+    # A combination cannot be made in a target: it is converted, or applied to it
     makes_first: bool = False
 
 
 class ResultPlacement(NamedTuple):
-    """Which inputs each rank gets combined: all, all on the root only, or those of a prefix.
+    """Which inputs each rank gets combined: all, all on the root only, or those of a prefix."""
 
-    Args:
-        collective: all_reduce, reduce, scan or exscan.
-        root: Root of a reduce.
-    """
-
-    collective: str = "all_reduce"
+    collective: str = "all_reduce"  # all_reduce, reduce, scan or exscan
     root: int = 0
 
     def terms(self, rank: int, size: int) -> range:
@@ -140,8 +123,6 @@ def lower_small(
 ) -> Program:
     """Return a rank's program of a reduction through slots: every rank combines its own result.
 
-    `counts` are the elements of the vector, or of the arrays whose concatenation it is.
-
     Example:
         >>> program = lower_small(0, 2, (2, 3))
         >>> len(program.opening), [type(step).__name__ for step in program.steps]
@@ -161,11 +142,7 @@ def lower_small(
 
 @lru_cache(maxsize=256)
 def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the parts of arrays that form the elements [start, stop) of their concatenation.
-
-    Returns:
-        (array, first, last, place): elements [first, last) of an array, and their place in the
-        range.
+    """Return (array, first, last, place in the range) of the parts that form [start, stop).
 
     Example:
         >>> pieces((2, 0, 3), 1, 4)
@@ -292,18 +269,10 @@ def lower_reduce(
 ) -> Program:
     """Return a rank's program of a reduction.
 
-    If `ends` is not EVERYWHERE, others write into no target and read no input that is its own
-    target.
-
-    Args:
-        rank: This rank in the group.
-        size: Number of ranks.
-        counts: Elements of the vector, at least 1, or of the arrays whose concatenation it is;
-            arrays are always copied.
-        cells: How the vector is cut.
-        places: Placement of inputs and outputs.
-        block: Elements that are combined at once if the targets are in shared memory.
-        ends: Which ranks get which result.
+    `counts` are the elements of the vector, at least 1, or of the arrays whose concatenation it is;
+    arrays are always copied. `block` elements are combined at once if the targets are in shared
+    memory. If `ends` is not EVERYWHERE, others write into no target and read no input that is its
+    own target.
 
     Example:
         >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), BufferPlacement(), 8)

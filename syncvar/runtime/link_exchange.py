@@ -1,7 +1,15 @@
-"""Runs compiled schedules over links, round by round.
+"""Frames of calls over links: schedules run round by round, and credit bounds unread bytes.
 
-The engine passes arrived frames in and gets frames to send. Nothing here waits, reads a clock or
+`LinkExchange` gets arrived frames and posts frames to send. Nothing here waits, reads a clock or
 opens a socket.
+
+ZeroMQ's limits count messages, so one absent peer could hold gigabytes. Here every frame uses
+credit of its (peer, group). The receiver returns credit for used frames, a quarter of the window at
+a time. A frame without credit waits; credit frames need none.
+
+A peer uses frames of a call only when it makes that call. So calls that are not the oldest running
+get a quarter of the window, and frames of the oldest always get through. Otherwise calls started in
+advance could block the call that the peer is in.
 """
 
 from __future__ import annotations
@@ -87,19 +95,9 @@ class NullSink:
 
 
 class LinkExchange:
-    """The frames of one call.
+    """The frames of one call; its request waits for this object until a round has all frames.
 
-    Its request waits for this object until all frames of a round have come.
-
-    It has no reference to its request. So buffers of a call are freed with the last reference to
-    the request.
-
-    Attributes:
-        group: Identity of the group.
-        call: Call number.
-        queued: Frames that wait for credit.
-        loans: Memory that the transport still reads.
-        has_heard: A frame has been used.
+    It has no reference to its request, so the call's buffers are freed with the request.
     """
 
     __slots__ = (
@@ -126,9 +124,9 @@ class LinkExchange:
     def __init__(self, entry: PendingRecord, sink: FrameSink) -> None:
         self.group = entry.info.group
         self.call = entry.call
-        self.queued = 0
-        self.loans: list[Any] = []
-        self.has_heard = False
+        self.queued = 0  # frames that wait for credit
+        self.loans: list[Any] = []  # memory that the transport still reads
+        self.has_heard = False  # a frame has been used
         self._entry = entry
         self._sink = sink
         self._stage = -1
@@ -412,10 +410,7 @@ class Flow:
                 )
 
     def go_on(self, group: int) -> None:
-        """Send what is possible after an operation of a group has ended.
-
-        Another one may be the oldest.
-        """
+        """Send what is possible after an operation of a group has ended: another may be oldest."""
         for (peer, other), credit in list(self._credits.items()):  # a failing send clears the dict
             if other == group and credit.queue:
                 self._go_on(peer, credit)

@@ -1,4 +1,4 @@
-"""Fast path of messages between ranks of one host, without the engine.
+"""Messages without the engine: between ranks of one host, and from a rank to itself.
 
 A send succeeds if the message ring has space, a receive if the message arrives while spinning.
 After one message, arrays of the same dtype and shape are handled in C, if the extension is there.
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import CollectiveSpec, Communicator
     from syncvar.runtime.p2p_endpoints import Landing
 
+    Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
+
 NOT_YET = object()
 _SORTS_MAX = 64  # message types cached per pair and tag
 _EXPORTED = "biufc"  # dtype kinds whose arrays are buffers
@@ -48,17 +50,11 @@ class P2PContext(Protocol):
 
 
 class MessageType(NamedTuple):
-    """Properties shared by messages of one dtype and shape.
+    """Properties shared by messages of one dtype and shape."""
 
-    Args:
-        type_code: Packed type, see `RingWriter.put`.
-        info: Shared part of the flight records.
-        is_buffer: The array can be copied as it is.
-    """
-
-    type_code: int
-    info: CallInfo
-    is_buffer: bool
+    type_code: int  # packed type, see `RingWriter.put`
+    info: CallInfo  # shared part of the flight records
+    is_buffer: bool  # the array can be copied as it is
 
 
 class P2PChannel:
@@ -70,10 +66,6 @@ class P2PChannel:
         end: This rank's end of the message ring; None without shared memory.
         array: Message kind of arrays.
         request: Builds the call of an array's message, if the engine continues what C has begun.
-
-    Attributes:
-        native: C endpoint, once it has something to do.
-        is_remembered: `send` or `recv` finds the C endpoint without Python.
     """
 
     __slots__ = (
@@ -97,8 +89,8 @@ class P2PChannel:
     ) -> None:
         self.stream = stream
         self.end = end
-        self.native: Any = None
-        self.is_remembered = False
+        self.native: Any = None  # C endpoint, once it has something to do
+        self.is_remembered = False  # `send` or `recv` finds the C endpoint without Python
         self._array = array
         self._context = context
         self._request = request
@@ -125,17 +117,13 @@ class P2PChannel:
         Args:
             array: The message.
             kind: Message kind.
-            words: Returns the label of the call and the index of the dtype; called once per dtype
-                and shape.
+            words: Returns the label of the call and the index of the dtype.
             request: Builds the call if the engine has to continue.
             timeout: Seconds; None for the job's default.
             waits: The message is long.
 
         Returns:
             False if nothing has been done.
-
-        Raises:
-            SyncvarError: As `send`.
         """
         stream, outward = self.stream, self.end
         engine, count = stream.engine, stream.count
@@ -204,13 +192,9 @@ class P2PChannel:
         *,
         waits: bool,
     ) -> Any:
-        """Receive a message that is there or comes while spinning; otherwise the engine waits.
+        """Receive a message that is there or comes while spinning; else the engine waits.
 
-        Returns:
-            The result, or NOT_YET if nothing has been done.
-
-        Raises:
-            SyncvarError: As `recv`.
+        Returns NOT_YET if nothing has been done.
         """
         stream, inward = self.stream, self.end
         engine, count = stream.engine, stream.count
@@ -357,13 +341,6 @@ def _resumed(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveS
     return request
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
-
 _lock = threading.RLock()  # reentrant for signal handlers
 _TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
 
@@ -388,13 +365,7 @@ def failed(error: SyncvarError) -> Work:
 
 
 class Mailbox:
-    """Messages with one tag that this rank has sent to itself, or receives that wait for them.
-
-    Args:
-        boxes: Messages or receives of the group, by tag; tags without any are removed.
-        rank: This process in the group.
-        tag: The tag.
-    """
+    """Messages with one tag that this rank has sent to itself, or receives that wait for them."""
 
     def __init__(self, boxes: dict[int, deque[Any]], rank: int, tag: int) -> None:
         self._boxes = boxes
@@ -411,11 +382,7 @@ class Mailbox:
         first.take(kind, message)
 
     def take(self, name: str, finish: Finish) -> Any:
-        """Return `finish` of the oldest message.
-
-        Raises:
-            UsageError: There is no message.
-        """
+        """Return `finish` of the oldest message; raise UsageError if there is none."""
         with _lock:
             first = self._popped(tuple)
         if first is None:
@@ -478,12 +445,7 @@ class _Expected(Work):
             operation.state = RequestState.FAILED
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the message.
-
-        Raises:
-            UsageError: The message has not been sent. The receive stays, and may be waited for
-                again.
-        """
+        """Return the message; raise UsageError, now or again later, if it has not been sent."""
         if not self._operation.is_over:
             raise self._refusal
         return super().wait(timeout)

@@ -41,11 +41,7 @@ if TYPE_CHECKING:
 class EndpointTable:
     """Message endpoints of this rank to and from others of its host.
 
-    Args:
-        boxes: Its message rings.
-        engine: Progress engine.
-        unexpected_nbytes_max: Bytes of unexpected messages from one rank; beyond that, messages use
-            links.
+    Beyond `unexpected_nbytes_max` bytes of unexpected messages from one rank, messages use links.
     """
 
     def __init__(self, boxes: RingTable, engine: Core, unexpected_nbytes_max: int) -> None:
@@ -77,15 +73,12 @@ class EndpointTable:
 
 
 class SendEndpoint:
-    """Messages to another rank.
-
-    Attributes:
-        lock: Held while writing to the ring. No thread waits for it: a message that does not get it
-            uses a link.
-    """
+    """Messages to another rank."""
 
     def __init__(self, boxes: RingTable, dest: int) -> None:
         self.dest = dest
+        # Held while writing to the ring. No thread waits for it: a message that does not get it
+        # uses a link.
         self.lock = threading.Lock()
         self.shm = boxes.channels.shm
         self.wait = boxes.channels.wait
@@ -94,10 +87,7 @@ class SendEndpoint:
         self._has_none = False
 
     def ring_writer(self) -> RingWriter | None:
-        """Return the ring, created by the first message.
-
-        None if shared memory has no space for it.
-        """
+        """Return the ring, created by the first message; None if there is no space for it."""
         if self._ring is None and not self._has_none:
             self._ring = self._boxes.outbox(self.dest)
             self._has_none = self._ring is None
@@ -114,12 +104,7 @@ class SendEndpoint:
         *,
         waits: bool,
     ) -> bool:
-        """Write a message to the ring; see `RingWriter.put`.
-
-        Returns:
-            False if there is no space (with `waits`, not even after spinning), or another thread
-            writes.
-        """
+        """Write a message to the ring; return False without space or if another thread writes."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -179,10 +164,9 @@ class SendEndpoint:
         )
 
     def announce_link(self) -> None:
-        """Announce, as the driver, that a message goes over a link.
+        """Announce, as the driver, that a message goes over a link: nobody polls the ring for it.
 
-        So the receiver does not poll the ring for it. A signal handler may have interrupted this
-        very thread while it holds the lock. Then the receiver learns it a little later.
+        If a signal handler interrupted this thread while it held the lock, that is announced later.
         """
         ring = self._ring
         if ring is None:
@@ -209,14 +193,7 @@ class _Parts:
 
 
 class RecvEndpoint:
-    """Messages from another rank.
-
-    Args:
-        boxes: This rank's message rings.
-        source: World rank of the sender.
-        unexpected_nbytes_max: See `EndpointTable`.
-        following: Returns the number of the next call of a pair.
-    """
+    """Messages from another rank; `following` returns the number of the next call of a pair."""
 
     def __init__(
         self,
@@ -284,15 +261,7 @@ class RecvEndpoint:
         )
 
     def take(self, key: Key, landing: Landing) -> Received | None:
-        """Return a message if it is there.
-
-        Args:
-            key: Key of the message.
-            landing: Returns the buffer to write to; None for a new array.
-
-        Raises:
-            SyncvarError: The message cannot be read.
-        """
+        """Return a message if it is there, in the buffer from `landing` or a new array."""
         if not self.lock.acquire(blocking=False):
             return None
         try:
@@ -406,10 +375,7 @@ class RecvEndpoint:
         return self._read(key, found, landing)
 
     def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Received | None:
-        """Read a long message from the sender.
-
-        None if it was withdrawn, comes in parts, or the sender died.
-        """
+        """Read a long message; None if it is withdrawn, comes in parts, or the sender died."""
         ring = self._ring
         assert ring is not None
         if ring.is_cancelled(entry.number):

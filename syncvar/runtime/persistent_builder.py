@@ -56,19 +56,12 @@ def builder_for(
 
 
 class DtypeGroup(NamedTuple):
-    """Arrays of one dtype in a call through small slots.
+    """Arrays of one dtype in a call through small slots."""
 
-    Args:
-        arithmetic: Arithmetic of their terms, as `Arithmetic.native` returns it.
-        dtype: dtype of the arrays.
-        start: Start of their vector in a slot, in bytes.
-        places: Indices of the arrays among all.
-    """
-
-    arithmetic: tuple[Any, ...]
-    dtype: np.dtype[Any]
-    start: int
-    places: Sequence[int]
+    arithmetic: tuple[Any, ...]  # arithmetic of their terms, as `Arithmetic.native` returns it
+    dtype: np.dtype[Any]  # dtype of the arrays
+    start: int  # start of their vector in a slot, in bytes
+    places: Sequence[int]  # indices of the arrays among all
 
 
 class PersistentCallBuilder(NamedTuple):
@@ -100,10 +93,7 @@ class PersistentCallBuilder(NamedTuple):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Continue a call in the engine.
-
-        The engine polls the launcher, progresses other requests and enforces deadlines.
-        """
+        """Let the engine continue a call: it polls the launcher and enforces deadlines."""
         operation = self._operation(number, begin, steps, need)
         operation.held = held
         return self.engine.take_over(
@@ -116,12 +106,10 @@ class PersistentCallBuilder(NamedTuple):
         """Build a persistent call in Python.
 
         Args:
-            arrays_of: Function of (x, out) that returns the arrays of a call, or None for the slow
-                path.
+            arrays_of: Function of (x, out) that returns the arrays of a call; None: slow path.
             attempt: Function of (number, check, arrays) that publishes the call, and continues
-                while spinning. It returns (result, None, 0, None), or (_, steps, need, held) for
-                the engine: remaining steps, the publication to wait for first, and objects to keep
-                    alive.
+                while spinning. It returns (result, None, 0, None), or for the engine (_, remaining
+                steps, publication to wait for, objects to keep alive).
             notes: Report the duration of waits, from which `gil_monitor` detects contention.
         """
         communicator, channel, engine, call_info = self

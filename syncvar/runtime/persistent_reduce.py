@@ -100,19 +100,13 @@ def prepare_barrier(communicator: Communicator, digest: int, label: str) -> Prep
 
 
 class OutputSpec(NamedTuple):
-    """Result of a reduction on this rank.
+    """Result of a reduction on this rank."""
 
-    Args:
-        ends: Which ranks get which result.
-        terms: Ranks whose inputs are combined here.
-        nothing: Result of a rank that gets none; None if this rank gets a result.
-        neutral: Elements of the result if there are no terms.
-    """
-
-    ends: ResultPlacement
-    terms: range
+    ends: ResultPlacement  # which ranks get which result
+    terms: range  # ranks whose inputs are combined here
+    # Result of a rank that gets none; None if this rank gets a result
     nothing: NDArray[Any] | None = None
-    neutral: Any = None
+    neutral: Any = None  # elements of the result if there are no terms
 
     def filled(self, output: Any) -> Any:
         """Return the result, neutral if nothing has been combined."""

@@ -1,13 +1,11 @@
-"""The progress engine of a process: one lock, one driver at a time.
-
-Every wait advances every group.
+"""The progress engine of a process: one lock, one driver at a time; every wait advances all groups.
 
 A caller that waits takes the engine's lock and drives: it drains the transport, passes frames to
 requests and checks deadlines. Other threads wait for it; when it leaves, one of them takes over. A
 progress thread drives when no caller waits.
 
-`state` holds the shared state. `active_requests` handles requests, `flow_control` credit, `rma_get`
-remote reads, `failures` decisions and losses.
+`state` holds the shared state. `active_requests` handles requests, decisions and losses,
+`link_exchange` credit, `p2p_requests` remote reads.
 """
 
 from __future__ import annotations
@@ -57,11 +55,7 @@ _SLEEP_MIN_S = 0.001  # shorter waits do not use the transport
 
 
 class ProgressEngine(Core):
-    """Everything that runs in a process of a world larger than one, with a progress thread.
-
-    Attributes:
-        around: Context manager for the progress thread; a simulated rank binds its context to it.
-    """
+    """Everything that runs in a process of a world larger than one, with a progress thread."""
 
     def __init__(
         self,
@@ -79,6 +73,7 @@ class ProgressEngine(Core):
         self._questions = GetRequests(self)
         self._started = StartedCalls(self, self.flow)
         self._verdicts = Verdicts(self, self._started, self._questions)
+        # Context manager for the progress thread; a simulated rank binds its context to it
         self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self._heard = 0.0  # when the launcher's channel was last polled
         self._last_caller = 0.0  # when a caller last drove; it may come again at once
@@ -101,10 +96,7 @@ class ProgressEngine(Core):
     ) -> None:
         """Start an operation; it advances whenever a thread drives.
 
-        Args:
-            operation: The operation.
-            timeout_s: Seconds; None for the job's default.
-            began: Start time of a cached call that continues here, monotonic seconds.
+        A cached call that continues here began at `began`, in monotonic seconds.
         """
         now = time.monotonic() if began is None else began
         operation.started = now
@@ -128,10 +120,8 @@ class ProgressEngine(Core):
     def wait(self, operation: Awaited) -> Any:
         """Drive until an operation is over; return its result or raise its error.
 
-        Raises:
-            SyncvarError: The error of the operation. Any other exception that interrupts the wait
-                (KeyboardInterrupt, an alarm handler's) breaks the group and is passed on.
-            UsageError: This process is a forked copy; the operation belongs to its parent.
+        Any other exception that interrupts the wait (KeyboardInterrupt, an alarm handler's) breaks
+        the group and is passed on. A forked copy raises UsageError.
         """
         if not operation.is_over:
             self._require_own()
@@ -179,10 +169,7 @@ class ProgressEngine(Core):
         return self.wait(operation)
 
     def _inline(self, operation: Request) -> bool:
-        """Run an operation in shared memory without the lock.
-
-        Return False if it has to wait long.
-        """
+        """Run an operation in shared memory without the lock; return False if it has to wait."""
         channel = operation.channel
         if channel is None:
             return False
@@ -204,11 +191,9 @@ class ProgressEngine(Core):
     def ask(
         self, peer: int, key: int, label: str, timeout_s: float | None
     ) -> tuple[bytes, bytes] | None:
-        """Read what another process publishes under a key (one-sided; its engine answers).
+        """Read the description and bytes that another process publishes under a key.
 
-        Returns:
-            The description and the bytes; None if the key was not published within a short grace
-            period.
+        Its engine answers. None: the key was not published within a short grace period.
 
         Raises:
             DeadlineExceeded: No answer in time. Only this call fails; the group stays usable.
@@ -241,10 +226,7 @@ class ProgressEngine(Core):
         return all(operation.group != group for operation in self._started.all)
 
     def settle(self, group: int) -> None:
-        """Wait until no call of a group runs or waits to begin.
-
-        Their errors reach those who wait for them.
-        """
+        """Wait until no call of a group runs or waits to begin; their waiters get the errors."""
         self.adopt()
         for operation in self._started.all:
             if operation.group == group:
@@ -254,11 +236,7 @@ class ProgressEngine(Core):
     # -- shutdown ----------------------------------------------------------------------------------
 
     def leave(self, deadline: float) -> None:
-        """Complete started operations, then announce that this rank leaves.
-
-        Raises:
-            SyncvarError: A started operation failed.
-        """
+        """Complete started operations or raise their error, then announce that this rank leaves."""
         self.adopt()
         left = [f"{one.label} started at {one.site}" for one in self._started.all if one.site]
         if left and self.failure is None:
@@ -283,10 +261,7 @@ class ProgressEngine(Core):
                 )
 
     def disown(self, failure: UsageError) -> None:
-        """Make every later call raise `failure`.
-
-        This process is a forked copy without sockets and threads.
-        """
+        """Make every later call raise `failure`: this forked copy has no sockets and threads."""
         self.failure = failure
         self.is_quiet = False
         self._is_disowned = True
@@ -383,10 +358,7 @@ class ProgressEngine(Core):
                 self._poll_control()
 
     def look(self, until: Awaited | None = None) -> None:
-        """Handle arrived frames and advance their operations.
-
-        All of them, or until `until` is over.
-        """
+        """Handle arrived frames and advance their operations: all, or until `until` is over."""
         started = self._started
         if self.inbox:
             started.begin_waiting()

@@ -1,12 +1,14 @@
-"""The flight recorder.
-
-The last operations of this process, always on, written to a file after a failure.
+"""The flight recorder: the last operations of this process, written to a file after a failure.
 
 Every call, remote get and membership change adds one entry to one ring. Failure records and traces
 read that ring. Adding an entry formats no text: it refers to existing texts.
 
 Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a host share. A record names its
 host and boot, and the offset of its clock from rank 0's.
+
+In frames, each begin and end of a `strategy.run` continues call numbers at the next million, so
+that calls of different runs never match (`syncvar.runtime.communicator`). Texts show the ordinal:
+the first call of a group on a rank is call 1.
 """
 
 from __future__ import annotations
@@ -111,21 +113,13 @@ _WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
 
 
 class RecordIdentity(NamedTuple):
-    """The process that a record is about.
+    """The process that a record is about."""
 
-    Args:
-        rank: World rank, or the number of a server's process.
-        world_size: Ranks of the world.
-        generation: Version of the membership.
-        job: Identity of the job.
-        host: Name of its host.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    generation: int = 0
-    job: str = ""
-    host: str = ""
+    rank: int = 0  # world rank, or the number of a server's process
+    world_size: int = 1  # ranks of the world
+    generation: int = 0  # version of the membership
+    job: str = ""  # identity of the job
+    host: str = ""  # name of its host
 
 
 _NO_JOB = RecordIdentity()
@@ -140,13 +134,6 @@ class Recorder:
         trace: Folder for the record of every run; empty for none.
         stats: Folder for the totals of all calls; empty for none.
 
-    Attributes:
-        numbers: Ordinals of calls.
-        is_due: The group broke, and the record has not been written since.
-        transport: Data path between ranks and its encryption; empty before they have met.
-        add: Adds (info, call, began, ended, thread) of a completed operation; atomic, from any
-            thread.
-
     Cost: 0.15 us for a cached call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
     """
 
@@ -158,8 +145,9 @@ class Recorder:
         trace: str = "",
         stats: str = "",
     ) -> None:
-        self.numbers = CallNumbers()
+        self.numbers = CallNumbers()  # ordinals of calls
         self._ring: collections.deque[Any] = collections.deque(maxlen=RING)
+        # Adds (info, call, began, ended, thread) of a completed operation; atomic, from any thread
         self.add: Callable[[Any], None] = self._ring.append
         self._stats = stats
         self._totals: Totals | None = None
@@ -174,7 +162,8 @@ class Recorder:
         self._process = os.getpid()
         self._written = 0
         self._broken_by = ""
-        self.is_due = False
+        self.is_due = False  # the group broke, and the record has not been written since
+        # Data path between ranks and its encryption; empty before they have met
         self.transport = ""
         self._writing = threading.Lock()
 
@@ -207,12 +196,7 @@ class Recorder:
         self.is_due = True
 
     def ended(self, reason: str = "", stack: Sequence[StackFrame] = ()) -> None:
-        """Write the record because this rank ends with an error, unless that has been done.
-
-        Args:
-            reason: Why, if nothing broke before.
-            stack: Stack of the main thread; empty for the current one.
-        """
+        """Write the record because this rank ends with an error, unless that has been done."""
         self.is_due = False
         if self._folder and self._written < _ENDED:
             self._write(self._folder, self._broken_by or reason, _ENDED, stack)
@@ -262,10 +246,8 @@ class Recorder:
     ) -> dict[str, Any]:
         """Return the ring and the identity of this process as plain data.
 
-        Args:
-            reason: Why the record is made.
-            is_final: This rank makes no more calls.
-            stack: Stack of the main thread, innermost first; empty for the current one.
+        `is_final`: this rank makes no more calls. `stack` is that of the main thread, innermost
+        first; empty for the current one.
         """
         entries = self._entries()
         events = [event_of(entry) for entry in entries]

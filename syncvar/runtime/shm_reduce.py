@@ -64,19 +64,14 @@ def is_direct(nbytes: int, size: int) -> bool:
 
 
 class ReduceBuffers(NamedTuple):
-    """Input and output of a reduction on this rank: each the concatenation of flat arrays.
+    """Input and output of a reduction on this rank: each the concatenation of flat arrays."""
 
-    Args:
-        sources: Arrays of one dtype; each may be its own target, but must not overlap another one.
-        targets: Arrays of the same counts, of one dtype; empty if this rank gets no result.
-        arithmetic: The arithmetic.
-        ends: Which ranks get which result.
-    """
-
+    # Arrays of one dtype; each may be its own target, but must not overlap another one
     sources: Sequence[NDArray[Any]]
+    # Arrays of the same counts, of one dtype; empty if this rank gets no result
     targets: Sequence[NDArray[Any]]
-    arithmetic: Arithmetic
-    ends: ResultPlacement = EVERYWHERE
+    arithmetic: Arithmetic  # the arithmetic
+    ends: ResultPlacement = EVERYWHERE  # which ranks get which result
 
     @classmethod
     def of(
@@ -152,16 +147,11 @@ def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
 
 
 class BufferLocations(NamedTuple):
-    """Published locations of the buffers of all ranks, in rank order.
+    """Published locations of the buffers of all ranks, in rank order."""
 
-    Args:
-        sources: Offset of `x` in shared memory; `_NOWHERE` if it is copied.
-        targets: Offset of `out`, or `_NOWHERE`.
-        sides: Side of the first cells of a copied input; from bit 1 on the page where they begin.
-    """
-
-    sources: Sequence[int]
-    targets: Sequence[int]
+    sources: Sequence[int]  # offset of `x` in shared memory; `_NOWHERE` if it is copied
+    targets: Sequence[int]  # offset of `out`, or `_NOWHERE`
+    # Side of the first cells of a copied input; from bit 1 on the page where they begin
     sides: tuple[int, ...]
 
     @classmethod
@@ -191,15 +181,9 @@ def reduce_shared(
 ) -> Generator[int, None, bool]:
     """Combine a vector of all ranks; yield the publications to wait for.
 
-    Args:
-        channel: This rank's channel.
-        opening: (call, check) in the first stage of a call; None in later ones.
-        vector: Buffers of the vector.
-        riders: Small vectors of other dtypes in the same call, which use the slots; first stage
-            only.
-
-    Returns:
-        Whether all ranks have read this rank's cells; the same on all ranks.
+    `opening` is (call, check) in the first stage of a call, else None. Small vectors of other
+    dtypes, `riders`, use the slots of the first stage. Returns whether all ranks have read this
+    rank's cells; the same on all ranks.
     """
     if opening is not None and not riders and is_direct(vector.nbytes, channel.size):
         yield from reduce_small(channel, opening, (vector,))
@@ -402,11 +386,8 @@ def _are_side_by_side(sizes: Sequence[int], size: int) -> bool:
 def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
     """Return whether vectors of several dtypes are reduced at once, and which one is long.
 
-    `sizes` are their bytes in a slot.
-
-    Returns:
-        (True, None): all are small. (True, index): that one is long, the others small. (False,
-        None): several are long, and they are reduced one after the other.
+    (True, None): all are small. (True, index): that one is long. (False, None): several are long,
+    and they are reduced one after the other. `sizes` are their bytes in a slot.
     """
     if _are_side_by_side(sizes, size):
         return True, None
@@ -440,10 +421,7 @@ def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
 def combine_small(
     channel: GroupChannel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
 ) -> Iterator[int]:
-    """Combine small vectors after all ranks have written theirs.
-
-    `nbytes` is their total size if wide vectors are in slots that ranks publish; 0 for fixed slots.
-    """
+    """Combine small vectors after all ranks have written theirs; `nbytes` is 0 for fixed slots."""
     slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, arithmetic = _code_of_small(channel, vector)

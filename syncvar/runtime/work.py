@@ -1,4 +1,4 @@
-"""The handle of an asynchronous call."""
+"""Handles of asynchronous calls, waits for several of them, and checks of `timeout`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def checked_timeout(timeout: Any) -> float:
-    """Return a timeout in seconds.
-
-    Raises:
-        ConfigError: The timeout is not a positive number.
-    """
+    """Return a timeout in seconds; raise ConfigError if it is not a positive number."""
     if (
         isinstance(timeout, bool)
         or not isinstance(timeout, int | float | np.integer | np.floating)
@@ -120,10 +116,7 @@ class Work(MigrationHintsMixin):
         return engine.wait(operation)
 
     def _take_result(self, async_call: AsyncCall, *, waits: bool) -> Any:
-        """Return the result of a call unknown to the engine.
-
-        None if the engine continues it now.
-        """
+        """Return the result of a call unknown to the engine; None if the engine continues it."""
         result = async_call.end(waits)
         if result is None:
             assert self._engine is not None
@@ -211,14 +204,7 @@ def wait_any(works: Iterable[Work | None]) -> int:
 
 
 class _FirstEnded:
-    """A wait for the first of several operations.
-
-    It has the attributes that the engine's `wait` needs.
-
-    Args:
-        engine: Drives the operations.
-        operations: At least one.
-    """
+    """A wait for the first of several operations, with the attributes that the engine needs."""
 
     label = "wait_any"
     call = -1
