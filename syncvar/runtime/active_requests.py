@@ -44,11 +44,8 @@ class StartedCalls:
     @property
     def all(self) -> list[Request]:
         """Operations that run or wait to begin, without those that are over."""
-        return [
-            one
-            for one in (*list(self._core.active.values()), *list(self._core.inbox))
-            if not one.is_over
-        ]
+        started = *list(self._core.active.values()), *list(self._core.inbox)
+        return [one for one in started if not one.is_over]
 
     # -- from the start to the end -----------------------------------------------------------------
 
@@ -163,10 +160,9 @@ class StartedCalls:
                 self._report(operation, now)
             # If no thread waits, report only the first call of a group: the others cannot end
             # before it, and may be thousands.
+            report_at = operation.report_at
             due = min(
-                due,
-                operation.deadline,
-                operation.report_at if operation.report_at > now else now + _FOLLOWING_LOOK_S,
+                due, operation.deadline, report_at if report_at > now else now + _FOLLOWING_LOOK_S
             )
         return due
 
@@ -273,10 +269,8 @@ class Verdicts:
             )
             return
         if message["kind_of_break"] == "deadline" and operation is not None:
-            missing = (
-                tuple(rank for rank in message["missing"] if rank != self._core.rank)
-                or operation.awaiting
-            )
+            others = tuple(rank for rank in message["missing"] if rank != self._core.rank)
+            missing = others or operation.awaiting
             self._core.break_generation(
                 DeadlineExceeded(
                     f"{self._call(operation)} ended: rank {rank} {message['reason']}, waiting for "

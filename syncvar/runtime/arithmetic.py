@@ -54,10 +54,8 @@ class GilMonitor:
 
     def is_there(self) -> bool:
         """Return whether there are threads, perhaps idle, besides the caller and syncvar's own."""
-        return (
-            sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate())
-            > self.usual_threads
-        )
+        threads = sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate())
+        return threads > self.usual_threads
 
     def holds(self) -> bool:
         """Return whether calls should keep the GIL now."""
@@ -133,10 +131,9 @@ class Arithmetic(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _suits_native(arithmetic: Arithmetic) -> bool:
-    return (
-        isinstance(arithmetic.ufunc, np.ufunc)
-        and native_program(b"", 0, (), (), arithmetic.native) is not None
-    )
+    if not isinstance(arithmetic.ufunc, np.ufunc):
+        return False
+    return native_program(b"", 0, (), (), arithmetic.native) is not None
 
 
 def folder(arithmetic: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
@@ -172,13 +169,10 @@ def combine(
     """Combine arrays by the tree into `out`, which may be the first; with `hold` keep the GIL."""
     values = list(terms)
     for left, right in _order(len(terms)):
-        target = (
-            out
-            if left == 0
-            else values[left]
-            if values[left] is not terms[left]
-            else np.empty_like(out)
-        )
+        if left == 0:
+            target = out
+        else:
+            target = values[left] if values[left] is not terms[left] else np.empty_like(out)
         if hold and target.size > 1:
             ufunc_holding(ufunc, values[left], values[right], target)
         else:

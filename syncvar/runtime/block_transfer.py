@@ -199,13 +199,8 @@ def _put(move: Move, way: TransferPath, turn: int) -> list[CopyInstruction]:
     """Return the copies that write a part of all blocks."""
     start, length = turn * move.cell, move.length(turn)
     puts = range(move.puts if length else 0)
-    return [
-        CopyInstruction(
-            move.own(MemoryKind.SOURCE, place, start, length),
-            move.part(way, move.rank, place, turn),
-        )
-        for place in puts
-    ]
+    own = [move.own(MemoryKind.SOURCE, place, start, length) for place in puts]
+    return [CopyInstruction(own[place], move.part(way, move.rank, place, turn)) for place in puts]
 
 
 def _keep(move: Move, turn: int) -> list[CopyInstruction]:
@@ -518,11 +513,9 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
 
     def location_of(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
         location = channel.block_location(rank, place)
-        return (
-            RemoteRef(rank, location, layout.dtype)
-            if location & ADDRESS
-            else ShmRef(location, layout.dtype)
-        )
+        if location & ADDRESS:
+            return RemoteRef(rank, location, layout.dtype)
+        return ShmRef(location, layout.dtype)
 
     yield from run_code(
         channel, code, layout.arithmetic, movement.arrays, sides, location_of=location_of

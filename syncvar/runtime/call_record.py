@@ -187,20 +187,16 @@ def call_site(thread: int) -> str:
         return "a place unknown"
     path = frame.f_code.co_filename
     relative = os.path.relpath(path)
-    return (
-        f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in "
-        f"{frame.f_code.co_name}"
-    )
+    name = path if relative.startswith("..") else relative
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def own_site() -> str:
     """Return file:line and function of the caller's frame outside of syncvar; about 1 us."""
     frame = _users(_own_frame())
-    return (
-        ""
-        if frame is None
-        else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    )
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def site_of(code: CodeType, instruction: int) -> str:
@@ -221,11 +217,8 @@ def main_stack() -> list[StackFrame]:
 def _users(frame: FrameType | None) -> FrameType | None:
     while frame is not None:  # copy.deepcopy calls us on behalf of the user
         module = frame.f_globals.get("__name__", "")
-        ours = (
-            module == "copy"
-            or module.startswith("syncvar.")
-            or frame.f_code.co_filename in _STARTERS
-        )
+        ours = module == "copy" or module.startswith("syncvar.")
+        ours = ours or frame.f_code.co_filename in _STARTERS
         if not ours or module.startswith("syncvar.examples."):
             return frame
         frame = frame.f_back
@@ -335,10 +328,8 @@ class Totals:
         self, info: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
     ) -> None:
         size = size_of(info, nbytes)
-        row = self._rows.setdefault(
-            (_row_name(info.fields), info.group, info.members, size_class(max(0, size))),
-            [0, 0, 0, 0],
-        )
+        key = _row_name(info.fields), info.group, info.members, size_class(max(0, size))
+        row = self._rows.setdefault(key, [0, 0, 0, 0])
         row[0] += calls
         row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
         row[2] += ns

@@ -61,9 +61,9 @@ class CollectiveSpec:
         message: Sending | Receiving | None = None,
     ) -> None:
         self.label = label
-        self.digest = digest
-        self.body = body
-        self.message = message
+        self.digest = digest  # signature that all ranks compare
+        self.body = body  # generator of stages
+        self.message = message  # a message that may use a ring in shared memory; else None
 
 
 def _end_of(number: int) -> int:
@@ -248,20 +248,15 @@ class Communicator(CommunicatorState):
     @property
     def home_rank(self) -> int:
         """This process's rank in the whole group, with ranks that have left sv.uneven."""
-        return (
-            self.member_rank
-            if self.uneven is None
-            else self.whole.index(self.members[self.member_rank])
-        )
+        rank = self.member_rank
+        return rank if self.uneven is None else self.whole.index(self.members[rank])
 
     @property
     def present(self) -> tuple[int, ...]:
         """Ranks of the whole group that take part in its calls."""
-        return (
-            tuple(range(self.size))
-            if self.uneven is None
-            else tuple(map(self.whole.index, self.members))
-        )
+        if self.uneven is None:
+            return tuple(range(self.size))
+        return tuple(map(self.whole.index, self.members))
 
     def require_all(self, label: str, instead: str = "") -> None:
         """Raise UsageError on all active ranks if one has left the block of sv.uneven."""
@@ -385,11 +380,8 @@ class Communicator(CommunicatorState):
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "shm" if is_shared else "links"
-        entry = self.recorder.begin(
-            CallInfo(request.label, self.identity, self.members, request.digest, 0, way),
-            call,
-            begin,
-        )
+        info = CallInfo(request.label, self.identity, self.members, request.digest, 0, way)
+        entry = self.recorder.begin(info, call, begin)
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
             self.engine.adopt()  # cached calls that are before it in the channel's queue

@@ -132,11 +132,10 @@ def lower_small(
     slots = [Span(Memory(MemoryKind.SLOT, one), 0, arrays.count) for one in range(size)]
     terms = tuple([slots[one] for one in ends.terms(rank, size)])
     is_one = len(arrays.counts) == 1
-    steps = (
-        arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first)
-        if is_one
-        else arrays.sum_whole(terms, 0, arrays.count)
-    )
+    if is_one:
+        steps = arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first)
+    else:
+        steps = arrays.sum_whole(terms, 0, arrays.count)
     return Program(arrays.copies_into(slots[rank], 0), steps)
 
 
@@ -200,14 +199,9 @@ class _Arrays:
         steps: list[Instruction] = []
         for array, parts, first in self._folds(terms, start, length, own) if terms else ():
             target = Span(Memory(MemoryKind.TARGET, -1, array), first, parts[0].length)
-            combined = (
-                parts[0]
-                if len(parts) == 1
-                else Span(_SCRATCH, 0, target.length)
-                if makes_first
-                else target
-            )
+            combined = parts[0]
             if len(parts) > 1:
+                combined = Span(_SCRATCH, 0, target.length) if makes_first else target
                 steps.append(Combine(parts, combined))
             if combined != target:
                 steps.append(CopyInstruction(combined, target))
@@ -404,20 +398,16 @@ class _Lowering:
     def _own_part(self, turn: int) -> None:
         low, high = owner_bounds(self._length(turn), self.size)[self.rank]
         start = turn * self.cells.elements + low
-        terms, own = (
-            [self._in_cells(rank, turn, low, high) for rank in range(self.size)],
-            self._own_of(range(self.size)),
-        )
+        terms = [self._in_cells(rank, turn, low, high) for rank in range(self.size)]
+        own = self._own_of(range(self.size))
         if self.places.into_all:
             if own is not None:
                 terms[own] = Span(Memory(MemoryKind.SOURCE), start, high - low)
             self._into_all(start, terms)
         elif high > low:
             combined = self._combined_span(self.rank, turn, high - low)
-            self.steps += [
-                *self.arrays.sum_into(combined, tuple(terms), start, own),
-                *(self.arrays.copies_from(combined, start) if self.terms else ()),
-            ]
+            self.steps += self.arrays.sum_into(combined, tuple(terms), start, own)
+            self.steps += self.arrays.copies_from(combined, start) if self.terms else ()
 
     def _combined_span(self, rank: int, turn: int, count: int) -> Span:
         lag = self.cells.lag

@@ -38,13 +38,9 @@ class Memory(NamedTuple):
         kind, rank, place = self
         if kind in (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH):
             return _NAMES[kind] + (f" {place}" if place else "")
-        which = (
-            f", side {place}"
-            if kind in (MemoryKind.CELLS, MemoryKind.COMBINED)
-            else f", block {place}"
-            if place
-            else ""
-        )
+        which = f", block {place}" if place else ""
+        if kind in (MemoryKind.CELLS, MemoryKind.COMBINED):
+            which = f", side {place}"
         return f"{_NAMES[kind]} of rank {rank}{which} "
 
 
@@ -143,12 +139,8 @@ def program_text(program: Program, most: int | None = None) -> str:
     """
     steps = program.steps[:most]
     left = len(program.steps) - len(steps)
-    lines = [
-        *program.opening,
-        "phase 0  all ranks publish their call, and compare",
-        *steps,
-        *([f"...      {left} more"] if left else []),
-    ]
+    phase_0 = "phase 0  all ranks publish their call, and compare"
+    lines = [*program.opening, phase_0, *steps, *([f"...      {left} more"] if left else [])]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -187,19 +179,6 @@ class CompiledProgram:
             ...), target, first, length), (PUBLISH,) and (AWAIT, back).
         last_side, is_read: As in the program.
     """
-
-    __slots__ = (
-        "is_read",
-        "joins",
-        "last_side",
-        "natives",
-        "opening",
-        "own",
-        "shared",
-        "sizes",
-        "steps",
-        "uses_cells",
-    )
 
     def __init__(
         self,

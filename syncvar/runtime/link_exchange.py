@@ -255,14 +255,8 @@ class LinkExchange:
             per_segment = _per_segment(count, itemsize, limit)
             pending[peer] = 1 if count <= per_segment else -(-count // per_segment)
         for peer, buffer, start, stop in one.sends:
-            self._send(
-                peer,
-                self._buffers[buffer],
-                start,
-                stop,
-                tag,
-                _per_segment(stop - start, itemsize, limit),
-            )
+            per_segment = _per_segment(stop - start, itemsize, limit)
+            self._send(peer, self._buffers[buffer], start, stop, tag, per_segment)
         for frame in self._ahead.pop(tag, ()):
             self.apply(frame)
 
@@ -274,17 +268,8 @@ class LinkExchange:
         while True:
             end = min(stop, start + per_segment)
             piece = array[start:end]
-            header = pack_header(
-                FrameType.DATA,
-                sink.rank,
-                sink.generation,
-                self.group,
-                self.call,
-                tag,
-                segment,
-                fingerprint,
-                piece.nbytes,
-            )
+            call = FrameType.DATA, sink.rank, sink.generation, self.group, self.call
+            header = pack_header(*call, tag, segment, fingerprint, piece.nbytes)
             sink.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1
             start = end
@@ -360,9 +345,8 @@ class Flow:
         key = (peer, group)
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
-            self._transport.send(
-                peer, pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
-            )
+            header = pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
+            self._transport.send(peer, header)
             owed = 0
         self._owed[key] = owed
 

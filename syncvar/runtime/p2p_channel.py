@@ -142,15 +142,8 @@ class P2PChannel:
                     is_accepted = number != 0
                 else:
                     data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
-                    is_accepted = outward.put(
-                        sort.type_code,
-                        stream.identity,
-                        call,
-                        array.shape,
-                        data,
-                        array.nbytes,
-                        waits=True,
-                    )
+                    name = sort.type_code, stream.identity, call, array.shape
+                    is_accepted = outward.put(*name, data, array.nbytes, waits=True)
                 if not is_accepted:
                     return False
                 count.next_call = count.number = stream.next_call = call + 1

@@ -64,12 +64,11 @@ class EndpointTable:
     def inward(self, source: int) -> RecvEndpoint:
         """Return the endpoint for receiving from a rank."""
         created = self._inward.get(source)
-        return created or self._inward.setdefault(
-            source,
-            RecvEndpoint(
-                self._boxes, source, self._unexpected_nbytes_max, self._engine.book.following
-            ),
-        )
+        if created is None:
+            limit, following = self._unexpected_nbytes_max, self._engine.book.following
+            created = RecvEndpoint(self._boxes, source, limit, following)
+            created = self._inward.setdefault(source, created)
+        return created
 
 
 class SendEndpoint:
@@ -128,26 +127,17 @@ class SendEndpoint:
             if ring is None:
                 return 0
             address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
-            return ring.tell(
-                type_code,
-                stream,
-                call,
-                array.shape,
-                array.nbytes,
-                address,
-                0 if offset is None else offset + 1,
-            )
+            place = 0 if offset is None else offset + 1
+            return ring.tell(type_code, stream, call, array.shape, array.nbytes, address, place)
         finally:
             self.lock.release()
 
     def is_read_soon(self, number: int) -> bool:
         """Spin for a short while; return whether a long message has been read."""
         ring = self.ring_writer()
-        return (
-            ring is not None
-            and self.wait((ring.answers_at(number),), (number << 1) - 1)
-            and ring.answer(number) == 2
-        )
+        if ring is None or not self.wait((ring.answers_at(number),), (number << 1) - 1):
+            return False
+        return ring.answer(number) == 2
 
     def cancel(self, number: int) -> None:
         """Withdraw a long message."""
@@ -234,14 +224,9 @@ class RecvEndpoint:
         """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
         if self._ring is None:
             return None
+        objects = {"box": self.lock, "kept": self._unexpected, **objects}
         return self._boxes.native_endpoint(
-            self._ring,
-            self.source,
-            identity,
-            eager_bytes,
-            box=self.lock,
-            kept=self._unexpected,
-            **objects,
+            self._ring, self.source, identity, eager_bytes, **objects
         )
 
     def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
@@ -254,11 +239,9 @@ class RecvEndpoint:
         if not self.may_look:
             return False
         ring = self._ring
-        return (
-            self._wait((self._boxes.appears_word(self.source),), 1)
-            if ring is None
-            else self._wait((ring.news_at,), self.seen + 1)
-        )
+        if ring is None:
+            return self._wait((self._boxes.appears_word(self.source),), 1)
+        return self._wait((ring.news_at,), self.seen + 1)
 
     def take(self, key: Key, landing: Landing) -> Received | None:
         """Return a message if it is there, in the buffer from `landing` or a new array."""

@@ -145,15 +145,8 @@ class Sending:
         if self._waits:
             self._number = self._outward.announce(self._type_word, self._group, self._call, array)
             return self._number != 0
-        return self._outward.put(
-            self._type_word,
-            self._group,
-            self._call,
-            array.shape,
-            self._bytes,
-            array.nbytes,
-            waits=False,
-        )
+        name = self._type_word, self._group, self._call, array.shape
+        return self._outward.put(*name, self._bytes, array.nbytes, waits=False)
 
 
 class Receiving:
@@ -246,21 +239,6 @@ Answer = tuple[bytes, memoryview]  # description, and bytes that are never writt
 class GetRequest:
     """A remote get that waits for its answer; it is an `Awaited`."""
 
-    __slots__ = (
-        "_parts",
-        "call",
-        "deadline",
-        "entry",
-        "error",
-        "is_over",
-        "key",
-        "label",
-        "peer",
-        "result",
-        "thread",
-        "timeout_s",
-    )
-
     def __init__(self, peer: int, key: int, label: str, deadline: float, timeout_s: float) -> None:
         self.peer = peer
         self.key = key
@@ -294,10 +272,8 @@ class GetRequest:
         if len(self._parts) < count:
             return
         if count:
-            self.result = (
-                bytes(self._parts[0]),
-                b"".join(self._parts[index] for index in range(1, count)),
-            )
+            data = b"".join(self._parts[index] for index in range(1, count))
+            self.result = bytes(self._parts[0]), data
         self._parts.clear()
         self.is_over = True
         self.entry.end()
@@ -423,7 +399,7 @@ class SentMessages:
 
     def counts(self, following: Callable[[int], int]) -> list[SentCount]:
         """Return how many messages were sent with each pair and tag."""
+        streams = list(self._streams.items())[-STREAMS_MAX:]
         return [
-            SentCount(identity, dest, tag, following(identity), line)
-            for identity, (dest, tag, line) in list(self._streams.items())[-STREAMS_MAX:]
+            SentCount(one, dest, tag, following(one), line) for one, (dest, tag, line) in streams
         ]

@@ -184,10 +184,8 @@ def _small(  # noqa: C901, PLR0914, PLR0915  (locals of closures: a call takes a
         return combined(_one_by_one(terms_now(), shape, accumulate), out)
 
     def terms_now() -> list[NDArray[Any]]:
-        return [
-            one.reshape(shape)
-            for one in channel.smalls_now(count, accumulate)[terms.start : terms.stop]
-        ]
+        now = channel.smalls_now(count, accumulate)[terms.start : terms.stop]
+        return [one.reshape(shape) for one in now]
 
     def finished(side: int, check: int, target: int, out: Any) -> NDArray[Any] | None:
         """Return the result of a published call, or None if the others are late or differ."""
@@ -338,13 +336,10 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     # NumPy rounds an in-place product of one complex number differently.
     is_replica_local = prod(shape) == 1 and dtype.kind == "c"
     for left, right in order:
-        room = (
-            None
-            if left == 0
-            else held[left]
-            if held[left] is not terms[left]
-            else np.empty(shape, dtype)
-        )
+        if left == 0:
+            room = None
+        else:
+            room = held[left] if held[left] is not terms[left] else np.empty(shape, dtype)
         if is_replica_local and (left, right) != order[-1]:
             room = np.empty(shape, dtype)
         steps.append((held[left], held[right], room))

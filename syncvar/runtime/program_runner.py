@@ -2,9 +2,9 @@
 
 The Python interpreter always works, and tests compare the C extension (`syncvar._native`) with it.
 
-The **location** of an array that other ranks can read is a number that ranks publish: an offset in
-shared memory, or an address in its rank's process with the bit `ADDRESS`. None: its rank has to
-copy it. Invariant: a published array must neither change nor be freed before all ranks have
+The **location** of an array that other ranks can read is a number that ranks publish. It is an
+offset in shared memory, or an address in its rank's process with the bit `ADDRESS`. None: its rank
+has to copy it. Invariant: a published array must neither change nor be freed before all ranks have
 published that they are done with it. A rank that leaves such a call early keeps the array forever
 (`GroupChannel.keep`).
 """
@@ -80,10 +80,8 @@ def interpret(
             )
         elif kind in (COPY, STORE):
             _, source, first, target, start, count = step
-            into, value = (
-                memories[target][start : start + count],
-                memories[source][first : first + count],
-            )
+            into = memories[target][start : start + count]
+            value = memories[source][first : first + count]
             (copy if kind == COPY else store)(into, value)
         elif kind == AWAIT:
             yield step[1] - channel.phase

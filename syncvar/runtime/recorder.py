@@ -251,11 +251,8 @@ class Recorder:
         """
         entries = self._entries()
         events = [event_of(entry) for entry in entries]
-        groups = {
-            info.group: info.members
-            for info in (call_info_of(entry) for entry in entries)
-            if info.members
-        }
+        infos = [call_info_of(entry) for entry in entries]
+        groups = {info.group: info.members for info in infos if info.members}
         return {
             "format": FORMAT,
             **self.identity._asdict(),
@@ -295,11 +292,8 @@ class Recorder:
             try:
                 from syncvar.core.state_folder import write_record
 
-                text = _text(
-                    self.record(
-                        reason, is_final=level != _REFUSED or folder == self._trace, stack=stack
-                    )
-                )
+                is_final = level != _REFUSED or folder == self._trace
+                text = _text(self.record(reason, is_final=is_final, stack=stack))
                 write_record(folder, name, text)
             except Exception as error:
                 self._report_lost(folder, name, error)
@@ -340,11 +334,8 @@ def _text(record: dict[str, Any]) -> str:
     head = json.dumps({name: value for name, value in record.items() if name != "events"}, indent=1)
     # An event begins with a text. Inside a text no quotation mark follows a bracket unescaped.
     events = json.dumps(record["events"])[1:-1].replace('], ["', '],\n  ["')
-    return (
-        f'{head[:-2]},\n "events": [\n  {events}\n ]\n}}\n'
-        if events
-        else f'{head[:-2]},\n "events": []\n}}\n'
-    )
+    events = f"\n  {events}\n " if events else ""
+    return f'{head[:-2]},\n "events": [{events}]\n}}\n'
 
 
 def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:

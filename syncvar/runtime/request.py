@@ -219,11 +219,9 @@ class Request:
         if not self.is_shared or self.state >= RequestState.DRAINING:
             return False
         wait = self._wait
-        return (
-            wait != DISAGREE or not self._is_first
-            if isinstance(wait, int)
-            else not self._is_first or wait.needs_looks
-        )
+        if not self._is_first:
+            return True
+        return wait != DISAGREE if isinstance(wait, int) else wait.needs_looks
 
     @property
     def is_unheard(self) -> bool:
@@ -237,11 +235,9 @@ class Request:
             return False
         if not isinstance(wait, int):
             return self._is_first and wait.look()
-        return (
-            channel is not None
-            and self.may_look
-            and channel.wait(channel.others, wait, channel.last + 2)
-        )
+        if channel is None or not self.may_look:
+            return False
+        return channel.wait(channel.others, wait, channel.last + 2)
 
     @property
     def _is_first(self) -> bool:

@@ -240,16 +240,8 @@ class SequenceTracker:
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
-        self._decisions.append(
-            {
-                "group": group,
-                "call": following,
-                "last_call": following,
-                "text": text,
-                "table": table,
-                "waits": False,
-            }
-        )
+        calls = {"group": group, "call": following, "last_call": following}
+        self._decisions.append({**calls, "text": text, "table": table, "waits": False})
         return True
 
     def skipped_block(

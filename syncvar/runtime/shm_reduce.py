@@ -107,10 +107,8 @@ class ReduceBuffers(NamedTuple):
     @property
     def suits_native(self) -> bool:
         """Whether the C extension takes it; the same on all ranks that make the same call."""
-        return (
-            self.sources[0].dtype == self.arithmetic.wire == self.targets[0].dtype
-            and self.arithmetic.suits_native
-        )
+        is_plain = self.sources[0].dtype == self.arithmetic.wire == self.targets[0].dtype
+        return is_plain and self.arithmetic.suits_native
 
     def only(self, places: Sequence[int]) -> ReduceBuffers:
         """Return the same for some of the arrays."""
@@ -409,10 +407,8 @@ def reduce_small(
 def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
     """Write small vectors into the slot that this rank publishes next."""
     side = channel.side ^ 1
-    own, (starts, _) = (
-        channel.small_offset(channel.rank, side),
-        places_of([vector.nbytes for vector in vectors]),
-    )
+    own = channel.small_offset(channel.rank, side)
+    starts, _ = places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, arithmetic = _code_of_small(channel, vector)
         open_code(channel, code, arithmetic, vector[:2], side, (own + start,) * channel.size)
@@ -425,14 +421,8 @@ def combine_small(
     slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, arithmetic = _code_of_small(channel, vector)
-        yield from run_code(
-            channel,
-            code,
-            arithmetic,
-            vector[:2],
-            channel.sides(),
-            tuple([slot + start for slot in slots]),
-        )
+        places, sides = tuple([slot + start for slot in slots]), channel.sides()
+        yield from run_code(channel, code, arithmetic, vector[:2], sides, places)
 
 
 def _code_of_small(
