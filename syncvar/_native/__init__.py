@@ -70,6 +70,7 @@ if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
 
 
+_OPENING, _STEPS = True, False  # which part of a program C runs
 _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
@@ -275,13 +276,10 @@ def run(
             process of the memory's rank; -1 for arrays.
         keeps_lock: Keep the GIL.
     """
-    found: Iterator[int] = _native.Run(  # type: ignore[union-attr]
+    steps: Iterator[int] = _native.Run(  # type: ignore[union-attr]
         code, channel, arrays, offsets, keeps_lock, _STEPS
     )
-    return found
-
-
-_OPENING, _STEPS = True, False
+    return steps
 
 
 def slot_call(*parts: Any, **objects: Any) -> Any:

@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 
 DETAIL_MAX = 2000  # characters
 NOWHERE = -1  # group and call of an entry that is no call of a group
+_FOLD_AT = 256
+_KINDS_MAX = 4096
+_CLASSES = tuple(16**power for power in range(1, 9))
+# Reductions of different ops differ in cost.
+_WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Run as `__main__`.
+_STARTERS = tuple(
+    os.path.join(_PACKAGE, "bootstrap", name)
+    for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
+)
+_own_frame = sys._getframe  # noqa: SLF001  (the documented way to the caller's frame)
+_looking = threading.Lock()
 
 
 class CallFields(NamedTuple):
@@ -170,16 +184,6 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:DETAIL_MAX]
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Run as `__main__`.
-_STARTERS = tuple(
-    os.path.join(_PACKAGE, "bootstrap", name)
-    for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
-)
-_own_frame = sys._getframe  # noqa: SLF001  (the documented way to the caller's frame)
-_looking = threading.Lock()
-
-
 def call_site(thread: int) -> str:
     """Return file:line and function of a thread's innermost frame outside of syncvar."""
     frame = _users(_innermost(thread))
@@ -230,11 +234,6 @@ def _innermost(thread: int) -> FrameType | None:
         return _own_frame()
     with _looking:  # otherwise two threads could leave the garbage collector switched off
         return current_frames().get(thread)
-
-
-_FOLD_AT = 256
-_KINDS_MAX = 4096
-_CLASSES = tuple(16**power for power in range(1, 9))
 
 
 def size_class(nbytes: int) -> int:
@@ -340,6 +339,3 @@ def _row_name(fields: CallFields) -> str:
     """Return the collective, with its op where calls with different ops differ in cost."""
     name, op = fields.collective, fields.op
     return f"{name}({op})" if name in _WITH_OP and op.isalpha() and op.islower() else name
-
-
-_WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")

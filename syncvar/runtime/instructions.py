@@ -187,7 +187,7 @@ class CompiledProgram:
         steps: tuple[tuple[Any, ...], ...],
         last_side: int | None,
         *,
-        is_read: bool,
+        is_read: bool = True,
     ) -> None:
         self.sizes, self.opening, self.steps = sizes, opening, steps
         self.last_side, self.is_read = last_side, is_read

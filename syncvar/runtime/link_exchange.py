@@ -55,9 +55,8 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
     """
     if 0 < count * itemsize <= _PIECE_NBYTES_MIN <= nbytes_max:
         return count
-    return max(
-        1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize
-    )
+    piece_nbytes = max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)
+    return max(1, min(nbytes_max, piece_nbytes) // itemsize)
 
 
 class FrameSink(Protocol):
@@ -192,9 +191,8 @@ class LinkExchange:
             )
         self.has_heard = True
         array = self._buffers[wanted.buffer]
-        per_segment = _per_segment(
-            wanted.stop - wanted.start, array.itemsize, self._sink.segment_bytes
-        )
+        count, limit = wanted.stop - wanted.start, self._sink.segment_bytes
+        per_segment = _per_segment(count, array.itemsize, limit)
         start = wanted.start + header.segment * per_segment
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
@@ -345,8 +343,7 @@ class Flow:
         key = (peer, group)
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
-            header = pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
-            self._transport.send(peer, header)
+            self._return_credit(peer, group, owed)
             owed = 0
         self._owed[key] = owed
 
@@ -388,10 +385,11 @@ class Flow:
             group, peer = self._resting.popleft()
             owed = self._owed.pop((peer, group), 0)
             if owed:
-                self._transport.send(
-                    peer,
-                    pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed),
-                )
+                self._return_credit(peer, group, owed)
+
+    def _return_credit(self, peer: int, group: int, owed: int) -> None:
+        header = pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
+        self._transport.send(peer, header)
 
     def go_on(self, group: int) -> None:
         """Send what is possible after an operation of a group has ended: another may be oldest."""
@@ -403,11 +401,9 @@ class Flow:
         total = credit.outstanding + nbytes
         if total * 4 <= self._window_bytes:
             return True
-        # If less than half of the window is used, a frame of the oldest call may go however large
-        # it is.
-        return (
-            credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
-        ) and self._is_oldest(links)
+        # If less than half of the window is used, any frame of the oldest call may go.
+        fits = credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
+        return fits and self._is_oldest(links)
 
     def _is_oldest(self, links: LinkExchange) -> bool:
         """Return whether no older operation of the group is running."""

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 NOT_YET = object()
 _SORTS_MAX = 64  # message types cached per pair and tag
 _EXPORTED = "biufc"  # dtype kinds whose arrays are buffers
+_lock = threading.RLock()  # reentrant for signal handlers
+_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
 
 
 class P2PContext(Protocol):
@@ -151,9 +153,7 @@ class P2PChannel:
                 if is_over:
                     stream.recorder.add((sort.info, call, begin, monotonic_ns(), get_ident()))
                 self._keep((array.dtype, array.shape, kind), sort)
-                operation = (
-                    None if is_over else stream.operation(call, _resumed(request(), number), begin)
-                )
+                operation = None if is_over else self._resumed(request(), call, begin, number)
             except BaseException as error:  # the other rank may or may not have the message
                 if number:
                     outward.cancel(number)
@@ -264,9 +264,8 @@ class P2PChannel:
         found = self._sorts.get(key)
         if found is None:
             type_code = array_code(kind, dtype_index(message.dtype), message.ndim)
-            found = MessageType(
-                type_code, self._call_info(request, message.nbytes), is_buffer=False
-            )
+            info = self._call_info(request, message.nbytes)
+            found = MessageType(type_code, info, is_buffer=False)
         self._keep(key, found)
         return found
 
@@ -316,9 +315,7 @@ class P2PChannel:
         try:
             if error is not None:
                 raise error
-            operation = stream.operation(
-                call, _resumed(self._request(self, array), number, done), begin
-            )
+            operation = self._resumed(self._request(self, array), call, begin, number, done)
         except BaseException as why:
             if isinstance(end, SendEndpoint):
                 end.cancel(number)
@@ -326,16 +323,13 @@ class P2PChannel:
             raise
         return engine.take_over(operation, None)
 
-
-def _resumed(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveSpec:
-    """Return a message's call that continues from its state in the ring, after `done` bytes."""
-    if isinstance(request.message, Sending):
-        request.message.go_on_with(number, done)
-    return request
-
-
-_lock = threading.RLock()  # reentrant for signal handlers
-_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
+    def _resumed(
+        self, spec: CollectiveSpec, call: int, begin: int, number: int, done: int = 0
+    ) -> Request:
+        """Return the call of a message that continues in the ring after `done` bytes."""
+        if isinstance(spec.message, Sending):
+            spec.message.go_on_with(number, done)
+        return self.stream.operation(call, spec, begin)
 
 
 def done(result: Any = None) -> Work:

@@ -79,9 +79,8 @@ class PersistentCallBuilder(NamedTuple):
         return self._replace(info=self.info._replace(label=label[0], fingerprint=label[1]))
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> Request:
-        return Request(
-            self.engine.recorder.begin(self.info, number, begin), steps, self.channel, wait=need
-        )
+        entry = self.engine.recorder.begin(self.info, number, begin)
+        return Request(entry, steps, self.channel, wait=need)
 
     def continue_in_engine(
         self,
@@ -96,9 +95,8 @@ class PersistentCallBuilder(NamedTuple):
         """Let the engine continue a call: it polls the launcher and enforces deadlines."""
         operation = self._operation(number, begin, steps, need)
         operation.held = held
-        return self.engine.take_over(
-            operation, None if timeout is None else checked_timeout(timeout)
-        )
+        allowed = None if timeout is None else checked_timeout(timeout)
+        return self.engine.take_over(operation, allowed)
 
     def build_python(
         self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False
@@ -198,18 +196,8 @@ class PersistentCallBuilder(NamedTuple):
         """
         if not self.channel.is_native:
             return None
-        layout: dict[str, Any] = {
-            "gil_monitor": None,
-            "puts": (),
-            "takes": (),
-            "terms": (),
-            "ring": -1,
-            "parts": 0,
-            "half": 0,
-            "reads": False,
-            "everyone": True,
-            **copies,
-        }
+        layout: dict[str, Any] = {"puts": (), "takes": (), "terms": (), "ring": -1, "parts": 0}
+        layout |= {"gil_monitor": None, "half": 0, "reads": False, "everyone": True, **copies}
 
         def hand_over(
             number: int, begin: int, steps: Any, label: CallLabel | None, timeout: float | None
@@ -220,11 +208,6 @@ class PersistentCallBuilder(NamedTuple):
             if layout["gil_monitor"] is not None:
                 gil_monitor.note((monotonic_ns() - begin) / 1e9, self.info.nbytes)
             return output
-
-        def interrupt(
-            number: int, begin: int, error: BaseException, label: CallLabel | None
-        ) -> None:
-            self.with_label(label).interrupt(number, begin, error)
 
         def adopt(
             number: int,
@@ -239,22 +222,27 @@ class PersistentCallBuilder(NamedTuple):
             operation = self._operation(number, begin, steps(number, output), self.channel.last)
             operation.site = site if instruction is None else site_of(site, instruction)
             self.channel.queue.popleft()
-            self.engine.start(
-                operation, None if timeout is None else checked_timeout(timeout), begin / 1e9
-            )
+            allowed = None if timeout is None else checked_timeout(timeout)
+            self.engine.start(operation, allowed, begin / 1e9)
             return operation
 
         in_slots = np.dtype(np.float32) if layout["half"] else layout["output_form"][0]
         division = (None, b"") if divisor is None else (np.divide, divisor.tobytes())
         arithmetic = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
         arrays = () if leaves is None else leaves.arrays
-        kinds = (
-            kinds or [DtypeGroup(arithmetic, layout["output_form"][0], 0, range(len(arrays)))]
-            if leaves is not None
-            else ()
-        )
-        group_index = {place: number for number, kind in enumerate(kinds) for place in kind.places}
-        output: PreparedCall | None = slot_call(
+        if leaves is None:
+            kinds = ()
+        elif not kinds:
+            kinds = [DtypeGroup(arithmetic, layout["output_form"][0], 0, range(len(arrays)))]
+        group_of = {place: number for number, kind in enumerate(kinds) for place in kind.places}
+        sizes = [sum([arrays[place].size for place in kind.places]) for kind in kinds]
+        groups = [(*kind[:3], size) for kind, size in zip(kinds, sizes, strict=True)]
+        shares = [len(kind.places) > 1 for kind in kinds]  # with other arrays of its dtype
+        places = [
+            (array.shape, shares[group_of[place]] and is_separate(array), group_of[place])
+            for place, array in enumerate(arrays)
+        ]
+        native: PreparedCall | None = slot_call(
             self.info.fingerprint,
             detail,
             publishes_check,
@@ -268,27 +256,8 @@ class PersistentCallBuilder(NamedTuple):
             layout["parts"],
             layout["everyone"],
             layout["reads"],
-            tuple(
-                [
-                    (
-                        kind.arithmetic,
-                        kind.dtype,
-                        kind.start,
-                        sum([arrays[place].size for place in kind.places]),
-                    )
-                    for kind in kinds
-                ]
-            ),
-            tuple(
-                [
-                    (
-                        array.shape,
-                        len(kinds[group_index[place]].places) > 1 and is_separate(array),
-                        group_index[place],
-                    )
-                    for place, array in enumerate(arrays)
-                ]
-            ),
+            tuple(groups),
+            tuple(places),
             structure=None if leaves is None else leaves.structure,
             leaves_type=None if leaves is None else type(leaves),
             channel=self.channel,
@@ -301,7 +270,9 @@ class PersistentCallBuilder(NamedTuple):
             plain=plain,
             later=later,
             hand_over=hand_over,
-            interrupt=interrupt,
+            interrupt=lambda number, begin, error, label: self.with_label(label).interrupt(
+                number, begin, error
+            ),
             with_label=lambda label: self.with_label(label).info,
             begun=self.engine.async_calls,
             work=Work,
@@ -309,7 +280,7 @@ class PersistentCallBuilder(NamedTuple):
             gil_monitor=layout["gil_monitor"],
             nothing=nothing,
         )
-        return output
+        return native
 
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
         """Abort the job: an exception has left a call in which other ranks take part."""

@@ -40,10 +40,14 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.hierarchical import StagePart
     from syncvar.algorithms.schedule import Chunk, Schedule
-    from syncvar.algorithms.shm_rounds import Publication, Take
+    from syncvar.algorithms.shm_rounds import Take
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.instructions import CompiledProgram
     from syncvar.shm.group_channel import GroupChannel
+
+_PLANS_MAX = 512
+_IDLE = LinkSchedule((), 0, 0, "idle")
+_MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(MemoryKind.SCRATCH)}
 
 
 class Published(NamedTuple):
@@ -60,9 +64,8 @@ class Published(NamedTuple):
         key = itemsize, begins
         if key not in self.codes:
             small = SMALL_BYTES // itemsize if begins else 0
-            self.codes[key] = assemble(
-                lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small)
-            )
+            program = lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small)
+            self.codes[key] = assemble(program)
         return self.codes[key]
 
 
@@ -112,10 +115,6 @@ def run_rounds(
     if code.last_side is not None:
         channel.tail = first ^ code.last_side
     yield from run_code(channel, code, arithmetic, arrays, (first,) * channel.size, slots)
-
-
-_PLANS_MAX = 512
-_IDLE = LinkSchedule((), 0, 0, "idle")
 
 
 class _Ready(NamedTuple):
@@ -214,33 +213,17 @@ class Planner:
             collective, self.forced.get(collective), size, even=is_even, reproducible=reproducible
         )
         if wanted is None and self._host_sizes is not None and collective in COMPOSED:
-            parts = stages(
-                collective,
-                self._host_sizes,
-                rank,
-                itemsize=itemsize,
-                root=root,
-                reproducible=reproducible,
-                **sizes,
-            )
+            form = {"itemsize": itemsize, "root": root, "reproducible": reproducible, **sizes}
+            parts = stages(collective, self._host_sizes, rank, **form)
             if parts is not None:
                 return _prepare_stages(parts, self._members)
-        chosen = choose(
-            collective,
-            total * itemsize,
-            size,
-            reproducible=reproducible,
-            forced=wanted,
-            shared=self._is_shared,
-            even=is_even,
-        ).algorithm
+        case = {"shared": self._is_shared, "even": is_even, "reproducible": reproducible}
+        chosen = choose(collective, total * itemsize, size, forced=wanted, **case).algorithm
         if self._is_shared:
-            return prepare_published(
-                build_all(collective, chosen, size, root=root, **sizes), rank, root
-            )
-        return compile_for_links(
-            build(collective, chosen, rank, size, root=root, **sizes), self._members
-        )
+            schedules = build_all(collective, chosen, size, root=root, **sizes)
+            return prepare_published(schedules, rank, root)
+        schedule = build(collective, chosen, rank, size, root=root, **sizes)
+        return compile_for_links(schedule, self._members)
 
 
 def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:
@@ -257,9 +240,6 @@ def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> Prepa
             plan = _IDLE
         compiled.append(_Ready(part.chunk.start, part.chunk.stop, plan))
     return PreparedStages(tuple(compiled))
-
-
-_MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(MemoryKind.SCRATCH)}
 
 
 def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: int = 0) -> Program:

@@ -33,6 +33,7 @@ from syncvar.runtime.call_record import (
     CallInfo,
     Event,
     PendingRecord,
+    Totals,
     call_info_of,
     call_site,
     error_text,
@@ -44,7 +45,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from syncvar.core.stack_dump import StackFrame
-    from syncvar.runtime.call_record import Totals
+
+RING = 2048
+FORMAT = "syncvar flight record 1"
+_WRITING_S = 1.0
+_REFUSED, _ENDED = 1, 2  # a record of the end replaces one of a refused call
+_WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
 
 Gap = tuple[int, int]
 """First number of a block of calls, and how many numbers before it belong to no call."""
@@ -105,13 +111,6 @@ def ordinal(gaps: Sequence[Gap], call: int) -> int:
     return call + 1 - (gaps[index - 1][1] if index else 0)
 
 
-RING = 2048
-FORMAT = "syncvar flight record 1"
-_WRITING_S = 1.0
-_REFUSED, _ENDED = 1, 2  # a record of the end replaces one of a refused call
-_WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
-
-
 class RecordIdentity(NamedTuple):
     """The process that a record is about."""
 
@@ -152,8 +151,6 @@ class Recorder:
         self._stats = stats
         self._totals: Totals | None = None
         if stats:
-            from syncvar.runtime.call_record import Totals
-
             self._totals = Totals(self._ring.append)
             self.add = self._totals.add
         self.identity = identity

@@ -70,7 +70,7 @@ class ReduceBuffers(NamedTuple):
     sources: Sequence[NDArray[Any]]
     # Arrays of the same counts, of one dtype; empty if this rank gets no result
     targets: Sequence[NDArray[Any]]
-    arithmetic: Arithmetic  # the arithmetic
+    arithmetic: Arithmetic
     ends: ResultPlacement = EVERYWHERE  # which ranks get which result
 
     @classmethod
@@ -86,12 +86,10 @@ class ReduceBuffers(NamedTuple):
     ) -> ReduceBuffers:
         """Return the buffers of arrays; half types are not widened in shared memory."""
         source_dtype = sources[0].dtype
-        is_widened = (
-            source_dtype != accumulate and targets[0].dtype == source_dtype and apply is None
-        )
-        arithmetic = Arithmetic(
-            ufunc, source_dtype if is_widened else accumulate, accumulate, divisor, apply
-        )
+        wire = accumulate
+        if source_dtype != accumulate and targets[0].dtype == source_dtype and apply is None:
+            wire = source_dtype
+        arithmetic = Arithmetic(ufunc, wire, accumulate, divisor, apply)
         return cls(sources, targets, arithmetic, ends)
 
     @property
@@ -428,9 +426,8 @@ def combine_small(
 def _code_of_small(
     channel: GroupChannel, vector: ReduceBuffers
 ) -> tuple[CompiledProgram, Arithmetic]:
-    arithmetic = vector.arithmetic._replace(
-        wire=vector.arithmetic.accumulate
-    )  # halves would save nothing in slots
+    accumulate = vector.arithmetic.accumulate
+    arithmetic = vector.arithmetic._replace(wire=accumulate)  # halves would save nothing in slots
     rank, size, counts = channel.rank, channel.size, vector.counts
     places = BufferPlacement(makes_first=_makes_first(vector, arithmetic.wire))
     return reduce_code(rank, size, counts, None, places, 1, vector.ends), arithmetic
