@@ -136,7 +136,8 @@ def _find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
-    from syncvar.bootstrap.launch_env.detection import started_with_others, wants_world_of_one
+    from syncvar.bootstrap.launch_env.detection import started_with_others
+    from syncvar.core.environment import wants_world_of_one
     from syncvar.core.settings import doubtful_variables
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.job_runner import run_job

@@ -9,7 +9,7 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core.errors import SyncvarError, WireError
 from syncvar.core.output_files import PRIVATE, create_file
 from syncvar_launcher.local.local_workers import LocalWorkers

@@ -19,10 +19,10 @@ import syncvar
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core import exit_status
 from syncvar.core.exit_status import STARTED
-from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.protocol.failure_detector import Health
+from syncvar.transports.zeromq_sockets import tcp_endpoint
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
 from syncvar_launcher.job.attempt_report import AttemptReport
 from syncvar_launcher.job.direct_workers import DirectWorkers
@@ -61,7 +61,7 @@ from syncvar_launcher.local.start_method import StartMethod
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.job_private import JobDirectory
     from syncvar_launcher.io.output import OutputForwarder, Stream
     from syncvar_launcher.io.signal_watch import SignalWatch
     from syncvar_launcher.job.event_log import EventLog

@@ -261,7 +261,7 @@ class Job:
     def dry_run(self) -> str:
         """Return the text of `--dry-run`."""
         from syncvar import _native
-        from syncvar.bootstrap.job_directory import runtime_directory
+        from syncvar.bootstrap.job_private import runtime_directory
         from syncvar_launcher.job.dry_run import dry_run_text
         from syncvar_launcher.local.shm_service import make_shm_service
 
@@ -306,7 +306,7 @@ class Job:
 
     def _checked_beginning(self) -> StartMethod:
         """Return how workers would start, after the checks that need NumPy."""
-        from syncvar.bootstrap.prefork.preloaded_imports import unsupported_blas_reason
+        from syncvar.bootstrap.preloaded_imports import unsupported_blas_reason
 
         doubt = unsupported_blas_reason() if self.beginning.may_change else ""
         return StartMethod(is_forked=False, reason=doubt) if doubt else self.beginning

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, write_error_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.job_secret import secret_of_file
+from syncvar.bootstrap.job_private import secret_of_file
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import PRIVATE, create_file
 from syncvar.protocol.auth_keys import KEY_BYTES, derive

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import ConfigError, HostUnreachable, WireError
-from syncvar.core.network import bracket_ipv6
+from syncvar.transports.zeromq_sockets import bracket_ipv6
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, RemoteHost, poll_hosts
 from syncvar_launcher.hosts.host_checks import missing_resources, version_mismatch
 from syncvar_launcher.hosts.network_proof import interfaces

@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server, `syncvar.bootstrap.prefork.fork_server`.
+"""The launcher's side of the fork server, `syncvar.bootstrap.fork_server`.
 
 An interpreter takes as long to start as the launcher to read its options. So the launcher may start
 the server first and send the order when it knows the options. A server without an order has
@@ -317,7 +317,7 @@ def start_early(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkSer
         return None
     try:
         return ForkServer(
-            [*command_of("syncvar.bootstrap.prefork.fork_server"), *arguments],
+            [*command_of("syncvar.bootstrap.fork_server"), *arguments],
             dict(environ),
             os.getcwd(),
         )  # noqa: PTH109

@@ -89,7 +89,7 @@ def plan_start(
 
 def _named_in(kind: str, target: str, cwd: str) -> list[str]:
     """Return the variables in a script's text that NumPy reads once, sorted."""
-    from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE
+    from syncvar.bootstrap.preloaded_imports import READ_ONCE
 
     path = os.path.join(cwd, target.replace(".", os.sep) if kind == "module" else target)
     for name in (f"{path}.py",) * (kind == "module") + (path, os.path.join(path, "__main__.py")):

@@ -25,9 +25,7 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
         return [target, *args]
     return [
         *command_of(
-            "syncvar.bootstrap.prefork.fork_server"
-            if is_forked
-            else "syncvar.bootstrap.worker_main"
+            "syncvar.bootstrap.fork_server" if is_forked else "syncvar.bootstrap.worker_main"
         ),
         *worker_arguments(kind, target, args),
     ]

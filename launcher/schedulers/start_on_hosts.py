@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from syncvar.bootstrap.kv_store import shared_folder
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import HostUnreachable
-from syncvar.core.network import address_towards_any, bracket_ipv6
+from syncvar.transports.zeromq_sockets import address_towards_any, bracket_ipv6
 from syncvar_launcher.hosts.network_proof import allowed_addresses, interfaces
 from syncvar_launcher.hosts.ssh import module_command
 from syncvar_launcher.join.join_rendezvous import JoinGroup

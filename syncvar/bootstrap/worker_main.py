@@ -25,8 +25,8 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from syncvar.bootstrap.rank_process import claim_rank
 from syncvar.core import stack_dump
+from syncvar.core.environment import claim_rank
 from syncvar.core.exit_status import StatusPipe, error_exit_code, set_status_pipe
 from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.core.process_ids import server_number

@@ -52,7 +52,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _AROUND = (
     _PACKAGE + os.path.join("bootstrap", "worker_main.py"),
-    _PACKAGE + os.path.join("bootstrap", "prefork", "fork_server.py"),
+    _PACKAGE + os.path.join("bootstrap", "fork_server.py"),
     _PACKAGE + os.path.join("runner", "remote_call.py"),
     *(_STANDARD + name for name in ("runpy.py", "importlib" + os.sep)),
     "<frozen ",

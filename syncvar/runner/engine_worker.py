@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.job_directory import base_directory
+from syncvar.bootstrap.job_private import base_directory
 from syncvar.bootstrap.process import is_initialized, member
 from syncvar.bootstrap.rendezvous import leave
 from syncvar.bootstrap.worker_main import failure_of

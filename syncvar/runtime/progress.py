@@ -30,7 +30,7 @@ from syncvar.runtime.links.flow_control import Flow
 from syncvar.runtime.p2p.sent_messages import SentMessages
 from syncvar.runtime.rma_get import Answer, GetRequest, GetRequests
 from syncvar.runtime.state import Awaited, Core
-from syncvar.shm.spin_wait import pause_after
+from syncvar.shm.channel_table import pause_after
 from syncvar.transports.base import PeerDisconnected
 
 if TYPE_CHECKING:

@@ -42,8 +42,8 @@ import numpy as np
 from syncvar._native import message_end
 from syncvar._native.constants import PLACES, EntryForm, RingWord
 from syncvar.core.errors import SharedMemoryFull
+from syncvar.shm.channel_table import BUDGET_S
 from syncvar.shm.segment_file import ABORT, LINE_BYTES
-from syncvar.shm.spin_wait import BUDGET_S
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

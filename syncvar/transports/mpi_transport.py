@@ -41,7 +41,7 @@ from syncvar.transports.base import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar.transports.zeromq_control import ZeromqControl
+    from syncvar.transports.zeromq_links import ZeromqControl
 
 _SCHEME = "mpi:"
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message with its header

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.protocol.frame import Header
     from syncvar.transports.curve import LinkKeys
-    from syncvar.transports.zeromq_control import ZeromqControl
+    from syncvar.transports.zeromq_links import ZeromqControl
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, on unencrypted links

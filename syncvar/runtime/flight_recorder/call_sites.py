@@ -18,7 +18,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 # Run as `__main__`.
 _STARTERS = tuple(
     os.path.join(_PACKAGE, "bootstrap", name)
-    for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
+    for name in ("worker_entry.py", "worker_main.py", "fork_server.py")
 )
 _looking = threading.Lock()
 

@@ -28,18 +28,18 @@ from typing import Any
 import msgpack
 
 from syncvar.bootstrap import worker_main
-from syncvar.bootstrap.prefork.preloaded_imports import Preloaded, unsupported_blas_reason
+from syncvar.bootstrap.preloaded_imports import Preloaded, unsupported_blas_reason
 from syncvar.core.fork_cleanup import end_with
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
     "numpy",
     "syncvar.transports.zeromq_transport",
-    "syncvar.transports.zeromq_control",
-    "syncvar.core.network",
+    "syncvar.transports.zeromq_links",
+    "syncvar.transports.zeromq_sockets",
     "syncvar.shm.fd_passing",
     "syncvar.collectives",
-    "syncvar.bootstrap.identity",
+    "syncvar.bootstrap.process",
     "syncvar.core.settings",
     "syncvar.bootstrap.connect",
     "hashlib",
@@ -173,7 +173,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
             os.close(descriptor)
             _open_stream(name)
         else:
-            os.set_inheritable(descriptor, True)
+            os.set_inheritable(descriptor, True)  # noqa: FBT003  (its parameters have no names)
             os.environ[name] = str(descriptor)
     os.environ.update(request["environ"])
     if request["cores"] is not None:
