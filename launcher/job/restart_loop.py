@@ -143,7 +143,7 @@ def _started(
             ending = attempt.report.ending(outcome, had_met=had_met)
             decision = restarting.after(ending)
             attempt.report.tell(outcome, is_last=not decision.restarts)
-            culprit = _culprit(outcome, ending.why)
+            culprit = _culprit(outcome, ending.failure)
             if code == exit_status.PREEMPTED and outcome.cause is None:
                 events.add("preempted", signal=outcome.interrupted or None)
             if not decision.restarts:

@@ -49,11 +49,8 @@ _FREED_NBYTES = 31 << 20  # a little less than glibc's largest dynamic threshold
 def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool) -> ProcessContext:
     """Return the context of this process, which has joined its job.
 
-    Raises:
-        RendezvousError: Not all ranks came in time.
-        ConfigError: The environment or a setting is wrong, launchers contradict each other, or a
-            secret is missing.
-        UsageError: This process is a server, or another process is the rank.
+    Raise RendezvousError if not all ranks came in time, ConfigError if the environment or a setting
+    is wrong, and UsageError in a server or a process that is no rank.
     """
     from syncvar.core.settings import RuntimeConfig, doubtful_variables
 

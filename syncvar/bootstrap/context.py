@@ -175,13 +175,8 @@ def _script() -> str:
 class ProcessContext:
     """One process's membership in one generation of a job.
 
-    Args:
-        environment: Identity of this process; None for a world of one.
-        config: Deadlines and limits.
-        transport: Not yet opened; None for a world of one.
-        control: Channel to the launcher; None for a world of one.
-        generation: Version of the membership.
-        shm: Shared memory of this host, or the reason why there is none.
+    In a world of one `environment`, `transport` (not yet opened) and `control` are None. `shm` is
+    the shared memory of this host, or the reason why there is none.
     """
 
     def __init__(
@@ -310,12 +305,9 @@ class ProcessContext:
     def communicator(
         self, identity: int, members: tuple[int, ...], *, shares: bool = True
     ) -> Communicator:
-        """Create the communicator of a group; every member must use the same identity.
+        """Create the communicator of a group, whose members all use the same `identity`.
 
-        Args:
-            identity: Number of the group, the same on all members.
-            members: World ranks, in the group's order.
-            shares: Use shared memory if all members have it; else use links only.
+        If all members have shared memory, it uses that, unless `shares` is false.
         """
         channel = None
         if (
@@ -392,14 +384,9 @@ class ProcessContext:
     ) -> None:
         """Leave the job.
 
-        Args:
-            orderly: Complete started calls, announce the end and flush; otherwise release
-                everything at once.
-            reason: Reason of a failure, for the flight record.
-            stack: Stack of the main thread, for the flight record; empty for the current one.
-
-        Raises:
-            SyncvarError: An asynchronous call that was not waited for had failed.
+        In order it completes started calls, announces the end and flushes; otherwise it releases
+        everything at once. `reason` and `stack` (empty for the current one) go to the flight
+        record. Raises the error of an asynchronous call that was not waited for.
         """
         if self.is_closed:
             return

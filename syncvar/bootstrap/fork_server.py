@@ -77,17 +77,12 @@ def main() -> None:
     doubt = unsupported_blas_reason() or _foreign_threads()
     preloaded.hide()
     gc.freeze()  # garbage collections in workers then leave these pages shared
-    others = [
-        thread.name for thread in threading.enumerate() if thread is not threading.current_thread()
-    ]
-    cannot = (
-        (
+    me, cannot = threading.current_thread(), ""
+    if others := [thread.name for thread in threading.enumerate() if thread is not me]:
+        cannot = (
             f"the process that workers are forked from has threads ({', '.join(others)}), which a "
             "forked worker would not have"
         )
-        if others
-        else ""
-    )
     end.send(msgpack.packb({"cannot": cannot, "doubt": doubt}))
     request, descriptors, begin = _serve(end)
     end.close()
@@ -117,13 +112,11 @@ def _await_order(end: socket.socket) -> None:
 def _foreign_threads() -> str:
     """Return a warning if there are threads that no Python code has started; else an empty text."""
     count = len(os.listdir("/proc/self/task")) - threading.active_count()
+    if count <= 0:
+        return ""
     return (
-        (
-            f"the process that workers are forked from has {count} threads beside those of "
-            "Python, which a forked worker would not have"
-        )
-        if count > 0
-        else ""
+        f"the process that workers are forked from has {count} threads beside those of Python, "
+        "which a forked worker would not have"
     )
 
 
@@ -188,21 +181,11 @@ def _open_stream(name: str) -> None:
     writes = name != "stdin"
     raw = io.FileIO(_STREAMS[name], "w" if writes else "r", closefd=False)
     raw.name = f"<{name}>"
-    buffer: Any = (
-        raw
-        if writes and old.write_through
-        else io.BufferedWriter(raw)
-        if writes
-        else io.BufferedReader(raw)
-    )
-    wrapper: Any = io.TextIOWrapper(
-        buffer,
-        old.encoding,
-        old.errors,
-        newline="\n",
-        line_buffering=old.line_buffering,
-        write_through=old.write_through,
-    )
+    buffer: Any = io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
+    if writes and old.write_through:
+        buffer = raw
+    more = {"line_buffering": old.line_buffering, "write_through": old.write_through}
+    wrapper: Any = io.TextIOWrapper(buffer, old.encoding, old.errors, newline="\n", **more)
     wrapper.mode = "w" if writes else "r"
     for attribute in (name, f"__{name}__"):
         setattr(sys, attribute, wrapper)

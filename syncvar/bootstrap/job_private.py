@@ -68,11 +68,7 @@ def _is_short_enough(base: Path) -> bool:
 
 
 def base_directory(environ: Mapping[str, str]) -> Path:
-    """Return the checked folder that holds the private directories of this user's jobs.
-
-    Raises:
-        ConfigError: It belongs to another user, others can write to it, or it cannot be created.
-    """
+    """Return the folder for this user's job directories; raise ConfigError if it is not safe."""
     parent, is_private = runtime_directory(environ)
     base = _base(parent, is_private=is_private)
     make_private_folder(
@@ -84,13 +80,9 @@ def base_directory(environ: Mapping[str, str]) -> Path:
 class JobDirectory:
     """The private directory of one job; created here, removed by `remove`.
 
-    Args:
-        environ: Environment variables: XDG_RUNTIME_DIR or TMPDIR.
-        name: Name that other processes can derive; None for a random name.
-        waits: Called while another process holds the lock of the runtime directory; may raise.
-
-    Raises:
-        ConfigError: It cannot be created, or another process holds the lock for 60 s.
+    `name` is one that other processes can derive; None for a random one. `waits` is called while
+    another process holds the lock of the runtime directory, and may raise. After 60 s it is a
+    ConfigError.
     """
 
     def __init__(
@@ -228,10 +220,7 @@ def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
     """Return the job's secret, or None if this process has none.
 
     The variable that holds the secret is removed, so that child processes and dumps do not contain
-    it.
-
-    Raises:
-        ConfigError: It cannot be read, or other users may read it.
+    it. Raises ConfigError if others may read it.
     """
     text = environ.pop(_VARIABLE, None)
     if text is not None:
@@ -255,8 +244,7 @@ def keys_of(
 ) -> LinkKeys | None:
     """Return the keys of this process's TCP links; None without TCP links or encryption.
 
-    Raises:
-        ConfigError: The process has TCP links but no secret.
+    Raises ConfigError if it has TCP links but no secret.
     """
     if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
         return None

@@ -89,11 +89,7 @@ class KeyValueStore:
 
 
 class FolderStore(KeyValueStore):
-    """Entries as files. Readers wait for a file, so there are no turns.
-
-    Raises:
-        ConfigError: The folder is not private to this user, or cannot be created.
-    """
+    """Entries as files in a private folder. Readers wait for a file, so there are no turns."""
 
     def __init__(self, environ: Mapping[str, str], run: str, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s
@@ -139,18 +135,11 @@ class FolderStore(KeyValueStore):
 
 
 class ProcessManager(KeyValueStore):
-    """Entries that the process manager keeps for the run, over PMI 1.1.
+    """Entries that the process manager keeps for the run, over PMI 1.1; `name` is the run's.
 
     An MPI library in this process may use the same descriptor, so nothing of it is changed. A
     process that ends without `finalize` counts as crashed, and the manager kills all others. If an
     MPI library is in use, it sends `finalize`.
-
-    Attributes:
-        name: The process manager's name of this run.
-
-    Raises:
-        ConfigError: This process has no such descriptor.
-        RendezvousError: No answer came, or one that cannot be parsed.
     """
 
     def __init__(self, environ: Mapping[str, str], timeout_s: float) -> None:
@@ -309,12 +298,6 @@ def join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiStore | None:
 
     Return the key-value store for meeting the other ranks; None if there is no other process.
     `environ` has the variables of launchers, to compare, and MASTER_ADDR, the address of rank 0.
-
-    Raises:
-        ConfigError: MPI is missing, belongs to another mpirun, or allows no threads; or the ranks
-            of a host do not follow each other.
-        RendezvousError: Not all processes came in time.
-        UsageError: The program has finalized MPI.
     """
     if not _joined:
         joined = _join(config, environ)

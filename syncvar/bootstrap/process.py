@@ -151,9 +151,7 @@ def use(context: ProcessContext) -> Iterator[None]:
 def abandon(reason: str = "it ends with an error", stack: Sequence[StackFrame] = ()) -> None:
     """Leave the job at once, because this process is about to end with an error.
 
-    Args:
-        reason: The error, for the flight record.
-        stack: Stack of the main thread at the error, for the flight record.
+    `reason` and `stack`, of the main thread at the error, go to the flight record.
     """
     context = _state.default
     if context is not None and context.process == os.getpid():
@@ -167,10 +165,6 @@ def member(environ: MutableMapping[str, str]) -> Iterator[None]:
 
     For processes that live before and after they are a rank: actors of Ray, workers of Dask. A
     block that raises leaves the job at once.
-
-    Raises:
-        UsageError: This process is a rank already.
-        SyncvarError: An asynchronous call that was not waited for had failed.
     """
     with _state.lock:
         if _state.environ is not os.environ or (

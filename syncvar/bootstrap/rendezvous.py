@@ -58,13 +58,10 @@ _ENDED = "its process ended without leaving"
 
 
 class HostService:
-    """The services of a host's first rank: its shared memory and, on rank 0, the rendezvous.
+    """The services of a host's first rank: shared memory and, on rank 0, the rendezvous (`store`).
 
     They run in a thread until `end`, which also runs when the process ends. The system may choose
     the port of `endpoint`. Rank 0 removes `kv_store` when all ranks have come.
-
-    Attributes:
-        store: The rendezvous server; None except on rank 0.
     """
 
     def __init__(
@@ -224,12 +221,7 @@ def _warn(sentences: list[str]) -> None:
 
 
 class Met(NamedTuple):
-    """Identity of a process and the secret of its job.
-
-    Args:
-        environment: The variables that syncvar-launch would have set.
-        secret: Secret of the job; None without one.
-    """
+    """The variables that syncvar-launch would have set, and the secret of the job, if any."""
 
     environment: RankEnvironment
     secret: bytes | None

@@ -108,11 +108,7 @@ class RankEnvironment(NamedTuple):
 
     @classmethod
     def from_mapping(cls, environ: Mapping[str, str]) -> RankEnvironment | None:
-        """Return the identity in an environment; None if no launcher started this process.
-
-        Raises:
-            ConfigError: A variable is missing or has a wrong value.
-        """
+        """Return the identity in an environment, or raise ConfigError; None without a launcher."""
         if PREFIX + "RANK" not in environ:
             return None
         values: dict[str, int | str] = {}
@@ -167,11 +163,7 @@ class RankEnvironment(NamedTuple):
 
 
 def split_evenly(workers: int, hosts: int) -> tuple[int, ...]:
-    """Return the ranks per host when `workers` are spread evenly; the first hosts get one more.
-
-    Raises:
-        ConfigError: There are fewer workers than hosts.
-    """
+    """Return the ranks per host, spread evenly, or raise ConfigError; the first hosts get more."""
     if not 1 <= hosts <= workers:
         raise ConfigError(
             f"{workers} workers cannot be divided over {hosts} hosts: each host needs at least one"
@@ -181,21 +173,13 @@ def split_evenly(workers: int, hosts: int) -> tuple[int, ...]:
 
 
 class HostMap(NamedTuple):
-    """The hosts of a world.
-
-    Args:
-        sizes: Number of ranks on each host, in host order; rank 0 is the first of host 0.
-    """
+    """The hosts of a world: the number of ranks on each; rank 0 is the first of host 0."""
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of_places(cls, places: Mapping[int, int]) -> HostMap:
-        """Return the map for `places`, the host index of each rank.
-
-        Raises:
-            ConfigError: The ranks of a host are not consecutive, or hosts are out of order.
-        """
+        """Return the map for the host index of each rank; ConfigError if they are out of order."""
         sizes: list[int] = []
         for rank in range(len(places)):
             host = places.get(rank, -1)
@@ -268,10 +252,7 @@ def claim_rank(environ: MutableMapping[str, str]) -> None:
 def environment_of(environ: Mapping[str, str], *, alone: bool = False) -> RankEnvironment | None:
     """Return the rank that a launcher has made this process; None for a possible world of one.
 
-    Raises:
-        UsageError: A rank has started this process, which has inherited its variables and does not
-            ask for a world of one.
-        ConfigError: The variables are incomplete or wrong.
+    Raises UsageError in a program that a rank has started and that asks for no world of one.
     """
     claimed = environ.get(_CLAIM)
     if claimed is None or claimed == _identity():

@@ -100,14 +100,8 @@ def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core
 
     It returns True when every indexed word is at least `need`, or every phase at least -`need`. A
     rank whose word is at least `limit` has begun a later call: its DONE word counts then. It
-    returns False after BUDGET_S or an abort.
-
-    Args:
-        words: The segment as 64-bit words.
-        abort: Index of the abort word.
-        phase: Distance from a rank's word to its phase.
-        done: Distance from a rank's word to its last phase of the call before.
-        has_own_core: Whether there are as many usable cores as ranks on this host.
+    returns False after BUDGET_S or an abort. `abort` is the index of that word; `phase` and `done`
+    are distances from a rank's word.
     """
     make = _own_core_waiter if has_own_core else _shared_core_waiter
     return make(words, abort, phase, done)
@@ -250,10 +244,7 @@ class ProbeCell:
 
 
 class ProcessReader:
-    """Reads the memory of other processes. One thread at a time.
-
-    Args:
-        processes: Process ids of a group's ranks, in rank order.
+    """Reads the memory of the processes of a group's ranks. One thread at a time.
 
     Example:
         >>> import os
@@ -367,11 +358,9 @@ def check_of(fingerprint: int, call: int) -> int:
 class ChannelTable:
     """Makes this rank's channels and finds those of the other ranks of the host.
 
-    Args:
-        shm: The mapped segment.
-        ranks: World ranks on this host, in the order of their regions.
-        reaches: Whether to read the memory of other processes where the system allows it.
-        runner: Interpreter of persistent calls, "c" or "python".
+    `ranks` are the world ranks of the host in the order of their regions. `runner` of persistent
+    calls is "c" or "python". If it `reaches`, it reads the memory of other processes where
+    possible.
     """
 
     def __init__(
@@ -411,10 +400,8 @@ class ChannelTable:
         if not all(self.words[table + _PROCESS] for table in tables):
             return None
         reader = ProcessReader([self.words[table + _PROCESS] for table in tables])
-        found = all(
-            reader.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER])
-            for rank, table in enumerate(tables)
-        )
+        probes = [(self.words[table + _ADDRESS], self.words[table + _NUMBER]) for table in tables]
+        found = all(reader.finds(rank, *probe) for rank, probe in enumerate(probes))
         return reader if found else None
 
     def are_native(self, regions: Sequence[int]) -> bool:
@@ -432,9 +419,8 @@ class ChannelTable:
         yields.
         """
         own = self.words[self._table + _PROCESS]
-        others = [
-            self.shm.table(region) // 8 for region in regions if region != self.shm.local_rank
-        ]
+        mine = self.shm.local_rank
+        others = [self.shm.table(region) // 8 for region in regions if region != mine]
         if any(self.words[table + _PROCESS] == own != 0 for table in others):
             return 0, False
         is_crowded = len(others) >= self.shm.usable_cores
@@ -445,11 +431,7 @@ class ChannelTable:
         return tuple(self.places[member] for member in members)
 
     def take_entry(self, group: int, regions: tuple[int, ...]) -> int:
-        """Take an entry for this rank's channel of a group; return the index of its first word.
-
-        Raises:
-            SharedMemoryFull: The table or the segment is full.
-        """
+        """Take an entry for this rank's channel of a group; return the index of its first word."""
         entry = self._reuse() or self._new_entry()
         words = self.words
         small = words[entry + SMALL]

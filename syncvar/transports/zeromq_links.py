@@ -72,22 +72,10 @@ class _ZeroMQLoan:
 
 
 class SendLink:
-    """A link to a peer.
+    """A link to a peer: a DEALER with its options set, connected to an address.
 
-    Args:
-        context: ZeroMQ context of this process.
-        socket: A DEALER with its options set.
-        address: Address of the peer.
-
-    Attributes:
-        outbox: Queued frames, each with its payload and the loan of a borrowed one.
-        is_connected: The connection is open.
-        is_answered: The peer has answered on it.
-        is_remote: The peer may be on another host.
-        opened: Time of opening, by the monotonic clock.
-
-    Raises:
-        ZMQError: The system refuses.
+    `outbox` has the queued frames, each with its payload and the loan of a borrowed one. The peer
+    `is_answered` once it has answered, and `is_remote` if it may be on another host.
     """
 
     __slots__ = (
@@ -204,14 +192,9 @@ class SendLink:
 class Delivery:
     """Finds out by repeated looks whether a peer's host has received all bytes of a link.
 
-    Heartbeats go on meanwhile, and over a slow path some are always unacknowledged. So the check
-    compares with the bytes that ZeroMQ had written when it wrote nothing but heartbeats any more.
-
-    Args:
-        link: A link on which no thread sends any more.
-
-    Attributes:
-        is_complete: Whether the peer's host has received all.
+    No thread sends on the link any more. Heartbeats go on meanwhile, and over a slow path some are
+    always unacknowledged. So the check compares with the bytes that ZeroMQ had written when it
+    wrote nothing but heartbeats any more.
     """
 
     __slots__ = ("_before", "_end", "_link", "is_complete")
@@ -247,16 +230,10 @@ def _is_idle(before: Sent, now: Sent) -> bool:
 
 
 class Connections:
-    """A ROUTER and its connections.
+    """A ROUTER, not bound yet, and its connections.
 
-    Args:
-        context: ZeroMQ context of this process.
-        config: Time limits.
-
-    Attributes:
-        socket: The ROUTER, not bound yet.
-        gate: Authenticates and counts clients; None without other hosts.
-        monitor: Socket to wait for the events of `ended`.
+    `gate` authenticates and counts clients; it is None without other hosts. `monitor` is the socket
+    to wait for the events of `ended`.
     """
 
     def __init__(self, context: zmq.Context[Any], config: RuntimeConfig) -> None:
@@ -332,20 +309,9 @@ def parse_control_identity(identity: bytes, kind: bytes = b"C") -> int | None:
 class ZeromqControl:
     """The control channel of a worker: one DEALER to the launcher's ROUTER.
 
-    Args:
-        context: ZeroMQ context of this process.
-        endpoint: Address of the launcher.
-        rank: Rank of this process.
-        config: Limits and intervals.
-        keys: Keys for a tcp endpoint.
-        keeper: The rank that listens there instead of a launcher. If the channel closes or falls
-            silent, that rank has failed. A launcher watches its workers, and itself, by other
-            means.
-        kind: Type of the channel, as for `control_identity`.
-
-    Attributes:
-        keeper: As above.
-        monitor: Events of the channel; None for a launcher on this host.
+    `keeper` is the rank that listens there instead of a launcher. If the channel closes or falls
+    silent, that rank has failed. A launcher watches its workers, and itself, by other means. `kind`
+    is as for `control_identity`. For a launcher on this host the `monitor` is None.
     """
 
     def __init__(
@@ -408,16 +374,8 @@ class ZeromqControl:
             return parse_message(self.socket.recv(zmq.NOBLOCK))
         if self._end and not self._has_reported:
             self._has_reported = True
-            return {
-                "kind": "abort",
-                "rank": self.keeper,
-                "host": "",
-                "kind_of_break": "lost",
-                "reason": self._end,
-                "group": -1,
-                "call": -1,
-                "missing": [],
-            }
+            lost = {"kind_of_break": "lost", "rank": self.keeper, "host": "", "reason": self._end}
+            return {"kind": "abort", "group": -1, "call": -1, "missing": [], **lost}
         return None
 
     def close(self, linger_s: float) -> None:

@@ -47,13 +47,9 @@ def set_family(socket: Any, endpoint: str) -> None:
 
 
 def bind_in_folder(socket: Any, folder: str, name: str) -> str:
-    """Bind a socket for this user's processes on this host, in a private folder.
+    """Bind a socket for this user's processes in a private folder; return its endpoint.
 
-    Return its endpoint.
-
-    Raises:
-        ConfigError: The folder's path is too long.
-        ZMQError: The system refuses.
+    Raises ConfigError if the path is too long, and ZMQError if the system refuses.
     """
     path = os.path.join(folder, name)  # noqa: PTH118
     if len(path) > _UNIX_PATH_MAX:
@@ -160,12 +156,9 @@ _IPPROTO_TCP, _TCP_INFO = 6, 11
 
 
 class Sent(NamedTuple):
-    """The state of the bytes written to a connection.
+    """The bytes written to a connection: those that the other host has acknowledged, and the rest.
 
-    Attributes:
-        acknowledged: Bytes that the other host has received.
-        held: Bytes that it has not received yet.
-        is_steady: The system would take more, and no acknowledgement came during the look.
+    It `is_steady` if the system would take more, and no acknowledgement came during the look.
     """
 
     acknowledged: int = 0
@@ -179,11 +172,7 @@ class Sent(NamedTuple):
 
 
 class ConnectionCopy:
-    """A copy of the descriptor of a tcp connection; empty for another type, or one that has ended.
-
-    Args:
-        descriptor: ZeroMQ's own descriptor.
-    """
+    """A copy of the descriptor of a tcp connection; empty for another type, or an ended one."""
 
     __slots__ = ("_socket",)
 
@@ -268,9 +257,7 @@ def resolve_host(address: str, timeout_s: float) -> str:
     """Return the address of a host name, IPv4 if there is one, so that all hosts get the same.
 
     It waits up to `timeout_s` seconds: the name of a Kubernetes pod resolves once the pod runs.
-
-    Raises:
-        RendezvousError: The name does not resolve.
+    Then it raises RendezvousError.
     """
     import socket
 
@@ -305,10 +292,7 @@ def address_towards(address: str, port: int = 0) -> str:
 def address_towards_any(names: list[str]) -> str:
     """Return the address from which this host reaches the first of `names` that can be found.
 
-    If none can, it returns the address of the default route.
-
-    Raises:
-        RendezvousError: This host has no route.
+    If none can, it returns the address of the default route, or raises RendezvousError.
     """
     import socket
 

@@ -75,14 +75,8 @@ class HostLinks(NamedTuple):
 class ZeromqTransport:
     """Frames over ZeroMQ; `syncvar.transports.base` has the contract.
 
-    Args:
-        context: ZeroMQ context of this process.
-        rank: World rank of this process.
-        endpoint: Address to bind: "ipc://<directory>" or "tcp://<address>" (any free port).
-        job_id: Random identity of the job.
-        config: Limits and intervals.
-        control: Control channel to wait for as well.
-        links: Links to other hosts; None without other hosts.
+    `endpoint` is "ipc://<directory>" or "tcp://<address>" (any free port). It waits for `control`
+    as well. Without `links` there are no other hosts.
     """
 
     def __init__(

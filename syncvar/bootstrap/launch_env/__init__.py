@@ -96,11 +96,7 @@ class LaunchEnvironment:
         return FOLDER
 
     def info(self) -> LaunchInfo | None:
-        """Return the identity of this process; None if the variables are not sufficient to meet.
-
-        Raises:
-            ConfigError: The variables are wrong, or do not allow joining.
-        """
+        """Return the identity of this process; None if the variables are not sufficient to meet."""
         size, local_size = self.size(), self.named(self.local_sizes)
         if not size or self.rank not in self.environ:
             return None
@@ -184,11 +180,7 @@ class LaunchEnvironment:
 
 
 def whole(environ: Mapping[str, str], name: str) -> int:
-    """Return the number in a variable.
-
-    Raises:
-        ConfigError: It is not a number.
-    """
+    """Return the number in a variable, or raise ConfigError."""
     text = environ[name]
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{name} must be a non-negative integer, not {text!r}")
@@ -196,11 +188,7 @@ def whole(environ: Mapping[str, str], name: str) -> int:
 
 
 def port_of(text: str, name: str) -> int:
-    """Return the port in a text.
-
-    Raises:
-        ConfigError: It is not a port.
-    """
+    """Return the port in a text, or raise ConfigError."""
     if not (text.isascii() and text.isdigit()) or not 0 < int(text) <= _PORT_MAX:
         raise ConfigError(f"{name} has {text!r} for a port: it must be 1 to {_PORT_MAX}")
     return int(text)
@@ -209,11 +197,7 @@ def port_of(text: str, name: str) -> int:
 def add_host(
     info: LaunchInfo, hosts: Sequence[Hashable], names: Sequence[str], remedy: str
 ) -> LaunchInfo:
-    """Add the host and local rank to an identity.
-
-    Raises:
-        ConfigError: The ranks of a host do not follow each other.
-    """
+    """Add host and local rank to an identity; raise ConfigError if a host's ranks are apart."""
     order = list(dict.fromkeys(hosts))
     places = [order.index(one) for one in hosts]
     if places != sorted(places):
@@ -232,11 +216,7 @@ def add_host(
 
 
 def assume_equal_hosts(info: LaunchInfo) -> LaunchInfo:
-    """Add the host's index and the number of hosts to an identity, assuming equal hosts.
-
-    Raises:
-        ConfigError: Equal hosts, in order, do not make up the world.
-    """
+    """Add the host's index and the number of hosts, assuming equal hosts; or raise ConfigError."""
     if info.host_index >= 0:
         return info
     first, each = info.rank - info.local_rank, info.local_world_size
@@ -250,16 +230,9 @@ def assume_equal_hosts(info: LaunchInfo) -> LaunchInfo:
 
 
 def host_of_each(mapping: str, size: int) -> list[int]:
-    """Return the host of each rank from PMI_process_mapping.
+    """Return the host of each rank from PMI_process_mapping, such as "(vector,(0,2,4))".
 
-    Blocks of (first host, hosts, ranks on each).
-
-    Args:
-        mapping: For instance "(vector,(0,2,4))"; the blocks repeat until all ranks have a host.
-        size: Ranks in the world.
-
-    Raises:
-        RendezvousError: The mapping cannot be parsed.
+    Its blocks (first host, hosts, ranks on each) repeat until all ranks have a host.
 
     Example:
         >>> host_of_each("(vector,(0,1,2),(1,1,1))", 3)

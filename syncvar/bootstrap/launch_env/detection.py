@@ -256,13 +256,8 @@ def launcher_info(
 ) -> LaunchInfo | None:
     """Return the identity from the innermost launcher; None if unknown or not sufficient to meet.
 
-    Args:
-        environ: Environment variables.
-        own: Identity by syncvar-launch, if it has started this process; then only that counts.
-
-    Raises:
-        ConfigError: A launcher's variables are incomplete or wrong, or two launchers contradict
-            each other.
+    `own` is the identity by syncvar-launch, if it has started this process; then only that counts.
+    Raises ConfigError if two launchers contradict each other.
 
     Example:
         >>> env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
@@ -293,13 +288,6 @@ def unknown_identity_reason(environ: Mapping[str, str]) -> str:
     """Return why a process without identity must not be a world of one; empty if it may be.
 
     It must not if a launcher has started several processes, or may have.
-
-    Args:
-        environ: Environment variables of a process of which neither syncvar-launch nor
-            `launcher_info` knows enough.
-
-    Raises:
-        ConfigError: A number of processes is not a number.
 
     Example:
         >>> unknown_identity_reason({"PMIX_RANK": "1"}).partition(", and")[0]
@@ -332,16 +320,9 @@ def unknown_identity_reason(environ: Mapping[str, str]) -> str:
 
 
 def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return a description if a launcher has, or may have, started several processes.
+    """Return a description, a count as text and advice if a launcher has started several processes.
 
-    Variables that a program may have set by hand do not count.
-
-    Returns:
-        The description; the number of processes as text; the launcher's advice, or an empty text.
-        None without such a launcher.
-
-    Raises:
-        ConfigError: A number of processes is not a number.
+    None without such a launcher; variables that a program may have set by hand do not count.
     """
     outer = next((one for one in _present(environ) if not isinstance(one, BY_HAND)), None)
     seen = None if outer is None else outer.seen()
