@@ -1,7 +1,7 @@
 """Constants that Python and the C extension share; `constants.h` is generated from this module.
 
 After a change run `python syncvar/_native/constants.py`, which writes the header, and build the
-extension again. tests/pure/test_native_constants.py fails as long as the header differs.
+extension again. tests/unit/_native/test_native_constants.py fails as long as the header differs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar._native import told, which
+from syncvar._native import runner_text, which
 from syncvar.algorithms.selection import parse_forced
 from syncvar.core.environment import HostMap, RankEnvironment
 from syncvar.core.errors import (
@@ -28,15 +28,15 @@ from syncvar.core.errors import (
     UsageError,
 )
 from syncvar.core.process_ids import rank_list
-from syncvar.protocol.compatibility import SETTING
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.frame import PROTOCOL_VERSION
+from syncvar.protocol.membership import SETTING
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.p2p.endpoints import EndpointTable
+from syncvar.runtime.p2p_endpoints import EndpointTable
 from syncvar.runtime.progress import ProgressEngine
+from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.state import send_queued
 from syncvar.shm.channel_table import ChannelTable
 from syncvar.shm.group_channel import GroupChannel
 from syncvar.shm.message_ring import RingTable
@@ -54,7 +54,7 @@ _WORLD_OF_ONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
 # A rank that joins again may still receive news of its last generation.
-_OF_THE_LAST = ("left", "verdict")
+_OF_THE_LAST = ("leave_notice", "decision")
 
 
 def join_handshake(
@@ -98,7 +98,7 @@ def join_handshake(
                 has_warned = True
                 _warn_of_wait(environment, control, now - began)
             transport.wait(min(1.0, deadline - time.monotonic()))
-        elif message["kind"] == "roll":
+        elif message["kind"] == "members":
             transport.open(message["addresses"], message["generation"])
             return message
         elif message["kind"] == "refused":
@@ -261,7 +261,7 @@ class ProcessContext:
 
     def _adopt(self, answer: Message) -> None:
         """Take the hosts, and which of them share memory, from the answer of the handshake."""
-        self.hosts = HostMap.of_places(answer["places"])
+        self.hosts = HostMap.of_places(answer["host_indices"])
         if self.hosts.ranks(self.host_index) != self.local_ranks:
             raise RendezvousError(
                 f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
@@ -286,7 +286,7 @@ class ProcessContext:
         if self.shm is not None:
             return (
                 f"shared memory: {self.local_world_size} ranks of this host share "
-                f"memory{between}; {told(self.config.call_runner)}"
+                f"memory{between}; {runner_text(self.config.call_runner)}"
             )
         return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_shm}{between}"
 
@@ -413,7 +413,7 @@ class ProcessContext:
             engine.stop()
             is_unnoticed = self.is_rank_served and not orderly and engine.failure is None
             if self._control is not None and is_unnoticed:  # a launcher notices it by itself
-                self._control.send(pack_message("failed", reason=reason))
+                self._control.send(pack_message("process_failure", reason=reason))
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
             if self._control is not None:

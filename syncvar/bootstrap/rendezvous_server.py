@@ -13,7 +13,7 @@ import zmq
 from syncvar.core.errors import ConfigError, RendezvousError, WireError
 from syncvar.protocol.control_messages import Message, pack_message, parse_message
 from syncvar.protocol.coordinator import AbortJob, Action, Coordinator, ShowMessage, Unresponsive
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX
 from syncvar.protocol.server_directory import ServerTable
 from syncvar.transports.zeromq_links import Connections, parse_control_identity
 from syncvar.transports.zeromq_sockets import (

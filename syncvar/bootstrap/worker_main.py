@@ -105,7 +105,7 @@ def _settled(run: Callable[[list[str]], None]) -> None:
     except SystemExit as request:
         if request.code is not None and request.code != 0:
             raise
-    sessions = sys.modules.get("syncvar.parameter_server.client.worker_session")
+    sessions = sys.modules.get("syncvar.parameter_server.worker_session")
     if sessions is not None:
         sessions.settle_all()
 

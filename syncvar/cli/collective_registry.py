@@ -58,7 +58,7 @@ class Collective:
     wanted: Callable[[Case], Any] = lambda _: None
     run: Callable[..., Any] | None = None
     in_place: bool = False
-    tests: str = "tests/process/every_collective.py"
+    tests: str = "tests/support/rank_scripts/every_collective.py"
 
     def shape(self, count: int, size: int) -> tuple[int, ...]:
         """Return the shape of a rank's input for `count` elements, rounded up to pieces."""

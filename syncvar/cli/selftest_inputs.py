@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,7 +34,7 @@ from zmq.utils import z85
 
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.protocol.auth_keys import derive
-from syncvar.protocol.message_limits import UNPROVED_NBYTES_MAX
+from syncvar.protocol.frame import UNPROVED_NBYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,7 @@ import zmq
 
 from syncvar.core.errors import HandshakeError, WireError
 from syncvar.protocol.control_messages import Message, parse_message
-from syncvar.protocol.frame import HEADER_NBYTES, FrameType, parse_header
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX, HEADER_NBYTES, FrameType, parse_header
 from syncvar.transports.zeromq_sockets import (
     CLOSED,
     ConnectionCopy,
@@ -374,7 +373,7 @@ class ZeromqControl:
             return parse_message(self.socket.recv(zmq.NOBLOCK))
         if self._end and not self._has_reported:
             self._has_reported = True
-            lost = {"kind_of_break": "lost", "rank": self.keeper, "host": "", "reason": self._end}
+            lost = {"failure_kind": "lost", "rank": self.keeper, "host": "", "reason": self._end}
             return {"kind": "abort", "group": -1, "call": -1, "missing": [], **lost}
         return None
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from syncvar.core.errors import ConfigError, RendezvousError
-from syncvar.protocol.message_limits import FRAMING_NBYTES
+from syncvar.protocol.frame import FRAMING_NBYTES
 
 if TYPE_CHECKING:
     import socket
