@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncvar.core.errors import HandshakeError, RendezvousError
 from syncvar.core.process_ids import SERVER_0
 from syncvar.protocol.control_messages import pack_message
-from syncvar.transports.zeromq_control import ZeromqControl
+from syncvar.transports.zeromq_links import ZeromqControl
 
 if TYPE_CHECKING:
     import zmq

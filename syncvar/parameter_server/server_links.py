@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from syncvar.core.errors import TransportError
-from syncvar.core.network import tcp_endpoint
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.parameter_server.messages import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.parameter_server.same_host_links import Pipe, UnixListener
@@ -32,6 +31,7 @@ from syncvar.transports.zeromq_sockets import (
     limit_frames,
     milliseconds,
     set_family,
+    tcp_endpoint,
 )
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.bootstrap import worker_main
-from syncvar.bootstrap.job_secret import keys_of
+from syncvar.bootstrap.job_private import keys_of
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal

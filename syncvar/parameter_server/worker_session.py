@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.bootstrap.job_secret import keys_of
+from syncvar.bootstrap.job_private import keys_of
 from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
 from syncvar.core.process_ids import SERVER_0, failover_order, is_server, server_hosts

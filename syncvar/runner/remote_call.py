@@ -124,7 +124,7 @@ def _find(folder: Path | None, method: str, *where: Any) -> tuple[Any, Any]:
 
 def arrive(address: str) -> bytes:
     """Return a packed `EngineSlot`."""
-    from syncvar.bootstrap.job_directory import base_directory
+    from syncvar.bootstrap.job_private import base_directory
     from syncvar.runner.engines import EngineSlot, packed
     from syncvar.runtime.recorder import boot_identity
 

@@ -35,7 +35,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Run as `__main__`.
 _STARTERS = tuple(
     os.path.join(_PACKAGE, "bootstrap", name)
-    for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
+    for name in ("worker_entry.py", "worker_main.py", "fork_server.py")
 )
 _own_frame = sys._getframe  # noqa: SLF001  (the documented way to the caller's frame)
 _looking = threading.Lock()
