@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from syncvar.checkpoint.checkpoint_format import Label, checked_path
@@ -259,8 +260,8 @@ class CheckpointCore:
         above = (*above, ident, id(self))
         if nested is not None:
             for name, inner in nested.objects.items():
-                put = nested.replacer(name)
-                yield from self._walk(f"{key}/{name}", inner, above, put)
+                replace = partial(nested.objects.__setitem__, name)
+                yield from self._walk(f"{key}/{name}", inner, above, replace)
         elif is_nested(value):
             for name, inner in _items(value):
                 yield from self._walk(f"{key}/{name}", inner, above, _refuse)
@@ -272,16 +273,8 @@ class CheckpointCore:
         elif isinstance(value, ServerVariable):
             yield ServerVariableLeaf(key, value)
         else:
-            put = self.replacer(key) if replace is None else replace
+            put = replace or partial(self.objects.__setitem__, key)
             yield leaf_of(key, value, None if put is _refuse else put)
-
-    def replacer(self, name: str) -> Callable[[Any], None]:
-        """Return the function that replaces plain data under a name."""
-
-        def replace(state: Any) -> None:
-            self.objects[name] = state
-
-        return replace
 
 
 def core_of(value: Any) -> CheckpointCore | None:

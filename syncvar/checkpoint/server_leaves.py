@@ -208,7 +208,6 @@ class _ArrayLeaf:
         return LeafHeader("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
 
     def snapshot(self) -> NDArray[Any]:
-        """Return the value in the snapshot."""
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
@@ -223,11 +222,11 @@ class _ArrayLeaf:
         return read(stored)
 
     def now(self) -> Any:
-        """Return None: `OnServers.give_back` changes it last, in one transaction."""
+        """Return None: `ServerLeaves.give_back` changes it last, in one transaction."""
         return None
 
     def put(self, staged: Any) -> None:
-        """Note the new value for `OnServers.give_back`."""
+        """Note the new value for `ServerLeaves.give_back`."""
         self.array = staged
 
 
@@ -240,7 +239,6 @@ class _IterationsLeaf(_ArrayLeaf):
         self.worker_states: list[Any] = []
 
     def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
-        """Return the number, on every rank."""
         del communicator
         require_kind(self.key, entry, "variable", "the iterations of an optimizer")
         stored = entry.choose(self.key, 0, 1, policy, own=False)
@@ -250,15 +248,12 @@ class _IterationsLeaf(_ArrayLeaf):
         return self.worker_states[0]
 
     def accept(self, data: Any) -> Any:
-        """Return the number that rank 0 has recorded."""
         return data
 
     def now(self) -> Any:
-        """Return the number of this worker's steps."""
         return self._optimizer.iterations
 
     def put(self, staged: Any) -> None:
-        """Set the number of this worker's steps."""
         remote = self._optimizer.elsewhere
         assert remote is not None, "it steps server-side variables"
         remote.steps = staged
@@ -266,14 +261,14 @@ class _IterationsLeaf(_ArrayLeaf):
 
 
 class ServerVariableLeaf(NamedTuple):
-    """A server-side variable and its key, before `sorted_out`."""
+    """A server-side variable and its key, before `sort_leaves`."""
 
     key: str
     variable: ServerVariable
 
 
 class ServerOptimizerLeaf:
-    """An optimizer and its key, before `sorted_out`."""
+    """An optimizer and its key, before `sort_leaves`."""
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
         self.key = key

@@ -175,9 +175,8 @@ class PlainLeaf:
         self.key = key
         self._kind, self._get, self._put, self._check = kind, get, put, check
         self._packed = b""
-        self.worker_states: list[
-            bytes | None
-        ] = []  # state for each worker, if rank 0 restores for all
+        # State for each worker, if rank 0 restores for all.
+        self.worker_states: list[bytes | None] = []
 
     def describe(self, communicator: Together) -> LeafHeader:
         """Take the state now, and return its length and digest."""

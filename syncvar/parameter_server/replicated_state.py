@@ -278,11 +278,8 @@ class ReplicatedState:
     ) -> ReplicatedState:
         """Return the state machine with this state."""
         machine = cls(server, workers)
-        machine.room, machine.entries, machine.staleness = (
-            room,
-            state["entries"],
-            state["staleness"],
-        )
+        machine.room = room
+        machine.entries, machine.staleness = state["entries"], state["staleness"]
         for rank, one in state["workers"].items():
             staged = None if one["staged"] is None else WorkerRequest(*one["staged"])
             machine.workers[rank] = WorkerState(**{**one, "staged": staged})
