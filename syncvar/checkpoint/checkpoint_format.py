@@ -139,9 +139,7 @@ def _tensor(name: str, fields: Any) -> Tensor:
     are_lists = isinstance(shape, list) and isinstance(offsets, list)
     sizes_are_right = are_lists and len(shape) <= _NDIM_MAX and len(offsets) == 2
     if sizes_are_right:
-        sizes_are_right = all(
-            type(number) is int and 0 <= number < 1 << 62 for number in shape + offsets
-        )
+        sizes_are_right = all(type(one) is int and 0 <= one < 1 << 62 for one in shape + offsets)
     if not isinstance(dtype, str) or dtype not in _CODE_BYTES or not sizes_are_right:
         raise CheckpointError(f"tensor {name!r:.80} has a wrong dtype, shape or offsets")
     start, stop = offsets

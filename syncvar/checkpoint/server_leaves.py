@@ -271,8 +271,7 @@ class ServerOptimizerLeaf:
     """An optimizer and its key, before `sort_leaves`."""
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
-        self.key = key
-        self.optimizer = optimizer
+        self.key, self.optimizer = key, optimizer
 
     @property
     def rule(self) -> RuleKey:
@@ -393,9 +392,7 @@ class ServerLeaves:
             slots: dict[RuleKey, ShardSlots] = {}
             for stepper in self._steppers:
                 leaves = self._slots[stepper.key, self._keys[id(variable)]]
-                arrays = {
-                    name: slot.array for name, slot in leaves.items() if slot.array is not None
-                }
+                arrays = {name: one.array for name, one in leaves.items() if one.array is not None}
                 steps = arrays.pop(_STEPS, None)
                 if arrays or steps is not None:
                     count = max(1, stepper.optimizer.iterations if steps is None else int(steps))
@@ -430,12 +427,10 @@ def snapshot_for_file(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes its own file (`sv.save`)."""
-    steppers = [
-        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None
-    ]
-    steppers = [(one, leaf) for one, leaf in steppers if leaf.is_supported]
+    pairs = [(one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None]
+    pairs = [(one, leaf) for one, leaf in pairs if leaf.is_supported]
     found = {id(one): one for one in variables}
-    for one, _ in steppers:
+    for one, _ in pairs:
         assert one.elsewhere is not None
         found |= {
             id(variable): variable
@@ -445,9 +440,9 @@ def snapshot_for_file(
     if not found:
         return {}, {}
     chosen = list(found.values())
-    state = take([(variable, [leaf.rule for _, leaf in steppers]) for variable in chosen], None)
+    state = take([(variable, [leaf.rule for _, leaf in pairs]) for variable in chosen], None)
     slots: dict[int, dict[str, NDArray[Any]]] = {}
-    for one, leaf in steppers:
+    for one, leaf in pairs:
         counts = rule_of(leaf.rule[0], dict(leaf.rule[1])).counts_steps
         by_name = {saved.variable.name: saved.slots[leaf.rule] for saved in state.variables}
         by_name = {name: each for name, each in by_name.items() if each.steps}

@@ -82,8 +82,7 @@ class VariableLeaf:
     is_optional = False
 
     def __init__(self, key: str, variable: Variable) -> None:
-        self.key = key
-        self.variable = variable
+        self.key, self.variable = key, variable
         self._reading = decide(
             variable.synchronization, variable.aggregation, CallContext.CROSS, AccessKind.SYNC
         )

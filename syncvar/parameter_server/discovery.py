@@ -58,8 +58,7 @@ class Directory:
         config: RuntimeConfig,
         keys: LinkKeys | None,
     ) -> None:
-        self._environment = environment
-        self._config = config
+        self._environment, self._config = environment, config
         number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
         address = environment.rendezvous
         self._control = ZeromqControl(context, address, number, config, keys, kind=b"S")

@@ -45,8 +45,7 @@ class ReplicationStream:
     """The entries of one state on their way to the backup, and the messages that wait for it."""
 
     def __init__(self, server: int, entries: int, backup: int | None, resend_s: float) -> None:
-        self.backup = backup
-        self._server = server
+        self.backup, self._server = backup, server
         self._resend_s = self._patience_s = resend_s
         self._seed: OutgoingMessage | None = None
         self._log: deque[tuple[int, OutgoingMessage]] = deque()  # entries without confirmation
@@ -176,8 +175,7 @@ class PrimaryReplica:
     def __init__(
         self, server: int, ledger: ReplicatedState, backup: int | None, resend_s: float
     ) -> None:
-        self.server = server
-        self.ledger = ledger
+        self.server, self.ledger = server, ledger
         self._replication = ReplicationStream(server, ledger.entries, backup, resend_s)
         self.is_retired = False
         self._resend_s = resend_s

@@ -276,22 +276,18 @@ class ReplicatedState:
     def of_state(
         cls, server: int, workers: int, state: dict[str, Any], room: Room
     ) -> ReplicatedState:
-        """Return the state machine with this state."""
-        machine = cls(server, workers)
-        machine.room = room
-        machine.entries, machine.staleness = state["entries"], state["staleness"]
+        """Return the state new with this state."""
+        new = cls(server, workers)
+        new.room = room
+        new.entries, new.staleness = state["entries"], state["staleness"]
         for rank, one in state["workers"].items():
             staged = None if one["staged"] is None else WorkerRequest(*one["staged"])
-            machine.workers[rank] = WorkerState(**{**one, "staged": staged})
-        machine.undecided = {
-            rank for rank, one in machine.workers.items() if one.staged is not None
-        }
-        machine.shards = {
-            key: Shard.of_state(shard, room) for key, shard in state["shards"].items()
-        }
-        machine.queue = TaskQueue.of_state(state["queue"])
-        machine._in_rounds = {shard for shard in machine.shards.values() if shard.waits}
-        return machine
+            new.workers[rank] = WorkerState(**{**one, "staged": staged})
+        new.undecided = {rank for rank, one in new.workers.items() if one.staged is not None}
+        new.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
+        new.queue = TaskQueue.of_state(state["queue"])
+        new._in_rounds = {shard for shard in new.shards.values() if shard.waits}
+        return new
 
     # -- entries -----------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.shard import RuleKey, ShardSlots, Spec
 
 _NEVER = float("inf")
+_REPLACED = "the servers have given this worker up: another process has taken its place"
 _ERRORS = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
 ResultRef = tuple[int, int]  # the position of a result: server, and number of the operation there
 
@@ -287,10 +288,7 @@ class Client:
             return []
         if kind == "incarnation_ended":
             if message["incarnation"] == self.incarnation:
-                reason = (
-                    "the servers have given this worker up: another process has taken its place"
-                )
-                self.fail(GroupBroken(reason))
+                self.fail(GroupBroken(_REPLACED))
             return []
         return self._snapshot_message(server, message, arrays, now)
 

@@ -282,8 +282,7 @@ class ShmBufferPool:
     def __init__(self, shm: SharedSegment, *, lends: bool = True) -> None:
         self.lent = 0
         self.segment = shm.segment
-        self._shm = shm
-        self._lends = lends
+        self._shm, self._lends = shm, lends
         # reader, block, index of the reader's word
         self._out: collections.deque[tuple[_BufferReader, NDArray[np.uint8], int]]
         self._out = collections.deque()

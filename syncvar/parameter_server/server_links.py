@@ -135,11 +135,8 @@ class ServerLinks:
         keys: LinkKeys | None,
         lender: ShmBufferPool | None = None,
     ) -> None:
-        self._context = context
-        self._environment = environment
-        self._config = config
-        self._keys = keys
-        self._lender = lender
+        self._context, self._environment, self._config = context, environment, config
+        self._keys, self._lender = keys, lender
         self._number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
         self._nonce = job_nonce(environment.job_id)
         self._routing = _IDENTITY.pack(

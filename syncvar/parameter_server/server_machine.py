@@ -38,8 +38,7 @@ class Server:
         *,
         resend_s: float = RESEND_S,
     ) -> None:
-        self.index = index
-        self._workers = workers
+        self.index, self._workers = index, workers
         self._heirs = [tuple(one) for one in heirs]
         self._room: Room = np.empty
         self._resend_s = resend_s

@@ -173,8 +173,7 @@ class Serving:
     def __init__(
         self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
     ) -> None:
-        self._config = config
-        self._environment = environment
+        self._config, self._environment = config, environment
         self._index = environment.rank
         self._recorder = Recorder(
             server_number(environment.rank),
@@ -260,10 +259,8 @@ class Serving:
         """Close everything, after flushing sent messages."""
         ledgers = [primary.ledger for primary in self.server.primaries.values()]
         shards = [shard for ledger in ledgers for shard in ledger.shards.values()]
-        nbytes = bytes_in_words(sum(one.array.nbytes for one in shards))
-        _log.info(
-            "server %d: over, with %d parts of variables, %s", self._index, len(shards), nbytes
-        )
+        size = bytes_in_words(sum(one.array.nbytes for one in shards))
+        _log.info("server %d: over, with %d parts of variables, %s", self._index, len(shards), size)
         if self._first_failure:
             self._recorder.ended(self._first_failure)
         if self._stats is not None:

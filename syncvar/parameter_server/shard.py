@@ -97,9 +97,7 @@ class ServerRule:
         self._is_half = is_half(array.dtype)
         self._names = slot_names(rule, array.dtype)
         initials = rule.initials()
-        self._slots = [
-            np.full(array.shape, initial, self._compute) for initial in initials.values()
-        ]
+        self._slots = [np.full(array.shape, one, self._compute) for one in initials.values()]
         if self._is_half:
             self._slots.insert(0, array.astype(self._compute))
         self._steps = np.zeros((), np.int64)
@@ -466,10 +464,8 @@ class Shard:
         rows, values = _rows_of(pushes)
         if rows.size:
             touched, which = np.unique(rows, return_inverse=True)
-            selection = RowSelection(which.reshape(-1), values)
-            self.array[touched] = apply_rows(
-                _SCATTERS[first.method], self.array[touched], selection
-            )
+            chosen = RowSelection(which.reshape(-1), values)
+            self.array[touched] = apply_rows(_SCATTERS[first.method], self.array[touched], chosen)
 
     def _rule(self, push: Push) -> ServerRule:
         if push.rule not in self._rules:

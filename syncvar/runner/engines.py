@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "engine_of"]
 
-_ENGINES = {
-    "ray": ("syncvar.runner.ray_engine", "Ray"),
-    "dask": ("syncvar.runner.dask_engine", "Dask"),
-}
+_ENGINES = {"ray": ("ray_engine", "Ray"), "dask": ("dask_engine", "Dask")}
 _CLASSES = {name: home for home, name in _ENGINES.values()}
 _log = logging.getLogger("syncvar")
 _LOOK_S = 1.0
@@ -90,13 +87,15 @@ def engine_of(name: str | Engine) -> Engine:
             f"{name!r:.100}"
         )
     home, class_name = _ENGINES[name]
-    make: Callable[[], Engine] = getattr(importlib.import_module(home), class_name)
+    make: Callable[[], Engine] = getattr(
+        importlib.import_module(f"syncvar.runner.{home}"), class_name
+    )
     return make()
 
 
 def __getattr__(name: str) -> object:
     if name in _CLASSES:
-        return getattr(importlib.import_module(_CLASSES[name]), name)
+        return getattr(importlib.import_module(f"syncvar.runner.{_CLASSES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
