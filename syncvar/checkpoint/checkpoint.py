@@ -213,16 +213,14 @@ class CheckpointCore:
             return
         prefix = waiting.options.prefix
         found = [leaf for name, value in self.objects.items() for leaf in self._walk(name, value)]
-        collected = sort_leaves(found, _default, prefix=prefix, only=waiting.keys)
-        if not collected.leaves and collected.on_servers is None:
+        content = sort_leaves(found, _default, prefix=prefix, only=waiting.keys)
+        if not content.leaves and content.on_servers is None:
             return
-        group = (
-            None if collected.on_servers is None and is_local(collected.leaves) else collected.group
-        )
+        group = None if content.on_servers is None and is_local(content.leaves) else content.group
         with outside_scopes():
-            self._restored(collected, group, waiting.path, None, waiting.options)
-        server_leaves = [] if collected.on_servers is None else collected.on_servers.leaves()
-        restored = [*collected.leaves, *server_leaves]
+            self._restored(content, group, waiting.path, None, waiting.options)
+        server_leaves = [] if content.on_servers is None else content.on_servers.leaves()
+        restored = [*content.leaves, *server_leaves]
         waiting.keys.difference_update(prefix + leaf.key for leaf in restored)
 
     def follow(self, key: str, value: Any) -> None:

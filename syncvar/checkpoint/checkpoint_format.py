@@ -429,9 +429,7 @@ def _entry(body: Any) -> ManifestEntry:
         raise ValueError(f"unknown kind {kind!r:.40}")
     replicas = _number(body["replicas"], 1, _REPLICAS_MAX)
     value = _stored(body["value"]) if "value" in body else None
-    copies = {
-        _index(number): _stored(one) for number, one in _is(body.get("copies", {}), dict).items()
-    }
+    copies = {_index(key): _stored(one) for key, one in _is(body.get("copies", {}), dict).items()}
     return ManifestEntry(kind, _is(body["mode"], str), replicas, value, copies)
 
 

@@ -363,7 +363,6 @@ def _read(descriptor: int) -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Return the start time of a process, since process ids are reused."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

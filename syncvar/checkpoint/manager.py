@@ -531,7 +531,6 @@ class CheckpointManager(MigrationHintsMixin):
 
 
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:
-    """Return the element-wise maximum over the ranks."""
     flags = np.array(mine, np.uint8)
     largest: list[int] = communicator.perform(
         "should_stop",

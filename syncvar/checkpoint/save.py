@@ -316,11 +316,8 @@ class SaveOperation:
                 folder.remove(name)
 
     def _write_manifest(self, written: list[Any]) -> None:
-        shards = {
-            rank: shard
-            for rank, one in enumerate(written)
-            if (shard := shard_of(one[0])) is not None
-        }
+        found = enumerate(shard_of(one[0]) for one in written)
+        shards = {rank: shard for rank, shard in found if shard is not None}
         entries = entries_of(self._layout, [one[1] for one in written])
         size = self._communicator.size
         manifest = Manifest(self._identity, size, self._label, shards, entries, self.pushes)
@@ -488,7 +485,6 @@ class PendingSave:
 
 
 def _give_up(saving: SaveOperation | ChiefSave, thread: threading.Thread, process: int) -> None:
-    """Remove the files of a save without a commit."""
     if os.getpid() != process:
         return
     thread.join()

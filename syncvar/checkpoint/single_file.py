@@ -355,7 +355,6 @@ def _read(descriptor: int, start: int, nbytes: int, where: str) -> NDArray[np.ui
 def _array(
     data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...], tensor: Tensor | None = None
 ) -> NDArray[Any]:
-    """Return bytes as an array; raise ValueError if they do not fit."""
     expected = CODES[dtype], stored_shape(dtype, shape)
     if tensor is not None and (tensor.dtype, tensor.shape) != expected:
         raise ValueError(f"tensor {tensor.name!r:.80} is not {dtype}{list(shape)}")
@@ -364,7 +363,6 @@ def _array(
 
 
 def _with_arrays(value: Any, place: Path, arrays: Arrays) -> Any:
-    """Return a value with its arrays."""
     if place in arrays:
         return arrays[place]
     if type(value) is dict:

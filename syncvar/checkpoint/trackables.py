@@ -314,9 +314,7 @@ def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], owner: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import HandshakeError, RendezvousError
-from syncvar.core.process_ids import SERVER_0
+from syncvar.core.process_ids import SERVER_0, failover_order, server_hosts
 from syncvar.protocol.control_messages import pack_message
 from syncvar.transports.zeromq_control import ZeromqControl
 
@@ -39,6 +39,13 @@ class ProcessChange(NamedTuple):
     kind: str  # "serves" (a server is reachable), "ended", or "begins" (it was restarted)
     reason: str = ""  # reason of the end; empty for a normal exit
     incarnation: int = 0  # number of the restart
+
+
+def heirs_of(environment: RankEnvironment) -> list[tuple[int, ...]]:
+    """Return for each server the servers that take its place, in order."""
+    hosts = server_hosts(environment.servers, environment.host_count)
+    replicas = environment.server_replicas
+    return [failover_order(server, hosts, replicas) for server in range(environment.servers)]
 
 
 class Directory:

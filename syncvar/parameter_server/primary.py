@@ -281,7 +281,6 @@ class PrimaryReplica:
             self._answer(request)  # again: the answer was lost
 
     def _advance(self, rank: int) -> None:
-        """Execute the requests of a worker that may be executed now."""
         worker, queue = self.ledger.worker(rank), self._queue(rank)
         while queue.early and worker.staged is None:
             numbers = [
@@ -416,7 +415,6 @@ class PrimaryReplica:
             self._replication.enqueue(OutgoingMessage(("server", server), decision))
 
     def _decided(self, decision: Message) -> None:
-        """Take the decision of another server, the home."""
         worker = self.ledger.worker(decision["rank"])
         staged = worker.staged
         if staged is None or not is_about(staged.message, decision):
@@ -462,7 +460,6 @@ class PrimaryReplica:
         }
 
     def _peek(self, request: WorkerRequest) -> None:
-        """Send the present state and marks."""
         message = request.message
         if any(self._is_open(worker) for worker in map(self.ledger.worker, self.ledger.undecided)):
             self._answer_worker(message["rank"], "no_cut", id=message["id"])

@@ -26,16 +26,9 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.shard import Position, Room, Spec
 
 _ABORTED_MAX = 256  # servers ask about the latest only: a worker has far fewer open requests
-_UNCHECKED = READS | {
-    "tick",
-    "set_pushes",
-    "barrier",
-    "leave",
-    "request_task",
-    "forget",
-    "cancel",
-    "close",
-}
+_UNCHECKED = READS.union(
+    ("tick", "barrier", "leave", "set_pushes", "request_task", "forget", "cancel", "close")
+)
 
 
 class TaskResult(NamedTuple):
@@ -115,14 +108,10 @@ class TaskQueue:
                 task, call = self.assigned[rank]
                 return {"is_closed": False, "task": task, "array": add(call)}
             case "outcome":
-                result = self.outcomes.get(operation["task"])
-                if result is None:
+                one = self.outcomes.get(operation["task"])
+                if one is None:
                     return {"is_cancelled": True}
-                return {
-                    "is_cancelled": False,
-                    "has_failed": result.failed,
-                    "array": add(result.value),
-                }
+                return {"is_cancelled": False, "has_failed": one.failed, "array": add(one.value)}
             case "progress":
                 failed = [task for task, one in self.outcomes.items() if one.failed]
                 return {"is_drained": self.is_drained, "failed_tasks": failed}
@@ -526,7 +515,6 @@ class ReplicatedState:
     def _read_one(
         self, rank: int, operation: dict[str, Any], arrays: Arrays, reading: Reading
     ) -> dict[str, Any]:
-        """Read one operation; arrays go to `reading`."""
         result: dict[str, Any] = {}
         match operation["op"]:
             case "pull":
@@ -572,7 +560,4 @@ class ReplicatedState:
 
 def is_about(staged: Message, decision: Message) -> bool:
     """Return whether a decision is about the transaction of a staged request."""
-    return (staged["incarnation"], staged["transaction"]) == (
-        decision["incarnation"],
-        decision["transaction"],
-    )
+    return all(staged[name] == decision[name] for name in ("incarnation", "transaction"))

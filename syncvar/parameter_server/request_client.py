@@ -90,9 +90,9 @@ class RequestBuilder:
         self, server: int, key: str, spec: Spec, staleness: int | None, value: NDArray[Any]
     ) -> ResultRef:
         """Create a shard with a value, unless it exists."""
-        number = self._array(server, value)
+        index = self._array(server, value)
         return self.add(
-            server, "create", key=key, value=number, staleness=staleness, **spec._asdict()
+            server, "create", key=key, value=index, staleness=staleness, **spec._asdict()
         )
 
     def expect(self, server: int, key: str, spec: Spec) -> ResultRef:

@@ -237,7 +237,6 @@ class Pipe:
 
 
 def _after(pieces: list[Any], nbytes: int) -> list[memoryview]:
-    """Return the pieces without their first `nbytes` bytes."""
     left: list[memoryview] = []
     for one in pieces:
         size = memoryview(one).nbytes

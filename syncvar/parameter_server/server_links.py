@@ -437,5 +437,4 @@ class ServerLinks:
 
 
 def _pipe_path(address: str) -> str:
-    """Return the path of a server's pipe socket, next to its ZeroMQ socket."""
     return f"{address.removeprefix('ipc://')}p"

@@ -128,7 +128,6 @@ class Server:
         }
 
     def _home_of(self, server: int) -> int:
-        """Return the process in charge of a server's state."""
         if server not in self._ended:
             return server
         return next((other for other in self._heirs[server] if other not in self._ended), server)

@@ -24,17 +24,10 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
 from syncvar.core.output_files import write_record
-from syncvar.core.process_ids import (
-    SERVER_0,
-    failover_order,
-    is_server,
-    process_name,
-    server_hosts,
-    server_number,
-)
+from syncvar.core.process_ids import SERVER_0, is_server, process_name, server_number
 from syncvar.core.settings import RuntimeConfig, log_at
 from syncvar.core.stack_dump import frames_before
-from syncvar.parameter_server.discovery import Directory
+from syncvar.parameter_server.discovery import Directory, heirs_of
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.same_host_links import lender_of
 from syncvar.parameter_server.server_links import ServerLinks
@@ -186,11 +179,7 @@ class Serving:
         self._call_infos: dict[tuple[str, int], CallInfo] = {}
         self._first_failure = ""  # a reason to write a flight record
         self._stats = ServerStats(environment.rank) if environment.stats_dir else None
-        hosts = server_hosts(environment.servers, environment.host_count)
-        heirs = [
-            failover_order(server, hosts, environment.server_replicas)
-            for server in range(environment.servers)
-        ]
+        heirs = heirs_of(environment)
         self.server = Server(environment.rank, environment.world_size, heirs)
         self._incarnations: dict[int, int] = {}
         self._warnings = 0
@@ -326,7 +315,6 @@ class Serving:
             self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)
 
     def _note(self, change: ProcessChange) -> None:
-        """Record the failure of a process."""
         if change.kind == "ended" and change.reason:
             name = process_name(change.number)
             self._first_failure = self._first_failure or f"{name} was lost: {change.reason}"

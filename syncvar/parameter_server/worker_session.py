@@ -18,8 +18,8 @@ import zmq
 from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
-from syncvar.core.process_ids import SERVER_0, failover_order, is_server, server_hosts
-from syncvar.parameter_server.discovery import Directory, PushCounter, tally_path
+from syncvar.core.process_ids import SERVER_0, is_server
+from syncvar.parameter_server.discovery import Directory, PushCounter, heirs_of, tally_path
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.request_client import Client
 from syncvar.parameter_server.same_host_links import lender_of
@@ -50,11 +50,7 @@ class WorkerSession(Session):
     def __init__(
         self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
     ) -> None:
-        hosts = server_hosts(environment.servers, environment.host_count)
-        heirs = [
-            failover_order(server, hosts, environment.server_replicas)
-            for server in range(environment.servers)
-        ]
+        heirs = heirs_of(environment)
         client = Client(environment.rank, environment.incarnation, environment.servers, heirs)
         super().__init__(client, config.collective_timeout_s)
         self._config = config
@@ -196,7 +192,6 @@ class WorkerSession(Session):
                     break
 
     def _apply_changes(self) -> None:
-        """Apply the launcher's news of servers."""
         try:
             changes = self._directory.changes()
         except SyncvarError as error:

@@ -280,7 +280,6 @@ def run(  # noqa: PLR0913  (public signature)
 
 
 def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call on an engine; return the packed results by rank."""
     options.check_engine()
     from syncvar.runner.engines import drive, engine_of
 
@@ -289,7 +288,6 @@ def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes
 
 
 def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Check the call, and that it does not come from a worker that imports its function."""
     if not callable(fn):
         raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
     if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
@@ -356,7 +354,6 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
 
 
 def _launch(call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call with syncvar-launch; return the packed results by rank."""
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)

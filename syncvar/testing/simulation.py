@@ -73,9 +73,8 @@ class Simulation:
         self.frames_sent = 0
         self._random = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
         self._overtake_max, self._async_depth = overtake_max, async_depth
-        self._groups = [
-            _Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)
-        ]
+        ranks = range(world_size)
+        self._groups = [_Recorder(_GROUP, ranks, rank, None) for rank in ranks]
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
         self._links: dict[tuple[int, int], list[_SimulatedFrame]] = {}
