@@ -334,7 +334,8 @@ class CheckpointManager(MigrationHintsMixin):
             if is_first:
                 self._folders.forget(agreed)
                 self._warn_of_going_back(agreed)
-                self._remove_superfluous()
+                for retained in removable(self._folders.committed(), self._keep, self._best):
+                    self._remove(retained.step)
 
         at = self._folders.path(agreed)
         return self._core.save(at, label, timeout, async_op=async_op, guard=self._hold, after=after)
@@ -369,10 +370,6 @@ class CheckpointManager(MigrationHintsMixin):
                 step = step_of(name)
                 if step is not None and step not in committed:
                     self._remove(step)
-
-    def _remove_superfluous(self) -> None:
-        for retained in removable(self._folders.committed(), self._keep, self._best):
-            self._remove(retained.step)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint, its manifest first, so that no one sees a part. Other files stay."""

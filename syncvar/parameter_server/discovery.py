@@ -49,14 +49,7 @@ def heirs_of(environment: RankEnvironment) -> list[tuple[int, ...]]:
 
 
 class Directory:
-    """Asks the launcher for the servers, and collects its reports.
-
-    Attributes:
-        addresses: Server -> address.
-        hosts: Server -> host name, for messages.
-        ended: Process number -> reason of its end.
-        socket: Socket of the reports, for a poller.
-    """
+    """Asks the launcher for the servers, and collects its reports."""
 
     def __init__(
         self,
@@ -69,10 +62,10 @@ class Directory:
         number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
         address = environment.rendezvous
         self._control = ZeromqControl(context, address, number, config, keys, kind=b"S")
-        self.socket = self._control.socket
-        self.addresses: dict[int, str] = {}
-        self.hosts: dict[int, str] = {}
-        self.ended: dict[int, str] = {}
+        self.socket = self._control.socket  # socket of the reports, for a poller
+        self.addresses: dict[int, str] = {}  # server -> address
+        self.hosts: dict[int, str] = {}  # server -> host name, for messages
+        self.ended: dict[int, str] = {}  # process number -> reason of its end
         self._incarnations: dict[int, int] = {}
 
     def serve(self, address: str, outside: str) -> None:

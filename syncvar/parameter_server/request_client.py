@@ -383,13 +383,12 @@ class Client:
         while self._waiting:
             if not any(self._sent):
                 self._sent_at = now
-            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or self._is_reading():
+            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or any(
+                reads(one.outgoing.message) for sent in self._sent for one in sent.values()
+            ):
                 break
             outgoing += self._start(self._waiting.popleft())
         return outgoing
-
-    def _is_reading(self) -> bool:
-        return any(reads(one.outgoing.message) for sent in self._sent for one in sent.values())
 
     def _start(self, ticket: Ticket) -> list[OutgoingMessage]:
         self._transactions += 1

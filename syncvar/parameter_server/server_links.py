@@ -120,12 +120,7 @@ class ReceivedMessage(NamedTuple):
 
 
 class ServerLinks:
-    """The sockets of one process; for one thread at a time.
-
-    Attributes:
-        refused: Number of dropped messages: malformed, or not of this job.
-        watching: The poller of the sockets; it may wait for other descriptors too.
-    """
+    """The sockets of one process; for one thread at a time."""
 
     def __init__(
         self,
@@ -147,7 +142,8 @@ class ServerLinks:
             environment.incarnation,
             os.urandom(4),
         )
-        self.refused = 0
+        self.refused = 0  # number of dropped messages: malformed, or not of this job
+        # The poller of the sockets; it may wait for other descriptors too.
         self.watching = SocketPoller()
         self._dealers: dict[int, Any] = {}  # server -> ZeroMQ socket or pipe
         self._addresses: dict[int, str] = {}

@@ -24,11 +24,7 @@ RESEND_S = 0.5  # a message without an answer is repeated after this time; only 
 
 
 class Server:
-    """One server process.
-
-    Attributes:
-        new_copies: Servers whose backup is new here; the caller reads and clears it.
-    """
+    """One server process."""
 
     def __init__(
         self,
@@ -43,6 +39,7 @@ class Server:
         self._room: Room = np.empty
         self._resend_s = resend_s
         self._ended: set[int] = set()
+        # Servers whose backup is new here; the caller reads and clears it.
         self.new_copies: list[int] = []
         state = ReplicatedState(index, workers)
         self.primaries = {index: PrimaryReplica(index, state, self._backup_of(index), resend_s)}

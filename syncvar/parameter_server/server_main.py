@@ -81,11 +81,6 @@ def _serve(_arguments: list[str]) -> None:
             raise
 
 
-def endpoint_of(number: int) -> Endpoint:
-    """Return the endpoint of a process number."""
-    return ("server", number - SERVER_0) if is_server(number) else ("worker", number)
-
-
 def number_of(endpoint: Endpoint) -> int:
     """Return the process number of an endpoint."""
     return endpoint[1] + (SERVER_0 if endpoint[0] == "server" else 0)
@@ -273,7 +268,8 @@ class Serving:
         self.links.watching.touch(socket)
 
     def _handle(self, received: ReceivedMessage) -> None:
-        sender, began = endpoint_of(received.number), time.monotonic_ns()
+        number, began = received.number, time.monotonic_ns()
+        sender = ("server", number - SERVER_0) if is_server(number) else ("worker", number)
         try:
             message, arrays = message_of(received.frames)
             info = self._call_info(operations_text(message), received.number)

@@ -40,12 +40,7 @@ _sessions: list[WorkerSession] = []  # open sessions of this process
 
 
 class WorkerSession(Session):
-    """The session of a worker with the servers of its job.
-
-    Attributes:
-        before_end: Functions of a call's name and a timeout that wait for this worker's pushes; the
-            end of the script calls them.
-    """
+    """The session of a worker with the servers of its job."""
 
     def __init__(
         self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
@@ -57,6 +52,8 @@ class WorkerSession(Session):
         self._process = os.getpid()
         self._waiting = 0
         self._has_failed = False  # a push has failed: `close` does not wait for others
+        # Functions of a call's name and a timeout that wait for this worker's pushes; the end of
+        # the script calls them.
         self.before_end: list[Callable[[str, float | None], None]] = []
         self._ends = threading.Event()
         path = tally_path(environment.socket_directory, environment.rank)
