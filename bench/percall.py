@@ -25,9 +25,9 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
+from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.recorder import Recorder
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
 from syncvar.variables.variable_owner import scope_stack
 

@@ -21,9 +21,9 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.persistent import persistent_reduce
+from syncvar.runtime import persistent_reduce
+from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.recorder import Recorder
 
 _TOLD = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "shm small")
 
@@ -37,7 +37,7 @@ def _short(recorder: Recorder, count: int) -> None:
 
 def _long(recorder: Recorder, count: int) -> None:
     for number in range(count):
-        entry = recorder.begin(CallInfo(_TOLD.what, 0, (0, 1), 1, 0, "shm"), number)
+        entry = recorder.begin(CallInfo(_TOLD.label, 0, (0, 1), 1, 0, "shm"), number)
         entry.stage("direct", 8)
         entry.end()
 

@@ -74,8 +74,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.task_coordinator import ClusterCoordinator, RemoteValue
     from syncvar.runner import engines
     from syncvar.runner.local import run
-    from syncvar.runtime.wait_many import wait_all, wait_any
-    from syncvar.runtime.work import Work
+    from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.contexts import (
         ReplicaContext,
@@ -124,8 +123,7 @@ _HOMES = {
     "syncvar.collectives.send_recv": ("recv", "recv_object", "send", "send_object", "sendrecv"),
     "syncvar.collectives.reduce": ("exscan", "reduce", "reduce_scatter", "scan"),
     "syncvar.collectives.shm_arrays": ("empty", "shared_array", "zeros"),
-    "syncvar.runtime.wait_many": ("wait_all", "wait_any"),
-    "syncvar.runtime.work": ("Work",),
+    "syncvar.runtime.work": ("Work", "wait_all", "wait_any"),
     "syncvar.core.errors": (
         "SharedMemoryFull", "SharedMemoryUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",

@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
 def _why_no_c_extension():
     from syncvar import _native
 
-    return _native.why_not_native()
+    return _native.missing_reason()
 
 
 def pytest_collection_finish():

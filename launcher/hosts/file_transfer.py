@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
-from syncvar.core.output_files import PRIVATE, create_file
+from syncvar.core.output_files import EVIDENCE, PRIVATE, LostFile, create_file, write_error_text
 from syncvar_launcher.hosts.agent_connection import poll_hosts
 from syncvar_launcher.hosts.agent_protocol import CALL_PART_NBYTES
 from syncvar_launcher.local.local_workers import LocalWorkers
@@ -30,28 +30,24 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hosts.agent_connection import RemoteHost
     from syncvar_launcher.hosts.agent_protocol import Message
+    from syncvar_launcher.job.job import Job
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 NBYTES_MAX = 100 << 20
 FILES_MAX = 10_000
 _CHUNK = 1 << 18
-_SKIPPED = frozenset(
-    (
-        ".git",
-        ".hg",
-        ".svn",
-        "__pycache__",
-        ".mypy_cache",
-        ".ruff_cache",
-        ".pytest_cache",
-        ".tox",
-        ".nox",
-    )
-)
+_CACHES = (".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__")
+_SKIPPED = frozenset((".git", ".hg", ".svn", ".tox", ".nox", *_CACHES))
 _OF_ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 _SHOWN = 3
 _UNSENT_MAX = 2 << 20
 _PROGRESS_S = 60.0
+_OF_THE_CALL = ("SYNCVAR_CALL_FD", "SYNCVAR_RESULT_DIR", "SYNCVAR_OUTCOME_FILE", "SYNCVAR_PASS_FDS")
+_RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
+
+
+_Entry = tuple[str, str, int, str]
+"""Path within the folder, kind ("folder", "file" or "link"), mode, and the target of a link."""
 
 
 class Collection(NamedTuple):
@@ -59,30 +55,27 @@ class Collection(NamedTuple):
 
     Args:
         folder: The source.
-        entries: Path within the folder, kind ("folder", "file" or "link"), mode, and the target of
-            a link. Folders come first, links last.
+        entries: What is in it; folders come first, links last.
         nbytes: The size of all files together.
         left_out: What is not copied, with the reasons.
     """
 
     folder: Path
-    entries: tuple[tuple[str, str, int, str], ...]
+    entries: tuple[_Entry, ...]
     nbytes: int
     left_out: tuple[str, ...]
 
     def describe(self) -> str:
         """Return how much is copied, and what is not, as text."""
         files = sum(kind == "file" for _, kind, _, _ in self.entries)
-        size = (
-            f"{self.nbytes / 1024:.1f} KiB"
-            if self.nbytes < 1 << 20
-            else f"{self.nbytes / (1 << 20):.1f} MiB"
-        )
-        words = f"{files} file{'s' * (files != 1)} ({size}) of {self.folder}"
+        size = f"{self.nbytes / 1024:.1f} KiB"
+        if self.nbytes >= 1 << 20:
+            size = f"{self.nbytes / (1 << 20):.1f} MiB"
+        text = f"{files} file{'s' * (files != 1)} ({size}) of {self.folder}"
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
-            words += f", without {', '.join(self.left_out[:_SHOWN])}{more}"
-        return words
+            text += f", without {', '.join(self.left_out[:_SHOWN])}{more}"
+        return text
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages from which an agent makes the copy."""
@@ -126,53 +119,77 @@ def _source_of(options: LaunchOptions) -> Path:
 
 def collect_files(options: LaunchOptions) -> Collection:
     """Return what `--stage` copies; the key file never is."""
-    folder = _source_of(options)
-    root = Path(os.path.realpath(folder))
-    key = os.path.realpath(options.join.key_file)
-    folders, files, links, left_out = [], [], [], []
-    nbytes = 0
-    waiting = [PurePosixPath()]
-    while waiting:
-        inner = waiting.pop()
+    return _FileCollector(_source_of(options), os.path.realpath(options.join.key_file)).collect()
+
+
+class _FileCollector:
+    """Finds the files to copy: all in a folder, except environments, caches and the key."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder = folder
+        self._root = Path(os.path.realpath(folder))
+        self._key = key
+        self._folders: list[_Entry] = []
+        self._files: list[_Entry] = []
+        self._links: list[_Entry] = []
+        self._left_out: list[str] = []
+        self._nbytes = 0
+
+    def collect(self) -> Collection:
+        waiting = [PurePosixPath()]
+        while waiting:
+            inner = waiting.pop()
+            entries = self._list(inner)
+            if inner.parts and any(one.name in _OF_ENVIRONMENTS for one in entries):
+                self._left_out.append(f"{inner}/ (an environment)")
+                continue
+            if inner.parts:
+                mode = stat.S_IMODE(os.stat(self._root / inner).st_mode) & 0o777
+                self._folders.append((str(inner), "folder", mode, ""))
+            for one in entries:
+                if one.is_dir(follow_symlinks=False) and one.name not in _SKIPPED:
+                    waiting.append(inner / one.name)
+                else:
+                    self._add(one, inner / one.name)
+                self._check_size()
+        entries_found = (*self._folders, *self._files, *self._links)
+        return Collection(self._folder, entries_found, self._nbytes, tuple(self._left_out))
+
+    def _list(self, inner: PurePosixPath) -> list[os.DirEntry[str]]:
+        path = self._root / inner
         try:
-            entries = sorted(os.scandir(root / inner), key=lambda one: one.name)
+            return sorted(os.scandir(path), key=lambda one: one.name)
         except OSError as error:
-            raise ConfigError(f"--stage: {root / inner} cannot be read: {error.strerror}") from None
-        if inner.parts and any(one.name in _OF_ENVIRONMENTS for one in entries):
-            left_out.append(f"{inner}/ (an environment)")
-            continue
-        if inner.parts:
-            folders.append(
-                (str(inner), "folder", stat.S_IMODE(os.stat(root / inner).st_mode) & 0o777, "")
-            )
-        for one in entries:
-            path = inner / one.name
-            status = one.stat(follow_symlinks=False)
-            if one.is_symlink():
-                leads_to = os.path.realpath(root / path)
-                if not Path(leads_to).is_relative_to(root):
-                    left_out.append(f"{path} (a link out of it)")
-                else:
-                    links.append((str(path), "link", 0, os.path.relpath(leads_to, root / inner)))
-            elif one.is_dir():
-                if one.name in _SKIPPED:
-                    left_out.append(f"{path}/")
-                else:
-                    waiting.append(path)
-            elif not one.is_file():
-                left_out.append(f"{path} (no file)")
-            elif str(root / path) == key:
-                left_out.append(f"{path} (the key)")
+            raise ConfigError(f"--stage: {path} cannot be read: {error.strerror}") from None
+
+    def _add(self, one: os.DirEntry[str], path: PurePosixPath) -> None:
+        """Add a file or link, or name what is left out."""
+        if one.is_symlink():
+            target = os.path.realpath(self._root / path)
+            if not Path(target).is_relative_to(self._root):
+                self._left_out.append(f"{path} (a link out of it)")
             else:
-                files.append((str(path), "file", stat.S_IMODE(status.st_mode) & 0o777, ""))
-                nbytes += status.st_size
-            if nbytes > NBYTES_MAX or len(files) + len(folders) + len(links) > FILES_MAX:
-                raise ConfigError(
-                    f"--stage copies at most {FILES_MAX} files and {NBYTES_MAX >> 20} MiB, and "
-                    f"{folder} has more: give the script a folder of "
-                    f"its own, without its data, or use a shared folder and leave --stage out"
-                )
-    return Collection(folder, (*folders, *files, *links), nbytes, tuple(left_out))
+                link_target = os.path.relpath(target, self._root / path.parent)
+                self._links.append((str(path), "link", 0, link_target))
+        elif one.is_dir():
+            self._left_out.append(f"{path}/")
+        elif not one.is_file():
+            self._left_out.append(f"{path} (no file)")
+        elif str(self._root / path) == self._key:
+            self._left_out.append(f"{path} (the key)")
+        else:
+            status = one.stat(follow_symlinks=False)
+            self._files.append((str(path), "file", stat.S_IMODE(status.st_mode) & 0o777, ""))
+            self._nbytes += status.st_size
+
+    def _check_size(self) -> None:
+        count = len(self._files) + len(self._folders) + len(self._links)
+        if self._nbytes > NBYTES_MAX or count > FILES_MAX:
+            raise ConfigError(
+                f"--stage copies at most {FILES_MAX} files and {NBYTES_MAX >> 20} MiB, and "
+                f"{self._folder} has more: give the script a folder of "
+                f"its own, without its data, or use a shared folder and leave --stage out"
+            )
 
 
 def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, str]:
@@ -181,38 +198,31 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
     Each gets no more at once than its connection takes. A `RemoteHost` with the copy knows its
     folder.
     """
-    why: dict[str, str] = {}
+    failed: dict[str, str] = {}
     sources = {one.host.name: collection.messages() for one in remotes}
-    moved = {one.host.name: time.monotonic() for one in remotes}
+    sent_at = {one.host.name: time.monotonic() for one in remotes}
     waiting = list(remotes)
     while waiting:
         for one in waiting:
-            while (
-                one.unsent_nbytes < _UNSENT_MAX
-                and (message := next(sources[one.host.name], None)) is not None
-            ):
-                moved[one.host.name] = time.monotonic()
+            source = sources[one.host.name]
+            while one.unsent_nbytes < _UNSENT_MAX and (message := next(source, None)) is not None:
+                sent_at[one.host.name] = time.monotonic()
                 one.send(**message)
-        said, _ = poll_hosts(waiting, 0.0 if any(one.loss_reason for one in waiting) else 1.0)
-        for one, messages in zip(waiting, said, strict=True):
+        received, _ = poll_hosts(waiting, 0.0 if any(one.loss_reason for one in waiting) else 1.0)
+        now = time.monotonic()
+        for one, messages in zip(waiting, received, strict=True):
+            name = one.host.name
             for message in messages:
                 if message["kind"] == "staged":
                     one.staged = message["folder"]
-                    why |= (
-                        {one.host.name: f"the copy cannot be made: {message['reason']}"}
-                        if message["reason"]
-                        else {}
-                    )
-            if (
-                not one.staged
-                and not one.loss_reason
-                and time.monotonic() - moved[one.host.name] > _PROGRESS_S
-            ):
+                    if message["reason"]:
+                        failed[name] = f"the copy cannot be made: {message['reason']}"
+            if not one.staged and not one.loss_reason and now - sent_at[name] > _PROGRESS_S:
                 one.end(f"it has taken nothing of the copy for {_PROGRESS_S:g} s")
             if one.loss_reason:
-                why[one.host.name] = one.words() or one.loss_reason
-        waiting = [one for one in waiting if not one.staged and one.host.name not in why]
-    return why
+                failed[name] = one.words() or one.loss_reason
+        waiting = [one for one in waiting if not one.staged and one.host.name not in failed]
+    return failed
 
 
 def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, str]:
@@ -228,7 +238,7 @@ def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, 
 
 
 class HostCopy:
-    """The copy that the launcher sends."""
+    """The copy that the launcher sends, on the side of the agent."""
 
     def __init__(self) -> None:
         self._directory: JobDirectory | None = None
@@ -236,21 +246,21 @@ class HostCopy:
         self._folder = Path()
         self._modes: list[tuple[Path, int]] = []
         self._file = -1
-        self._why_not = ""
+        self._failure = ""
 
     def take(self, message: Message) -> Message | None:
         """Handle a message; return the answer after the last one."""
         try:
-            if not self._why_not:
-                self._make()
-                self._do(message)
+            if not self._failure:
+                self._create_folder()
+                self._write(message)
         except WireError:
             raise
         except (OSError, SyncvarError) as error:
-            self._why_not = str(error)
+            self._failure = str(error)
         if message["kind"] != "stage_end":
             return None
-        return {"folder": "" if self._why_not else str(self._folder), "reason": self._why_not}
+        return {"folder": "" if self._failure else str(self._folder), "reason": self._failure}
 
     def close(self) -> None:
         """Remove the copy. Idempotent."""
@@ -261,16 +271,15 @@ class HostCopy:
         if self._directory is not None:
             self._directory.remove()
 
-    def _make(self) -> None:
+    def _create_folder(self) -> None:
         if self._directory is None:
             self._directory = JobDirectory(os.environ)
-            self._keeper = LocalWorkers(
-                self._directory.path, self._directory.lock
-            )  # without workers: its guardian removes the folder
+            # Without workers: its cleanup process removes the folder.
+            self._keeper = LocalWorkers(self._directory.path, self._directory.lock)
             self._folder = self._directory.path / "stage"
             self._folder.mkdir(mode=0o700)
 
-    def _do(self, message: Message) -> None:
+    def _write(self, message: Message) -> None:
         if message["kind"] == "stage_data":
             if self._file < 0:
                 raise WireError("there is no file to write to")
@@ -307,10 +316,6 @@ class HostCopy:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-_OF_THE_CALL = ("SYNCVAR_CALL_FD", "SYNCVAR_RESULT_DIR", "SYNCVAR_OUTCOME_FILE", "SYNCVAR_PASS_FDS")
-_RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
 
 
 def without_call(environ: Mapping[str, str] | None) -> dict[str, str]:
@@ -370,3 +375,43 @@ def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: 
             file.write(data)
         if is_last:
             partial.rename(Path(folder, name))
+
+
+class ReceivedFiles:
+    """What the launcher writes for the ranks of other hosts; it names files that it cannot write.
+
+    Args:
+        job: The job.
+        folder: The folder for the totals of calls.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job = job
+        self._folder = folder
+        self._lost_results: set[str] = set()
+
+    def keep_record(self, name: str, data: bytes, host: str) -> None:
+        """Write a flight record, or totals of calls."""
+        from syncvar.core.output_files import is_record, write_record  # only after failures
+
+        origin, folder = "--stats", str(self._folder)
+        if is_record(name):
+            origin, folder = EVIDENCE, str(self._job.records.folder or "")
+        elif re.fullmatch(r"stats-\d+\.\d+\.json", name) is None:
+            return
+        if folder:
+            try:
+                write_record(folder, name, data.decode("utf-8", "backslashreplace"))
+            except OSError as error:
+                lost = LostFile(str(Path(folder, name)), origin, write_error_text(error))
+                self._job.lost_files.add([lost], host)
+
+    def keep_result(self, name: str, data: bytes, host: str, *, is_last: bool) -> None:
+        """Write a part of a result; if that fails, drop the rest and name the result at the end."""
+        if name in self._lost_results:
+            return
+        try:
+            keep_result(self._job.environ, name, data, is_last=is_last)
+        except OSError as error:
+            self._lost_results.add(name)
+            self._job.lost_files.add([LostFile(name, "sv.run", write_error_text(error))], host)

@@ -19,15 +19,22 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import syncvar
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.protocol.frame import PROTOCOL_VERSION
-from syncvar_launcher.job.resource_limits import needed_tasks
+from syncvar_launcher.local.host_resources import needed_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
+
+
+_GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
+_IS_UP = 1
+_PROOF_NBYTES = 32
+_BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
+_ADDRESSES_MAX = 4  # of each host that are tried
 
 
 def version_mismatch(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
@@ -87,10 +94,68 @@ def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptio
     return ""
 
 
-_GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
-_IS_UP = 1
-_PROOF_NBYTES = 32
-_BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
+class HostCapacity(NamedTuple):
+    """The slots of a host.
+
+    Args:
+        name: The name for messages.
+        slots: The slots, at least 1.
+        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
+    """
+
+    name: str
+    slots: int
+    max_slots: int | None = None
+
+
+def place_workers(
+    rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
+) -> tuple[int, ...]:
+    """Return the number of workers of each host; 0 for a host without any.
+
+    Ranks are numbered host by host, so those of one host are neighbours.
+
+    Args:
+        rooms: The hosts in their order.
+        workers: The number of workers; None for all slots.
+        map_by: "slot" fills a host before the next one. "host" gives each one worker in turn.
+
+    Example:
+        >>> two = [HostCapacity("a", 4), HostCapacity("b", 4)]
+        >>> place_workers(two, 5), place_workers(two, 5, "host")
+        ((4, 1), (3, 2))
+    """
+    if workers is None:
+        return tuple(one.slots for one in rooms)
+    soft = sum(one.slots for one in rooms)
+    most = [max(one.slots, one.max_slots or 0) for one in rooms]
+    if workers > sum(most):
+        there = ", ".join(f"{one.name} {limit}" for one, limit in zip(rooms, most, strict=True))
+        raise ConfigError(
+            f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); "
+            f"write --workers {sum(most)}, or give a host more: name:N in -H, "
+            "slots=N or max_slots=N in a host file"
+        )
+    limits = [one.slots for one in rooms]
+    given = _dealt(limits, min(workers, soft), map_by)
+    if workers > soft:
+        more = _dealt(
+            [limit - slots for limit, slots in zip(most, limits, strict=True)],
+            workers - soft,
+            map_by,
+        )
+        given = [first + second for first, second in zip(given, more, strict=True)]
+    return tuple(given)
+
+
+def _dealt(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
+    given = [0] * len(limits)
+    while workers:
+        for index, limit in enumerate(limits):
+            share = min(limit - given[index], workers if map_by == "slot" else 1, workers)
+            given[index] += share
+            workers -= share
+    return given
 
 
 class Interface(NamedTuple):
@@ -192,6 +257,98 @@ def _fits(one: Interface, words: Sequence[str]) -> bool:
             if ipaddress.ip_address(one.address) in ipaddress.ip_network(word, strict=False):
                 return True
     return False
+
+
+def is_here(host: Host, own: Sequence[Interface]) -> bool:
+    """Return whether a host is this machine, by name or address, so that it needs no ssh."""
+    if host.user or host.port:
+        return False
+    names = {"localhost", "ip6-localhost", socket.gethostname()}
+    if host.name in names:
+        return True
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.name)
+        return address.is_loopback or host.name in {one.address for one in own}
+    return False
+
+
+def host_candidates(
+    host: Host, facts: Mapping[str, Any], iface: str | None, *, are_all_near: bool
+) -> list[str]:
+    """Return the addresses of a host that others should try, the best first.
+
+    `are_all_near` says whether all agents are on the launcher's machine.
+    """
+    if host.addr is not None:
+        return [host.addr]
+    found = [Interface(name, address) for name, address in facts["interfaces"]]
+    named = host.name if any(each.address == host.name for each in found) else ""  # without ssh
+    near = "127.0.0.1" if are_all_near else None
+    login_address = _for_links(facts["login_address"]) or named or near
+    return allowed_addresses(found, iface, login_address)[:_ADDRESSES_MAX]
+
+
+def launcher_candidates(
+    found: Sequence[Interface], as_seen: Iterable[str], iface: str | None, *, is_here_only: bool
+) -> list[str]:
+    """Return the launcher's own addresses that hosts should try, the best first.
+
+    Args:
+        found: The addresses of this machine.
+        as_seen: The addresses of the launcher as the hosts see them.
+        iface: `--iface`.
+        is_here_only: Whether all hosts are this machine.
+    """
+    seen = [*dict.fromkeys(address for one in as_seen if (address := _for_links(one)))]
+    first = "127.0.0.1" if is_here_only else None
+    if seen and any(one.address == seen[0] for one in found):
+        first = seen[0]
+    more = seen if iface is None else []
+    return [*dict.fromkeys([*allowed_addresses(found, iface, first), *more])][: 2 * _ADDRESSES_MAX]
+
+
+def choose_addresses(
+    names: Sequence[str], candidates: Sequence[Sequence[str]], answers: Sequence[Sequence[bool]]
+) -> list[str]:
+    """Return for the launcher and for each host its first address that all others reach.
+
+    Args:
+        names: The hosts.
+        candidates: The addresses of the launcher, and those of each host.
+        answers: For each host, whether it reaches each of all these addresses.
+    """
+    chosen = []
+    unreachable = []
+    position = 0
+    for owner, addresses in enumerate(candidates, -1):
+        missing = {
+            address: [
+                names[other]
+                for other, reached in enumerate(answers)
+                if other != owner and not reached[index]
+            ]
+            for index, address in enumerate(addresses, position)
+        }
+        position += len(addresses)
+        chosen.append(next((address for address, blind in missing.items() if not blind), ""))
+        if not chosen[-1]:
+            name = names[owner] if owner >= 0 else "this machine"
+            tried = "; ".join(f"{one} not by {', '.join(blind)}" for one, blind in missing.items())
+            unreachable.append(
+                f"  {name} is not reached by all others: {tried or 'it has no address'}"
+            )
+    if unreachable:
+        raise HostUnreachable(
+            "hosts do not reach each other; nothing was started. Open the ports above 1023 "
+            "between them, or name the network by --iface or addr=:\n" + "\n".join(unreachable)
+        )
+    return chosen
+
+
+def _for_links(address: str) -> str:
+    """Return an address of ssh that links can use, too; not one with an interface scope."""
+    is_local = "%" in address or (address and ipaddress.ip_address(address).is_link_local)
+    return "" if is_local else address
 
 
 def _proof(token: bytes, address: str, port: int) -> bytes:

@@ -203,7 +203,7 @@ class ShmService:
         for handing in (*self._handings.values(), *self._of_servers):
             handing.readable(descriptor)
 
-    def take_said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Return the sentences to show since the last call."""
         said, self._said = self._said, []
         for handing in self._handings.values():

@@ -150,37 +150,22 @@ def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tu
 
 
 class Take(NamedTuple):
-    """A read from another rank's publication.
+    """A read from another rank's publication."""
 
-    Args:
-        peer: The publishing rank of the group.
-        start: First element in its publication.
-        target: The chunk to write.
-        step: The step of the schedule: a Recv overwrites, a RecvReduce combines.
-    """
-
-    peer: int
-    start: int
-    target: Chunk
-    step: Recv | RecvReduce
+    peer: int  # the publishing rank of the group
+    start: int  # first element in its publication
+    target: Chunk  # the chunk to write
+    step: Recv | RecvReduce  # the step of the schedule: a Recv overwrites, a RecvReduce combines
 
 
 class Publication(NamedTuple):
-    """One round of one rank.
+    """One round of one rank."""
 
-    Args:
-        ranges: The published ranges, in order.
-        length: Elements of these ranges.
-        longest: Elements of the longest publication of this round on any rank.
-        takes: The reads from other ranks.
-        local: Local steps after the reads.
-    """
-
-    ranges: tuple[Chunk, ...]
-    length: int
-    longest: int
-    takes: tuple[Take, ...]
-    local: tuple[Copy | Reduce, ...]
+    ranges: tuple[Chunk, ...]  # the published ranges, in order
+    length: int  # elements of these ranges
+    longest: int  # elements of the longest publication of this round on any rank
+    takes: tuple[Take, ...]  # the reads from other ranks
+    local: tuple[Copy | Reduce, ...]  # local steps after the reads
 
 
 def publications(schedules: Sequence[Schedule], rank: int) -> tuple[Publication, ...]:

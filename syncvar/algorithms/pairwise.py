@@ -79,14 +79,12 @@ def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
         communications in multiport message-passing systems", section 3; figure:
         tests/golden/bruck_3.txt.
     """
-    rank, world_size, count_per_block = args.rank, args.world_size, args.matrix[0][0]
-    count = count_per_block
+    rank, world_size, count = args.rank, args.world_size, args.matrix[0][0]
     outgoing, incoming = exchange_blocks([[count] * world_size] * world_size, rank)
     held = [outgoing[(rank + distance) % world_size] for distance in range(world_size)]
-    levels = (world_size - 1).bit_length()
     free = 0
     transfers: tuple[Step, ...] = ()
-    for level in range(levels):
+    for level in range((world_size - 1).bit_length()):
         span = 1 << level
         moved = [distance for distance in range(world_size) if distance & span]
         parts = consecutive_chunks([count] * len(moved), Buffer.SCRATCH, free)
@@ -159,8 +157,7 @@ def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
         communications in multiport message-passing systems", section 4; figure:
         tests/golden/dissemination_5.txt.
     """
-    rank, world_size, count_per_rank = args.rank, args.world_size, args.counts[0]
-    count = count_per_rank
+    rank, world_size, count = args.rank, args.world_size, args.counts[0]
     own = Chunk(rank * count, (rank + 1) * count)
     levels = (world_size - 1).bit_length()
     for level in range(levels):

@@ -35,10 +35,6 @@ class _Folding(NamedTuple):
     rank sends its vector to the even one, waits, and receives the result. The other P ranks keep
     their order, so neighbours stay neighbours.
 
-    Args:
-        levels: log2 of P.
-        folded: Pairs that fold.
-
     Example:
         >>> folding = _Folding.of(5)
         >>> folding.levels, [folding.number(rank) for rank in range(5)]
@@ -47,8 +43,8 @@ class _Folding(NamedTuple):
         [0, 2, 3, 4]
     """
 
-    levels: int
-    folded: int
+    levels: int  # log2 of P
+    folded: int  # pairs that fold
 
     @classmethod
     def of(cls, world_size: int) -> _Folding:

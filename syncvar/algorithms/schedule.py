@@ -117,45 +117,29 @@ received it.
 
 
 class ScheduleArgs(NamedTuple):
-    """The arguments of a builder, for one rank of a group of n ranks.
+    """The arguments of a builder, for one rank of a group of n ranks."""
 
-    Args:
-        rank: The rank in the group, 0 <= rank < n.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the vector; may be 0, or smaller than n.
-        counts: Elements of each rank's block, in rank order; uneven counts and 0 are allowed.
-        root: Root of a broadcast, reduce, gather or scatter.
-        matrix: matrix[s][d] elements go from rank s to rank d in an all-to-all.
-    """
-
-    rank: int
-    world_size: int
+    rank: int  # the rank in the group, 0 <= rank < n
+    world_size: int  # ranks of the group, n >= 1
+    # Elements of the vector; may be 0, or smaller than n.
     count: int = 0  # type: ignore[assignment]  # as in Chunk
+    # Elements of each rank's block, in rank order; uneven counts and 0 are allowed.
     counts: tuple[int, ...] = ()
-    root: int = 0
+    root: int = 0  # root of a broadcast, reduce, gather or scatter
+    # Matrix[s][d] elements go from rank s to rank d in an all-to-all.
     matrix: tuple[tuple[int, ...], ...] = ()
 
 
 class Schedule(NamedTuple):
-    """The rounds of one rank.
+    """The rounds of one rank."""
 
-    Args:
-        collective: For instance "all_reduce".
-        algorithm: For instance "ring".
-        rank: The rank in the group.
-        world_size: Ranks of the group.
-        work_count: Elements of the WORK buffer; in an all-to-all it differs from rank to rank.
-        scratch_count: Elements of the SCRATCH buffer.
-        rounds: The rounds in order.
-    """
-
-    collective: str
-    algorithm: str
-    rank: int
-    world_size: int
-    work_count: int
-    scratch_count: int
-    rounds: tuple[Round, ...]
+    collective: str  # for instance "all_reduce"
+    algorithm: str  # for instance "ring"
+    rank: int  # the rank in the group
+    world_size: int  # ranks of the group
+    work_count: int  # elements of the WORK buffer; in an all-to-all it differs from rank to rank
+    scratch_count: int  # elements of the SCRATCH buffer
+    rounds: tuple[Round, ...]  # the rounds in order
 
 
 def consecutive_chunks(

@@ -194,17 +194,12 @@ class _Arc(NamedTuple):
     """One edge of one of the two trees.
 
     The root is position 0, the others are numbered in rank order from 1.
-
-    Args:
-        tree: 0 or 1.
-        parent: Position.
-        child: Position.
-        first: Round in which a broadcast sends the first piece; the others follow two rounds apart.
     """
 
-    tree: int
-    parent: int
-    child: int
+    tree: int  # 0 or 1
+    parent: int  # position
+    child: int  # position
+    # Round in which a broadcast sends the first piece; the others follow two rounds apart.
     first: int
 
 

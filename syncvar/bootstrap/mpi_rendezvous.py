@@ -24,7 +24,7 @@ from syncvar.bootstrap.launch_env.rank_placement import add_host
 from syncvar.core.errors import ConfigError, RendezvousError, UsageError
 from syncvar.core.exit_status import is_failing
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.runtime.flight_recorder.recorder import boot_identity
+from syncvar.runtime.recorder import boot_identity
 from syncvar.transports.mpi_transport import Fabric, pause_after
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from syncvar.cli.collective_registry import has_result_like_input
 from syncvar.cli.selftest_inputs import Case, count_wrong, different_array
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, report_lost_file, write_error_text
-from syncvar.runtime.flight_recorder.call_stats import BUS_FACTORS
+from syncvar.runtime.call_record import BUS_FACTORS
 
 if TYPE_CHECKING:
     import argparse

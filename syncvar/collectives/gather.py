@@ -21,9 +21,9 @@ from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.block_transfer import NOTHING, Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -106,14 +106,14 @@ def gather_form(x: Any, axis: Any) -> NDArray[Any] | None:
     return array if array.ndim else array.reshape(1)
 
 
-def gather_request(
+def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
     communicator: Communicator,
     x: Any,
     out: Any = None,
-    keep: bool = False,
     axis: int = 0,
     algorithm: str | None = None,
     *,
+    keep: bool = False,
     name: str = "all_gather",
     root: int | None = None,
 ) -> TransferArgs:
@@ -238,7 +238,7 @@ def gathered_blocks(
 
 
 @native_dispatch(second="root", usual=0, positions=2)
-def gather(
+def gather(  # noqa: PLR0913  (public signature)
     x: Any,
     root: int = 0,
     *,
@@ -300,9 +300,12 @@ def _rooted_request(
     communicator: Communicator,
     x: Any,
     out: Any,
-    keep: bool,
     root: int,
     axis: int,
     algorithm: str | None,
+    *,
+    keep: bool,
 ) -> TransferArgs:
-    return gather_request(communicator, x, out, keep, axis, algorithm, name="gather", root=root)
+    return gather_request(
+        communicator, x, out, axis, algorithm, keep=keep, name="gather", root=root
+    )

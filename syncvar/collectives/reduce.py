@@ -1,13 +1,12 @@
 """Reduce, reduce-scatter, scan and exclusive scan.
 
-The root ends with the combination of all ranks' values, each rank with its piece of it, or rank r
-with the combination of the ranks up to r (before r).
+The root ends with the combination of all ranks' values, or each rank with its piece of it. In a
+scan rank r ends with the combination of the ranks up to r (before r).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Never
 
@@ -30,10 +29,10 @@ from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
 from syncvar.core.reduce_ops import OPS, identity, op_name
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.programs.compile_reduce import ResultPlacement
+from syncvar.runtime.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -41,12 +40,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
+    from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
-def reduce(
+def reduce(  # noqa: PLR0913  (public signature)
     x: Any,
     op: str = "sum",
     root: int = 0,
@@ -103,10 +103,11 @@ def _reduce_request(
     communicator: Communicator,
     x: Any,
     out: Any,
-    keep: bool,
     op: str,
     root: int,
     algorithm: str | None,
+    *,
+    keep: bool,
 ) -> ReduceArgs:
     """Check the arguments and return the request; the input is copied now, with `keep` its tree."""
     target = checked_root(root, communicator)
@@ -119,9 +120,8 @@ def _reduce_request(
         for array in arrays
     ]
     hows = [how for how, _, _ in parts]
-    into = None
-    if out is not None and is_root:
-        into = checked_output(out, arrays[0].shape, hows[0].result)
+    if out is not None:
+        out = checked_output(out, arrays[0].shape, hows[0].result) if is_root else None
     like = private_copy(structure, x) if keep else x
     works = [
         contribution(array, how, communicator.home_rank)
@@ -137,18 +137,19 @@ def _reduce_request(
         if not is_root:
             return None
         results = [
-            outcome(how, work, communicator.size, array.shape, into)
+            outcome(how, work, communicator.size, array.shape, out)
             for array, how, work in zip(arrays, left, works, strict=True)
         ]
         return results[0] if structure is None else unflatten(structure, results, like)
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
-        text = f"reduce({op}, {len(arrays)} arrays, root {target})"
-        label = CallLabel(text, CallFields("reduce", op, root=target))
-        return ReduceArgs(label, digest, body(), op)
+        what = f"reduce({op}, {len(arrays)} arrays, root {target})"
+        fields = CallFields("reduce", op, root=target)
+        return ReduceArgs(CallLabel(what, fields), digest, body(), op)
     ((how, digest, what),) = parts
-    is_entered, ends = arrays[0].dtype == how.result, ResultPlacement("reduce", target)
+    ends = ResultPlacement("reduce", target)
+    is_entered = arrays[0].dtype == how.result
     return ReduceArgs(what, digest, body(), op, ends, is_entered=is_entered)
 
 
@@ -250,9 +251,9 @@ def _prefix_request(
     communicator: Communicator,
     x: Any,
     out: Any,
-    _keep: bool,
     op: str,
     algorithm: str | None,
+    **_keep: bool,
 ) -> ReduceArgs:
     """Check the arguments and return the request; the input is copied now."""
     array = as_array(x)
@@ -283,7 +284,7 @@ _scan_request, _exscan_request = (
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
-def reduce_scatter(
+def reduce_scatter(  # noqa: PLR0913  (public signature)
     x: Any,
     op: str = "sum",
     *,
@@ -350,10 +351,11 @@ def _scatter_request(
     communicator: Communicator,
     x: Any,
     out: Any,
-    keep: bool,
     op: str,
     lengths: Any,
     algorithm: str | None,
+    *,
+    keep: bool,
 ) -> TransferArgs:
     """Check the arguments and return the request; `keep` copies the input."""
     array = as_array(x)
@@ -365,7 +367,7 @@ def _scatter_request(
         )
     rows = _rows(lengths, array.shape[0], communicator)
     how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
-    size, rank = communicator.size, communicator.member_rank
+    rank = communicator.member_rank
     if len(how.element_shape) == array.ndim:
         raise ConfigError(
             f"reduce_scatter cuts along axis 0, and x is one element of the op {how.name!r}: "
@@ -373,14 +375,6 @@ def _scatter_request(
         )
     shape = (rows[rank], *array.shape[1:])
     into = None if out is None else checked_output(out, shape, how.result)
-
-    def blocks_of(x: NDArray[Any], out: Any) -> Blocks:
-        made = result_buffer(out, shape, how.result, x)
-        length = shape[0]
-        blocks = [x[length * peer : length * (peer + 1)] for peer in range(size)]
-        return Blocks(
-            made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank])
-        )
 
     # Registered ops may be replaced, and locating ops need pairs: both take the slow path.
     is_moved = (
@@ -390,34 +384,54 @@ def _scatter_request(
         and not how.is_locating
     )
     if is_moved:
-        takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
         operand = array.copy() if keep else array
-        divisor = size if how.is_mean else 0
-        layout = TransferLayout(
-            None, how.accumulate, shape, size - 1, takes, ufunc=how.ufunc, divisor=divisor
-        )
-        return TransferArgs(
-            what,
-            digest,
-            layout,
-            arrange=lambda: blocks_of(operand, into),
-            finish=lambda made: deliver(made, into),
-            general=None,
-            front=lambda x, out: fits_out(blocks_of(x, out), out),
-        )
+        return _shared_request(communicator, operand, into, how, shape, (what, digest))
     work = contribution(array, how, communicator.home_rank)
     width = prod(array.shape[1:]) // prod(how.element_shape)
     counts = tuple(row * width for row in rows)
-    start = list(accumulate(counts, initial=0))[rank]
+    start = sum(counts[:rank])
 
     def general() -> Generator[Stage, None, Any]:
         yield from run_plan(
             communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm
         )
-        return outcome(how, work[start : start + counts[rank]], size, shape, into)
+        return outcome(how, work[start : start + counts[rank]], communicator.size, shape, into)
 
     return TransferArgs(
         what, digest, None, arrange=lambda: None, finish=lambda made: made, general=general
+    )
+
+
+def _shared_request(
+    communicator: Communicator,
+    operand: NDArray[Any],
+    into: NDArray[Any] | None,
+    how: Reduction,
+    shape: tuple[int, ...],
+    label: tuple[str, int],
+) -> TransferArgs:
+    """Return the request of a reduce-scatter with equal pieces in shared memory."""
+    size, rank = communicator.size, communicator.member_rank
+
+    def blocks_of(x: NDArray[Any], out: Any) -> Blocks:
+        made = result_buffer(out, shape, how.result, x)
+        length = shape[0]
+        blocks = [x[length * peer : length * (peer + 1)] for peer in range(size)]
+        others = (*blocks[:rank], *blocks[rank + 1 :])
+        return Blocks(made, others, (made,), np.ascontiguousarray(blocks[rank]))
+
+    takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
+    divisor = size if how.is_mean else 0
+    layout = TransferLayout(
+        None, how.accumulate, shape, size - 1, takes, ufunc=how.ufunc, divisor=divisor
+    )
+    return TransferArgs(
+        *label,
+        layout,
+        arrange=lambda: blocks_of(operand, into),
+        finish=lambda made: deliver(made, into),
+        general=None,
+        front=lambda x, out: fits_out(blocks_of(x, out), out),
     )
 
 

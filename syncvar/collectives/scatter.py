@@ -24,9 +24,9 @@ from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _scatter_form(
 
 
 def _scatter_request(
-    communicator: Communicator, x: Any, out: Any, keep: bool, root: int, algorithm: str | None
+    communicator: Communicator, x: Any, out: Any, root: int, algorithm: str | None, *, keep: bool
 ) -> TransferArgs:
     """Check the arguments and return the request; `keep` copies the root's arrays."""
     size, rank = communicator.size, communicator.member_rank
@@ -273,7 +273,7 @@ def _exchange_form(
 
 
 def _exchange_request(
-    communicator: Communicator, parts: Any, out: Any, keep: bool, algorithm: str | None
+    communicator: Communicator, parts: Any, out: Any, algorithm: str | None, *, keep: bool
 ) -> TransferArgs:
     """Check the arguments and return the request; `keep` copies the parts."""
     size, rank = communicator.size, communicator.member_rank
@@ -313,7 +313,7 @@ def _exchange_request(
         )
         if is_like_x and not np.may_share_memory(made, x):
             targets = [made[place * rows : (place + 1) * rows] for place in range(size)]
-            return _sides(mine, targets, rank)._replace(made=made, parts=size)
+            return _sides(mine, targets, rank)._replace(output=made, parts=size)
         return _exchange_blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
 
     layout = None

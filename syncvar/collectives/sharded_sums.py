@@ -36,9 +36,9 @@ from syncvar.core.pytree import (
 )
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.arithmetic import widen
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.arithmetic import widen
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -258,16 +258,7 @@ def shards_request(
     """Check the arguments of an all-reduce of shards and return the request."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
-    op = matching_word(op, _OPS) or op
-    if op not in _OPS:
-        from syncvar.core.migration_hints import op_hint, op_of
-
-        given, op = op, op_of(str(op).lower())
-        if op not in _OPS:
-            wrong = f"{given!r}{op_hint(given, _OPS)}"
-            raise ConfigError(
-                f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {wrong}"
-            )
+    op = _checked_op(op)
     for index, _ in () if kind is None else kind.arrays:
         reduction(op, dtype_from_index(index))  # raises for a dtype that has no sum
     told = _Announcement(tuple(runs_of(ids)), kind)
@@ -309,6 +300,19 @@ def shards_request(
 
     label = CallLabel(f"{name}({op}, {_shown(told.runs)})", CallFields(name, op))
     return CollectiveSpec(label, fingerprint("all_reduce_shards", op, digest), body())
+
+
+def _checked_op(op: Any) -> str:
+    known = matching_word(op, _OPS)
+    if known:
+        return known
+    from syncvar.core.migration_hints import op_hint, op_of
+
+    known = op_of(str(op).lower())
+    if known not in _OPS:
+        wrong = f"{op!r}{op_hint(op, _OPS)}"
+        raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {wrong}")
+    return known
 
 
 def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Kind | None]:

@@ -18,8 +18,8 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, bytes_in_words
 
 if TYPE_CHECKING:
@@ -191,19 +191,12 @@ def shared_array(
 
 
 class SharedArraySpec(NamedTuple):
-    """Shared memory to allocate.
+    """Shared memory to allocate."""
 
-    Args:
-        what: Text of the call.
-        parts: Values that all ranks must pass alike.
-        nbytes: Size in bytes.
-        content: Initial bytes, on the first rank; None for zeros.
-    """
-
-    what: str
-    parts: tuple[Any, ...]
-    nbytes: int
-    content: NDArray[np.uint8] | None = None
+    what: str  # text of the call
+    parts: tuple[Any, ...]  # values that all ranks must pass alike
+    nbytes: int  # size in bytes
+    content: NDArray[np.uint8] | None = None  # initial bytes, on the first rank; None for zeros
 
 
 def memory_in_common(

@@ -42,8 +42,8 @@ from syncvar.optimizers.update_rules import (
     checked_rate,
     compute_dtype,
 )
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.assign_all import change_copies, copy_of
 from syncvar.variables.policy import CallContext
 from syncvar.variables.values import operand_array

@@ -9,6 +9,7 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import compute_dtype
@@ -196,9 +197,8 @@ def combining_request(
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
-        request = reduce_request(
-            communicator, value, op, out=value, reproducible=owner.reproducible, name=what
-        )
+        options = ReduceOptions(owner.reproducible)
+        request = reduce_request(communicator, value, op, out=value, name=what, options=options)
     return CollectiveSpec(what, digest, request.body)
 
 
@@ -215,9 +215,8 @@ def combine_cached(
     communicator, array = owner.communicator, _flat_array(plan, weighted=weighted)
 
     def make(x: Any, out: Any) -> ReduceArgs:
-        return reduce_request(
-            communicator, x, op, out=out, reproducible=owner.reproducible, name=_NAME
-        )
+        options = ReduceOptions(owner.reproducible)
+        return reduce_request(communicator, x, op, out=out, name=_NAME, options=options)
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
     return (

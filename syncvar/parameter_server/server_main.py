@@ -32,9 +32,8 @@ from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.same_host_links import lender_of
 from syncvar.parameter_server.server_links import ServerLinks
 from syncvar.parameter_server.server_machine import Server
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.call_stats import size_class
-from syncvar.runtime.flight_recorder.recorder import Recorder
+from syncvar.runtime.call_record import CallInfo, size_class
+from syncvar.runtime.recorder import Recorder
 from syncvar.shm.segment_file import bytes_in_words
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class ServerStats:
             row[index] += increment
 
     def rows(self, ahead: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Return the totals for `syncvar_launcher.job.job_stats`.
+        """Return the totals for `syncvar_launcher.job.job_files`.
 
         `ahead` is ticks ahead of the slowest worker -> number of reads, one row for each.
         """

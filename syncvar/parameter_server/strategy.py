@@ -23,7 +23,7 @@ from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.parameter_server.request_client import RequestBuilder, Ticket
 from syncvar.parameter_server.server_variables import PullBatch, ServerVariable, checked_staleness
 from syncvar.parameter_server.session import LocalServers, ServersHere
-from syncvar.runtime.timeouts import checked_timeout
+from syncvar.runtime.work import checked_timeout
 from syncvar.strategies.base import Strategy
 from syncvar.variables.policy import AccessKind, CallContext, VariableSynchronization
 from syncvar.variables.values import check_rows, operand_array

@@ -58,12 +58,12 @@ def _have(ranks: list[int]) -> str:
 
 
 def _last_activity(answer: Message) -> str:
-    """Return a late rank's last call and its stack, from its answer to "are_you_there"."""
+    """Return a late rank's last call and its stack, from its answer to "ping"."""
     text = "no call yet"
-    if answer["last"]:
+    if answer["last_call"]:
         age = f"{answer['age_s']:.0f} s"
-        when = f"{age} ago" if answer["is_over"] else f"under way for {age}"
-        text = f"last call {answer['last'][:_TEXT_MAX]}, {when}"
+        when = f"{age} ago" if answer["is_finished"] else f"under way for {age}"
+        text = f"last call {answer['last_call'][:_TEXT_MAX]}, {when}"
     return text + (f", now {answer['stack'][:_TEXT_MAX]}" if answer["stack"] else "")
 
 
@@ -77,39 +77,22 @@ def _late_ranks_text(activity: dict[int, str]) -> str:
 
 
 class WaitReport(NamedTuple):
-    """A waiting rank's report of its call.
+    """A waiting rank's report of its call."""
 
-    Args:
-        rank: World rank of the reporter.
-        group: Identity of the group.
-        members: World ranks of the group.
-        call: Call number within the group.
-        ordinal: Number of the call as the program counts the group's calls, from 1.
-        fingerprint: Hash of the call.
-        what: Text of the call.
-        site: file:line of the caller.
-        awaiting: Ranks whose frames are missing.
-        since: Begin of the wait, on the receiver's clock.
-        received: Arrival of the report, on the same clock.
-        mismatch: Whether the rank has seen a frame with another fingerprint.
-        may_move: Whether another thread of the rank could still make calls.
-        entered: Last call that the rank has entered, by group.
-    """
-
-    rank: int
-    group: int
-    members: tuple[int, ...]
-    call: int
-    ordinal: int
-    fingerprint: int
-    what: str
-    site: str
-    awaiting: tuple[int, ...]
-    since: float
-    received: float
-    mismatch: bool
-    may_move: bool
-    entered: dict[int, int]
+    rank: int  # world rank of the reporter
+    group: int  # identity of the group
+    members: tuple[int, ...]  # world ranks of the group
+    call: int  # call number within the group
+    ordinal: int  # number of the call as the program counts the group's calls, from 1
+    fingerprint: int  # hash of the call
+    what: str  # text of the call
+    site: str  # file:line of the caller
+    awaiting: tuple[int, ...]  # ranks whose frames are missing
+    since: float  # begin of the wait, on the receiver's clock
+    received: float  # arrival of the report, on the same clock
+    mismatch: bool  # whether the rank has seen a frame with another fingerprint
+    has_active_threads: bool  # whether another thread of the rank could still make calls
+    entered: dict[int, int]  # last call that the rank has entered, by group
 
     def describe(self) -> str:
         """Return the call with its number and its place in the program."""
@@ -117,21 +100,13 @@ class WaitReport(NamedTuple):
 
 
 class DeadlockReport(NamedTuple):
-    """A call that cannot succeed: a mismatch or a deadlock.
+    """A call that cannot succeed: a mismatch or a deadlock."""
 
-    Args:
-        group: Identity of the group.
-        call: Call number.
-        members: Ranks that must abort the call.
-        text: Reason, as a sentence.
-        table: State of each rank.
-    """
-
-    group: int
-    call: int
-    members: tuple[int, ...]
-    text: str
-    table: dict[int, str]
+    group: int  # identity of the group
+    call: int  # call number
+    members: tuple[int, ...]  # ranks that must abort the call
+    text: str  # reason, as a sentence
+    table: dict[int, str]  # state of each rank
 
 
 def _by_call(reports: list[WaitReport]) -> dict[tuple[int, int], list[WaitReport]]:
@@ -171,7 +146,7 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
     waiting: dict[int, WaitReport] = {}
     movable: set[int] = set()
     for report in reports:
-        if report.rank in waiting or report.may_move:
+        if report.rank in waiting or report.has_active_threads:
             movable.add(report.rank)
         waiting[report.rank] = report
     waiting = {rank: report for rank, report in waiting.items() if rank not in movable}
@@ -226,19 +201,12 @@ def _find_cycle(edges: dict[int, list[int]]) -> list[int]:
 
 
 class Stall(NamedTuple):
-    """A call in which ranks have waited for a long time.
+    """A call in which ranks have waited for a long time."""
 
-    Args:
-        key: (group, call).
-        waited_s: Time since the first rank began to wait, in seconds.
-        sentence: Text for the user.
-        late: Ranks that have not entered the call.
-    """
-
-    key: tuple[int, int]
-    waited_s: float
-    sentence: str
-    late: list[int]
+    key: tuple[int, int]  # (group, call)
+    waited_s: float  # time since the first rank began to wait, in seconds
+    sentence: str  # text for the user
+    late: list[int]  # ranks that have not entered the call
 
 
 def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[Stall]:
@@ -278,17 +246,11 @@ _Key = tuple[int, int]
 
 
 class StallActions(NamedTuple):
-    """Actions that follow from the stalls of this moment.
+    """Actions that follow from the stalls of this moment."""
 
-    Args:
-        sentences: Warnings for the user.
-        ask: Ranks to send "are_you_there".
-        silent: (rank, seconds) of ranks that have not answered, each once.
-    """
-
-    sentences: list[str]
-    ask: list[int]
-    silent: list[tuple[int, float]]
+    sentences: list[str]  # warnings for the user
+    ask: list[int]  # ranks to send "ping"
+    silent: list[tuple[int, float]]  # (rank, seconds) of ranks that have not answered, each once
 
 
 class Stalls:
@@ -314,7 +276,7 @@ class Stalls:
         self._silent: dict[int, str] = {}
 
     def record_answer(self, rank: int, message: Message, now: float) -> None:
-        """Record a rank's answer to "are_you_there"."""
+        """Record a rank's answer to "ping"."""
         self.asked.pop(rank, None)
         self._silent.pop(rank, None)
         self._answers[rank] = (now, _last_activity(message))

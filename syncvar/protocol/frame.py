@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from syncvar.core.errors import WireError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # of frames and of control messages
 _MAGIC = b"sv"
 _BODY = struct.Struct("<2sBBIIQQIIQQ")
 _CHECKSUM = struct.Struct("<I")
@@ -60,58 +60,26 @@ CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
 
 
 class Header(NamedTuple):
-    """A parsed header.
+    """The header of a frame."""
 
-    Args:
-        kind: Purpose of the frame, a FrameType.
-        source: World rank of the sender.
-        generation: Version of the membership.
-        group: Identity of the group, the same on all its ranks.
-        call: Call number within the group; in ASK and ANSWER: the asker's number of the question.
-        round: Round of the schedule, counted over all stages; in ANSWER: frames of the answer.
-        segment: Index of this part of the chunk.
-        fingerprint: 64-bit hash of (collective, op, dtype, shape, root, name); in ASK and ANSWER:
-            hash of the question.
-        nbytes: Bytes of the payload; in CREDIT: bytes given back.
-    """
+    kind: int  # purpose of the frame, a FrameType
+    source: int  # world rank of the sender
+    generation: int  # version of the membership
+    group: int  # identity of the group, the same on all its ranks
+    # Call number within the group; in ASK and ANSWER: the asker's number of the question.
+    call: int = 0
+    # Round of the schedule, counted over all stages; in ANSWER: frames of the answer.
+    round: int = 0
+    segment: int = 0  # index of this part of the chunk
+    # 64-bit hash of (collective, op, dtype, shape, root, name); in ASK and ANSWER: hash of
+    # the question.
+    fingerprint: int = 0
+    nbytes: int = 0  # bytes of the payload; in CREDIT: bytes given back
 
-    kind: int
-    source: int
-    generation: int
-    group: int
-    call: int
-    round: int
-    segment: int
-    fingerprint: int
-    nbytes: int
-
-
-def pack_header(  # noqa: PLR0917  (one argument for each field of the header)
-    kind: int,
-    source: int,
-    generation: int,
-    group: int,
-    call: int = 0,
-    round_index: int = 0,
-    segment: int = 0,
-    fingerprint: int = 0,
-    nbytes: int = 0,
-) -> bytes:
-    """Return the bytes of a header; see `Header` for the fields."""
-    body = _BODY.pack(
-        _MAGIC,
-        PROTOCOL_VERSION,
-        kind,
-        source,
-        generation,
-        group,
-        call,
-        round_index,
-        segment,
-        fingerprint,
-        nbytes,
-    )
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+    def pack(self) -> bytes:
+        """Return the header as bytes."""
+        body = _BODY.pack(_MAGIC, PROTOCOL_VERSION, *self)
+        return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
 def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import WireError
 from syncvar.core.process_ids import rank_list
+from syncvar.protocol.frame import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,6 +83,27 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     return refusal, f"the ranks differ: {'; '.join(parts)}" if parts else ""
 
 
+def check_protocol(abouts: Mapping[int, Mapping[str, int | str]]) -> str:
+    """Return the error if ranks have another version of the protocol than this process.
+
+    Example:
+        >>> check_protocol({0: {"protocol": 1}, 1: {"protocol": 1}})
+        'ranks 0, 1 have protocol 1, and this process has 2: install the same syncvar everywhere'
+    """
+    others = {
+        rank: about["protocol"]
+        for rank, about in abouts.items()
+        if about.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION
+    }
+    if not others:
+        return ""
+    protocol = next(iter(others.values()))
+    return (
+        f"{rank_list(others)} {'has' if len(others) == 1 else 'have'} protocol {protocol}, "
+        f"and this process has {PROTOCOL_VERSION}: install the same syncvar everywhere"
+    )
+
+
 def _values(abouts: Mapping[int, Mapping[str, int | str]], name: str, *, skips_empty: bool) -> str:
     """Return an entry's values, each with its ranks; empty if all ranks have the same."""
     ranks: dict[int | str, list[int]] = {}
@@ -127,20 +149,13 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class RollCall:
-    """Handshake of all ranks.
+class Handshake:
+    """Handshake of all ranks."""
 
-    Args:
-        world_size: Ranks that must join.
-        generation: Version of the membership.
-        timeout_s: Longest time from the first join to the last, in seconds.
-        interval_s: Interval of the messages that name missing ranks, in seconds.
-    """
-
-    world_size: int
-    generation: int
-    timeout_s: float
-    interval_s: float
+    world_size: int  # ranks that must join
+    generation: int  # version of the membership
+    timeout_s: float  # longest time from the first join to the last, in seconds
+    interval_s: float  # interval of the messages that name missing ranks, in seconds
     members: dict[int, Member] = field(default_factory=dict)
     began: float | None = None
     named: float = 0.0
@@ -161,9 +176,10 @@ class RollCall:
         Returns:
             A warning about smaller differences, or an empty text.
         """
-        self.failed, warning = compare_abouts(
-            {rank: member.about for rank, member in self.members.items()}
-        )
+        abouts = {rank: member.about for rank, member in self.members.items()}
+        self.failed, warning = compare_abouts(abouts)
+        if not self.failed:
+            self.failed = check_protocol(abouts)
         return "" if self.failed else warning
 
     def missing(self) -> list[int]:
@@ -232,30 +248,19 @@ class RollCall:
 
 
 class Suspicion(NamedTuple):
-    """A rank's new state.
+    """A rank's new state."""
 
-    Args:
-        rank: The rank.
-        is_lost: True if it has failed, False if it is suspected.
-        reason: Reason, as text.
-    """
-
-    rank: int
-    is_lost: bool
-    reason: str
+    rank: int  # the rank
+    is_lost: bool  # true if it has failed, False if it is suspected
+    reason: str  # reason, as text
 
 
 @dataclass(slots=True)
 class Health:
-    """Signs of life of the ranks of one host or job.
+    """Signs of life of the ranks of one host or job."""
 
-    Args:
-        suspect_after_s: Silence after which a rank is suspected, in seconds.
-        lost_after_s: Silence after which a rank has failed, in seconds.
-    """
-
-    suspect_after_s: float
-    lost_after_s: float
+    suspect_after_s: float  # silence after which a rank is suspected, in seconds
+    lost_after_s: float  # silence after which a rank has failed, in seconds
     _silent_since: dict[int, float] = field(default_factory=dict)
     _suspected: set[int] = field(default_factory=set)
     _lost: set[int] = field(default_factory=set)

@@ -126,7 +126,7 @@ def arrive(address: str) -> bytes:
     """Return a packed `EngineSlot`."""
     from syncvar.bootstrap.job_directory import base_directory
     from syncvar.runner.engines import EngineSlot, packed
-    from syncvar.runtime.flight_recorder.recorder import boot_identity
+    from syncvar.runtime.recorder import boot_identity
 
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])

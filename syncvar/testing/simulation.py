@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
     from syncvar.parameter_server.request_client import RequestBuilder, Ticket
-    from syncvar.runtime.links.exchange import LinkExchange
+    from syncvar.runtime.link_exchange import LinkExchange
     from syncvar.runtime.request import Request
 
 _GROUP = 5
@@ -155,7 +155,7 @@ class Simulation:
             self._hand(target, self._calls[target][number], frame)
 
     def _hand(self, rank: int, operation: Request, frame: Frame) -> None:
-        name = operation.what
+        name = operation.label
         is_same = frame.header.fingerprint == operation.fingerprint
         assert is_same, f"{name}: a frame of another call"
         assert not operation.is_over, f"{name}: a frame came after the end on rank {rank}"
@@ -169,11 +169,11 @@ class Simulation:
                 if operation.error is not None:
                     raise operation.error
                 assert operation.state == RequestState.DONE, (
-                    f"rank {rank} is in {operation.what} (call {operation.call + 1}), waiting for "
+                    f"rank {rank} is in {operation.label} (call {operation.call + 1}), waiting for "
                     f"{operation.awaiting}"
                 )
                 unused = operation.unused_frames()
-                assert not unused, f"{operation.what}: frames were left over on rank {rank}"
+                assert not unused, f"{operation.label}: frames were left over on rank {rank}"
         assert not any(self._early), "frames of calls that were never made"
         lost = {link: nbytes for link, nbytes in self._unused.items() if nbytes}
         assert not lost, f"bytes that no rank reported as consumed: {lost}"

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from syncvar.protocol.frame import FrameType, Header, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.transports.base import Frame, PeerDisconnected, Transport
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
         ]
         for header in wanted:
             payload = memoryview(bytes(header.nbytes)) if header.kind == FrameType.DATA else None
-            world[1].send(0, pack_header(*header), payload)
+            world[1].send(0, Header(*header).pack(), payload)
         seen.until(lambda: len(seen.frames[0]) == len(wanted), "the headers to arrive")
         assert [one.header for one in seen.frames[0]] == wanted, seen.frames[0]
 
@@ -187,7 +187,7 @@ def _reuse_memory(factory: TransportFactory, *, borrow: bool) -> None:
         memory = bytearray(factory.nbytes_max)
         for number in range(6):
             memory[:] = bytes([number + 1]) * len(memory)
-            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
+            header = Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory)).pack()
             loan = world[0].send(1, header, memoryview(memory), borrow=borrow)
             assert borrow or loan is None, "a payload that was copied has no loan"
             if loan is not None:
@@ -379,7 +379,7 @@ def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: Transpo
         for number in range(5):
             loan = world[0].send(
                 1,
-                pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=9),
+                Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=9).pack(),
                 memoryview(bytes(9)),
                 borrow=True,
             )
@@ -404,7 +404,7 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
         loans = []
         factory.lose(world, 1)
         for number in range(1, 5):
-            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
+            header = Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory)).pack()
             loans.append(world[0].send(1, header, memory, borrow=True))
         seen.until(lambda: bool(seen.lost[0]), "the disconnect", [0])
         seen.until(
@@ -476,7 +476,7 @@ def _send(
     *,
     borrow: bool = False,
 ) -> None:
-    header = pack_header(FrameType.DATA, source, _GENERATION, 1, number, nbytes=nbytes)
+    header = Header(FrameType.DATA, source, _GENERATION, 1, number, nbytes=nbytes).pack()
     world[source].send(target, header, memoryview(_pattern(number, nbytes)), borrow=borrow)
 
 

@@ -18,7 +18,7 @@ from syncvar.core.environment import HostMap, RankEnvironment, split_evenly
 from syncvar.core.errors import SharedMemoryUnavailable
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
-from syncvar.runtime.gil_contention import gil_monitor
+from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport

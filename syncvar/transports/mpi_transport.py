@@ -20,14 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import TransportError, WireError
-from syncvar.protocol.frame import (
-    CARRIERS,
-    HEADER_NBYTES,
-    FrameType,
-    Header,
-    pack_header,
-    parse_header,
-)
+from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, FrameType, Header, parse_header
 from syncvar.transports.base import (
     Arrival,
     BorrowedFrame,
@@ -318,7 +311,7 @@ class MpiTransport:
             if linger_s > 0:
                 with contextlib.suppress(TransportError):
                     self._advance()  # so that BYE goes to all peers that sent frames
-            bye = pack_header(FrameType.BYE, self._rank, self._generation, 0)
+            bye = Header(FrameType.BYE, self._rank, self._generation, 0).pack()
             last = bye if linger_s > 0 else b""
             for peer in self._linked - self._lost - self._departed:
                 self._post(peer, self._targets[peer], last)

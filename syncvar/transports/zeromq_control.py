@@ -133,7 +133,7 @@ class ZeromqControl:
                 "kind": "abort",
                 "rank": self.keeper,
                 "host": "",
-                "kind_of_break": "lost",
+                "failure_kind": "lost",
                 "reason": self._end,
                 "group": -1,
                 "call": -1,

@@ -23,7 +23,7 @@ import zmq
 from zmq.backend import zmq_poll
 
 from syncvar.core.errors import TransportError, WireError
-from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header, parse_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header, parse_header
 from syncvar.transports.base import (
     Arrival,
     BorrowedFrame,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.protocol.frame import Header
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.zeromq_control import ZeromqControl
 
@@ -495,7 +494,7 @@ class ZeromqTransport:
                 time.sleep(_FLUSH_LOOK_S)
 
     def _send_bye(self, linger_s: float) -> None:
-        header = pack_header(FrameType.BYE, self._rank, self._generation, 0)
+        header = Header(FrameType.BYE, self._rank, self._generation, 0).pack()
         while self.receive() is not None:  # so that BYE goes to all peers that sent frames
             pass
         deadline = time.monotonic() + self._patience_s(linger_s)

@@ -14,10 +14,10 @@ import numpy as np
 from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.buckets import owns_itself
-from syncvar.collectives.reduce_args import reduction_of
+from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
+from syncvar.runtime.persistent_reduce import prepare_reduction
 from syncvar.variables.create import VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, Action, CallContext, Effect, Travel
 from syncvar.variables.replica_call import grouped_request
@@ -227,8 +227,7 @@ class FlatBucket:
                 self._staging,
                 self._op,
                 out=self._gathered(),
-                reproducible=owner.reproducible,
-                apply=self._ufunc,
+                options=ReduceOptions(owner.reproducible, apply=self._ufunc),
             )
             return CollectiveSpec(self._what, self._digest, request.body)
 

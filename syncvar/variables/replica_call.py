@@ -12,13 +12,14 @@ from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.buckets import reduce_together
 from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 from syncvar.variables.policy import Action, Effect, Travel, VariableAggregation
 from syncvar.variables.storage import digest_of
@@ -52,9 +53,8 @@ def request_of(
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
-        return reduce_request(
-            communicator, x, op, out=out, reproducible=reproducible, name=what, apply=apply
-        )
+        options = ReduceOptions(reproducible, apply=apply)
+        return reduce_request(communicator, x, op, out=out, name=what, options=options)
     if travel is Travel.FIRST:
         return broadcast_request(communicator, x, root=communicator.present[0], name=what)
     if travel is Travel.SAME:
@@ -89,8 +89,9 @@ def grouped_request(
     )
 
     def body() -> Generator[Stage, None, None]:
+        options = ReduceOptions(reproducible, apply=apply)
         yield from reduce_together(
-            communicator, arrays, hows, targets, reproducible, apply, no_overlap=no_overlap
+            communicator, arrays, hows, targets, options, no_overlap=no_overlap
         )
 
     shown = ", ".join(map(repr, names[:3])) + (
@@ -135,9 +136,8 @@ def rows_request(
     first = request.body
     second = None
     if action.effect is Effect.SPLIT_ANEW:
-        second = reduce_request(
-            communicator, copy, "sum", reproducible=reproducible, name=what
-        ).body
+        options = ReduceOptions(reproducible)
+        second = reduce_request(communicator, copy, "sum", name=what, options=options).body
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
         together = yield from first
@@ -146,7 +146,7 @@ def rows_request(
             together["indices"], together["values"]
         )
 
-    return CollectiveSpec(request.what, request.digest, body())
+    return CollectiveSpec(request.label, request.digest, body())
 
 
 def _same_request(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.reduce_args import check_finite, persistent_reduction
+from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
@@ -215,9 +215,8 @@ class WriteOp(ReplicaWrite):
     def _prepare_next_write(self, *, is_counted: bool) -> None:
         state = self.state
         owner, storage = state.owner, state.storage
-        call = persistent_reduction(
-            owner.communicator, storage.array, self._op, self.what, owner.reproducible, self._ufunc
-        )
+        options = ReduceOptions(owner.reproducible, apply=self._ufunc)
+        call = persistent_reduction(owner.communicator, storage.array, self._op, self.what, options)
         if call is not None:
             state.prepared[self.operation] = cached_write(
                 owner, storage, state.tally, call, counts=is_counted

@@ -69,7 +69,7 @@ def stretch(draw, places, length=None):
 
 def steps_of(draw, places):
     """Return random steps in which nothing overlaps that must not."""
-    from syncvar.runtime.programs.instructions import AWAIT, COMBINE, COPY, PUBLISH, STORE
+    from syncvar.runtime.instructions import AWAIT, COMBINE, COPY, PUBLISH, STORE
 
     made = []
     for _ in range(int(draw.integers(1, 20))):
@@ -105,9 +105,8 @@ def contents(places, shm):
 def both(draw):
     """Run a random program by both runners; the bytes of all memories are the same afterwards."""
     from syncvar._native import program, run
-    from syncvar.runtime.programs.arithmetic import Arithmetic, folder
-    from syncvar.runtime.programs.buffer_location import ADDRESS
-    from syncvar.runtime.programs.instructions import (
+    from syncvar.runtime.arithmetic import Arithmetic, folder
+    from syncvar.runtime.instructions import (
         COMBINE,
         COPY,
         STORE,
@@ -115,8 +114,8 @@ def both(draw):
         Memory,
         MemoryKind,
     )
-    from syncvar.runtime.programs.interpreter import interpret
-    from syncvar.runtime.programs.shm_reduce import ReduceBuffers
+    from syncvar.runtime.program_runner import ADDRESS, interpret
+    from syncvar.runtime.shm_reduce import ReduceBuffers
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
@@ -132,7 +131,7 @@ def both(draw):
         place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
     steps = steps_of(draw, places)
     vector = ReduceBuffers.of([np.empty(1, dtype)], [np.empty(1, dtype)], ufunc, wide, divisor)
-    how = vector.how
+    how = vector.arithmetic
     arrays, offsets = tuple(place.array for place in places), [place.offset for place in places]
     memories = [Memory(MemoryKind.SCRATCH, -1, number) for number in range(len(places))]
     if draw.integers(
@@ -164,7 +163,9 @@ def both(draw):
         place[...] = np.frombuffer(bytes_before, np.uint8)
     channel = channel_over(shm, 3)
     with np.errstate(all="ignore"):
-        needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.how)))
+        needs = list(
+            interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.arithmetic))
+        )
     assert len(needs) == sum(step[0] == 4 for step in steps)
     assert channel.phase == phases
     shm[:4096] = words

@@ -10,7 +10,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import Frame, PeerDisconnected
 from tests.support.mpi_jobs import MPIS, MpiJob, await_true
@@ -150,20 +150,20 @@ GENERATION = 5
 @pytest.mark.parametrize(
     ("header", "payload", "reason"),
     [
-        (pack_header(FrameType.DATA, 2, GENERATION, 0, nbytes=3), b"abc", "claims rank 2"),
-        (pack_header(FrameType.DATA, 1, GENERATION + 1, 0, nbytes=3), b"abc", "generation 6"),
+        (Header(FrameType.DATA, 2, GENERATION, 0, nbytes=3).pack(), b"abc", "claims rank 2"),
+        (Header(FrameType.DATA, 1, GENERATION + 1, 0, nbytes=3).pack(), b"abc", "generation 6"),
         (
-            pack_header(FrameType.DATA, 1, GENERATION, 0, nbytes=4),
+            Header(FrameType.DATA, 1, GENERATION, 0, nbytes=4).pack(),
             b"abc",
             "announces 4 bytes and has 3",
         ),
         (
-            pack_header(FrameType.DATA, 1, GENERATION, 0, nbytes=9000),
+            Header(FrameType.DATA, 1, GENERATION, 0, nbytes=9000).pack(),
             b"x" * 8000,
             "announces 9000 bytes and has 8000",
         ),
         (
-            pack_header(FrameType.DATA, 1, GENERATION, 0, nbytes=NBYTES_MAX + 1),
+            Header(FrameType.DATA, 1, GENERATION, 0, nbytes=NBYTES_MAX + 1).pack(),
             b"abc",
             "exceeds the limit",
         ),
@@ -175,7 +175,7 @@ def test_a_message_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered
     factory, header, payload, reason
 ):
     with factory.connect(3, GENERATION) as world:
-        good = pack_header(FrameType.DATA, 1, GENERATION, 0, 8)
+        good = Header(FrameType.DATA, 1, GENERATION, 0, 8).pack()
         for one in ((good, None), (header, payload and memoryview(payload)), (good, None)):
             world[1].send(0, *one)
         seen = []
@@ -193,7 +193,7 @@ def test_a_message_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered
         assert isinstance(lost, PeerDisconnected)
         assert lost.peer == 1
         assert reason in lost.reason
-        world[2].send(0, pack_header(FrameType.DATA, 2, GENERATION, 0, 77))
+        world[2].send(0, Header(FrameType.DATA, 2, GENERATION, 0, 77).pack())
         while (arrival := world[0].receive()) is None:
             world[0].wait(0.5)
         assert arrival.header.call == 77

@@ -205,7 +205,7 @@ def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
     script = """
     import sys
     from syncvar.cli.selftest_worker import parse_arguments, work
-    from syncvar.runtime.programs import shm_reduce as shared_reduce
+    from syncvar.runtime import shm_reduce as shared_reduce
     shared_reduce._are_known = lambda places: True
     sys.exit(work(parse_arguments()))
     """

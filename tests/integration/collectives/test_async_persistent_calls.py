@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar._native import AsyncCall, why_not_native
+from syncvar._native import AsyncCall, missing_reason
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.progress import ProgressEngine
@@ -21,7 +21,7 @@ from tests.support.harness import caught, everywhere
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
 SOON_S = 20.0
-NATIVE = not why_not_native()
+NATIVE = not missing_reason()
 KERNELS = ["c", "python"] if NATIVE else ["python"]
 
 
@@ -63,7 +63,7 @@ def started(monkeypatch):
     start_it = ProgressEngine.start
 
     def counted(self, operation, *arguments):
-        calls.append(operation.what)
+        calls.append(operation.label)
         start_it(self, operation, *arguments)
 
     monkeypatch.setattr(ProgressEngine, "start", counted)
@@ -85,7 +85,7 @@ def test_no_engine_where_the_others_come_soon(started):
             work = sv.all_reduce(x, async_op=True, **options)
             x[:] = -1.0
             met.wait(SOON_S)
-            assert not NATIVE or isinstance(work._begun, AsyncCall)
+            assert not NATIVE or isinstance(work._async_call, AsyncCall)
             made = work.wait() if step % 3 else work.done() and work.wait(5.0)
             assert (made.tolist(), made is out) == (total(step), step % 2 == 1)
             assert work.wait() is made
@@ -179,7 +179,7 @@ def test_nobody_waits_for_it(kernel):
         return [
             event.state
             for event in current().recorder.events()
-            if event.what.startswith("all_reduce")
+            if event.label.startswith("all_reduce")
         ]
 
     for states in worlds(2, fn, kernel):
@@ -254,7 +254,7 @@ def test_the_engine_sees_that_the_others_are_lost_while_the_program_computes(ker
             assert has_started.wait(SOON_S)
             raise ValueError("planted")
         work = start(1)
-        await_news(lambda engine: not engine.begun)
+        await_news(lambda engine: not engine.async_calls)
         has_started.set()
         await_news(lambda engine: engine.failure is not None)
         return caught(work.wait)

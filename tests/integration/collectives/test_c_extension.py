@@ -180,7 +180,7 @@ for _ in range(3):
     sv.all_reduce(x)
 sv.barrier()
 works = [sv.all_reduce(1.0 * x, async_op=True, out=out) for out in (None, x)]
-note("started", begun=works[0]._begun is not None)
+note("started", begun=works[0]._async_call is not None)
 assert [work.wait().tolist() for work in works] == [[2.0] * 4] * 2
 work = sv.all_reduce(x, "sum", async_op=True) if sv.rank() else sv.all_reduce(x, "max", async_op=True)  # line 13
 try:
@@ -188,7 +188,7 @@ try:
 except sv.MismatchError as error:
     note("refused", notes=error.__notes__)
 work = sv.all_reduce(1.0, async_op=True)
-assert sv.all_reduce(2.0) == 4.0 and work.wait() == 2.0 and work.done() and not engine.begun
+assert sv.all_reduce(2.0) == 4.0 and work.wait() == 2.0 and work.done() and not engine.async_calls
 sv.all_reduce(x, async_op=True)  # nobody waits for it
 """
 
@@ -263,7 +263,7 @@ from syncvar import _native as kernel
 for _ in range(4):
     total = sv.all_reduce(np.arange(3.0))
     sv.barrier()
-note("ends", total=total.tolist(), runner=kernel.which("auto"), why=kernel.why_not_native())
+note("ends", total=total.tolist(), runner=kernel.which("auto"), why=kernel.missing_reason())
 """
     job = launch(script, options=["--start-method", "spawn"])
     assert job.wait(120) == 0, str(job)
@@ -462,7 +462,7 @@ def test_entrances_are_like_the_functions_they_stand_for():
 
     import syncvar as sv
 
-    assert kernel.why_not_native() == "", "this tree has been installed with its kernel"
+    assert kernel.missing_reason() == "", "this tree has been installed with its kernel"
     for function in (sv.all_reduce, sv.barrier):
         assert pickle.loads(pickle.dumps(function)) is function
         assert function.__doc__.startswith(("Combine", "Wait"))
@@ -479,7 +479,7 @@ def test_help_shows_each_function_with_its_docstring():
 
     import syncvar as sv
 
-    assert kernel.why_not_native() == "", "this tree has been installed with its kernel"
+    assert kernel.missing_reason() == "", "this tree has been installed with its kernel"
     functions = [name for name in sv.__all__ if inspect.isfunction(getattr(sv, name))]
     assert {"all_reduce", "barrier", "send", "recv"} <= set(functions)
     for name in functions:

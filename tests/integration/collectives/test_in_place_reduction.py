@@ -8,6 +8,7 @@ import pytest
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build
 from syncvar.algorithms.compile_schedule import compile_for_links
+from syncvar.algorithms.schedule import ScheduleArgs
 from syncvar.core.errors import MismatchError
 from syncvar.core.settings import RuntimeConfig
 from tests.support.harness import caught, everywhere
@@ -24,7 +25,10 @@ def values(rank, dtype="float32"):
 def plainly(size, algorithm, brought, ufunc=np.add):
     """Return what the plan makes when it is run on whole copies, round by round, without any of our engine."""
     works = [one.copy() for one in brought]
-    plans = [build("all_reduce", algorithm, rank, size, count=COUNT).rounds for rank in range(size)]
+    plans = [
+        build("all_reduce", algorithm, ScheduleArgs(rank, size, count=COUNT)).rounds
+        for rank in range(size)
+    ]
     for number in range(len(plans[0])):
         before = [work.copy() for work in works]
         for rank, plan in enumerate(plans):
@@ -43,7 +47,7 @@ def test_the_algorithms_of_long_vectors_have_rounds_for_what_lies_apart():
     for algorithm in ALGORITHMS["all_reduce"]:
         for size in range(2, 10):
             plan = compile_for_links(
-                build("all_reduce", algorithm, 0, size, count=1000), range(size)
+                build("all_reduce", algorithm, ScheduleArgs(0, size, count=1000)), range(size)
             )
             is_power = size & (size - 1) == 0
             if (algorithm, is_power) in (("halving", True), ("ring", True), ("ring", False)):

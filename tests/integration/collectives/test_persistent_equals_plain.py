@@ -9,7 +9,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.collectives.dispatch import uncacheable
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.programs import block_transfer
+from syncvar.runtime import block_transfer
 from syncvar.testing import run_ranks
 from tests.support.harness import everywhere
 from tests.support.rank_scripts.random_collectives import PREPARED, Rank, fill_the_shm, register_ops

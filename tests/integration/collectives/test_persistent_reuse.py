@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar._native import why_not_native
+from syncvar._native import missing_reason
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
+from syncvar.runtime import persistent_reduce, persistent_transfer
 from syncvar.runtime.communicator import Communicator
-from syncvar.runtime.persistent import persistent_reduce, persistent_transfer
 from syncvar.testing import run_ranks
 from syncvar.variables import deferral_tuner
 from syncvar.variables.registry import VariableRegistry
@@ -506,7 +506,7 @@ def test_a_prepared_read_is_sealed_and_of_its_moment(kernel):
         2, fn, shared=True, config=RuntimeConfig(call_runner=kernel, collective_timeout_s=30.0)
     )
     assert found[0] == found[1]
-    assert ("Read" in found[0]) == (kernel == "auto" and not why_not_native())
+    assert ("Read" in found[0]) == (kernel == "auto" and not missing_reason())
 
 
 @pytest.mark.parametrize("kernel", ["auto", "python"])
@@ -534,7 +534,7 @@ def test_a_prepared_read_of_all_copies_is_one_only_where_it_has_to_be(kernel):
     found = everywhere(
         2, fn, shared=True, config=RuntimeConfig(call_runner=kernel, collective_timeout_s=30.0)
     )
-    assert (found[0] == "Read") == (kernel == "auto" and not why_not_native())
+    assert (found[0] == "Read") == (kernel == "auto" and not missing_reason())
 
 
 @pytest.mark.parametrize("kernel", ["auto", "python"])

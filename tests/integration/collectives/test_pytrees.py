@@ -9,9 +9,9 @@ from test_persistent_equals_plain import CONFIG, LAYOUTS
 
 import syncvar as sv
 from syncvar.collectives.groups import communicator_of
+from syncvar.runtime import shm_reduce
+from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.communicator import Communicator
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.programs import shm_reduce
 from tests.support.harness import everywhere
 from tests.support.rank_scripts.pytree_calls import (
     KINDS,
@@ -125,7 +125,7 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
     calls = []
     plain = shm_reduce.reduce_shared
     monkeypatch.setattr(
-        "syncvar.runtime.persistent.mixed_dtypes.reduce_shared",
+        "syncvar.runtime.persistent_mixed_dtypes.reduce_shared",
         lambda *given: calls.append(given) or plain(*given),
     )
     general = Communicator.perform
@@ -260,7 +260,7 @@ def test_arrays_of_the_shm_are_reduced_in_c_where_they_lie(monkeypatch, where):
     calls = []
     plain = shm_reduce.reduce_shared
     monkeypatch.setattr(
-        "syncvar.runtime.persistent.persistent_reduce.reduce_shared",
+        "syncvar.runtime.persistent_reduce.reduce_shared",
         lambda *given: calls.append(given) or plain(*given),
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar._native import why_not_native
+from syncvar._native import missing_reason
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator
@@ -16,7 +16,7 @@ CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
 LAYOUTS = {
     **(
         {}
-        if why_not_native()
+        if missing_reason()
         else {"c": {"shared": True, "config": CONFIG.replaced(call_runner="c")}}
     ),
     "python": {"shared": True, "config": CONFIG.replaced(call_runner="python")},

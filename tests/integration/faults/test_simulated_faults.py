@@ -9,7 +9,7 @@ import pytest
 import syncvar as sv
 from syncvar.core.errors import DeadlineExceeded, PeerLost, TransportError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.in_memory import MemoryNetwork, MemoryTransport
 from tests.support.harness import covering
@@ -33,8 +33,10 @@ def survivors(seed, disturbance):
             draw.shuffle(targets)
             for peer in targets:
                 if draw.random() < 0.3:
-                    transports[rank].send(peer, pack_header(FrameType.CREDIT, rank, 0, 0, nbytes=1))
-                transports[rank].send(peer, pack_header(FrameType.DATA, rank, 0, 0, number))
+                    transports[rank].send(
+                        peer, Header(FrameType.CREDIT, rank, 0, 0, nbytes=1).pack()
+                    )
+                transports[rank].send(peer, Header(FrameType.DATA, rank, 0, 0, number).pack())
 
     threads = [threading.Thread(target=send, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:

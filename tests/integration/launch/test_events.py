@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.job.event_log import EventLog
+from syncvar_launcher.job.job_files import EventLog
 from tests.support.launching import await_true
 
 FIELDS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from syncvar_launcher.options.usable_cores import core_count
+from syncvar_launcher.options.option_table import core_count
 from tests.support.paths import PROFILE
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -24,7 +24,7 @@ import os, signal, sys, time
 import numpy as np
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.runtime.gil_contention import gil_monitor
+from syncvar.runtime.arithmetic import gil_monitor
 try:
     sv.init()
     total = sv.all_reduce(np.arange(3.0))

@@ -114,7 +114,7 @@ def test_workers_draw_different_numbers(launch, tmp_path):
 CARRIED = """
 import importlib.util, os, sys, threading
 
-before = [name for name in sys.modules if name.startswith(("numpy", "zmq", "syncvar.collectives", "syncvar.runtime", "syncvar.runtime.programs", "syncvar.bootstrap.process", "syncvar._native"))]
+before = [name for name in sys.modules if name.startswith(("numpy", "zmq", "syncvar.collectives", "syncvar.runtime", "syncvar.bootstrap.process", "syncvar._native"))]
 os.environ.update(OPENBLAS_NUM_THREADS=sys.argv[1], OMP_NUM_THREADS="7")
 asked = importlib.util.find_spec("numpy")
 del os.environ["GOTO_NUM_THREADS"]
@@ -345,7 +345,7 @@ def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_l
     await_true(ready.exists, what="a server that imports")
     await_true(
         lambda: any(
-            "cleanup_process.py" in words for words in nothing_left_behind.own_processes().values()
+            "process_sessions.py" in words for words in nothing_left_behind.own_processes().values()
         ),
         what="a guardian",
     )

@@ -10,10 +10,10 @@ import pytest
 import syncvar as sv
 from syncvar._native.constants import EntryForm
 from syncvar.bootstrap.process import current
-from syncvar.collectives.pair_calls import line_of
+from syncvar.collectives.pair_calls import channel_of
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.p2p.channel import NOT_YET
+from syncvar.runtime.p2p_channel import NOT_YET
 from syncvar.shm import message_ring
 from syncvar.shm.message_ring import RingTable, array_code
 from syncvar.testing import run_ranks
@@ -34,7 +34,7 @@ def ways(what="send"):
     return {
         event.path
         for event in current().recorder.events()
-        if event.what.startswith(what) and event.state == "done"
+        if event.label.startswith(what) and event.state == "done"
     }
 
 
@@ -222,7 +222,7 @@ def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_cha
         return len(ways()), next(
             event.path
             for event in reversed(current().recorder.events())
-            if event.what.startswith("send")
+            if event.label.startswith("send")
         )
 
     assert everywhere(2, fn, shared=True, config=SOON) == [(2, "shm message")] * 2
@@ -297,7 +297,11 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
             if sv.rank() == 1:
                 sv.send(np.full(8000, number), other)
         post = current().post
-        return ways(), post.outward(other).box().ring_bytes, post.inward(other)._ring.ring_bytes
+        return (
+            ways(),
+            post.outward(other).ring_writer().ring_bytes,
+            post.inward(other)._ring.ring_bytes,
+        )
 
     assert everywhere(2, fn, shared=True, config=CHECKED) == [
         ({"shm message"}, SHORT, message_ring.RING_BYTES),
@@ -336,7 +340,7 @@ def test_a_cycle_of_long_messages_gets_a_verdict_and_the_pair_goes_on(config):
         return [
             str(event.path)
             for event in current().recorder.events()
-            if event.what.startswith("send")
+            if event.label.startswith("send")
         ][-1]
 
     assert everywhere(3, fn, shared=True, config=config) == ["shm message"] * 3
@@ -440,7 +444,7 @@ def test_a_message_is_kept_whose_receive_another_thread_begins_while_it_is_looke
             for tag in (1, 2):
                 sv.send(np.full(100, tag), 1, tag=tag)
             return
-        other = line_of(current().world, 0, 1, 1)
+        other = channel_of(current().world, 0, 1, 1)
         inward, following = other.end, other.end._following
 
         def begun_by_another_thread(stream):
@@ -461,7 +465,7 @@ def test_a_message_goes_over_a_link_while_its_own_thread_has_the_box():
     """As in a signal's handler that comes while a long message waits."""
 
     def fn():
-        line = line_of(current().world, 0, 1, 1)
+        line = channel_of(current().world, 0, 1, 1)
         for turn in range(20):
             if sv.rank() == 1:
                 assert (sv.recv(0, tag=1) == turn).all()
@@ -482,7 +486,7 @@ def test_what_has_come_of_a_failed_receive_is_dropped_by_whoever_has_the_box_nex
                 sv.send(np.full(100, tag), 1, tag=tag)
             sv.barrier()
             return None
-        lost = line_of(current().world, 0, 1, 1)
+        lost = channel_of(current().world, 0, 1, 1)
         inward, key = lost.end, (lost.stream.identity, 0)
         assert (sv.recv(0, tag=2) == 2).all()
         with inward.lock:

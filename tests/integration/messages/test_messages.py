@@ -115,7 +115,7 @@ def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
 LATE = """
 import numpy as np
 import probe, syncvar as sv
-from syncvar.runtime.p2p.channel import P2PChannel
+from syncvar.runtime.p2p_channel import P2PChannel
 
 handed = []
 def go_on(*arguments, through=P2PChannel._go_on):

@@ -16,8 +16,8 @@ import syncvar as sv
 from syncvar._native import run as native_run
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.programs import program_runner
-from syncvar.runtime.programs.shm_reduce import is_direct
+from syncvar.runtime import program_runner
+from syncvar.runtime.shm_reduce import is_direct
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)

@@ -13,7 +13,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.gil_contention import GilMonitor
+from syncvar.runtime.arithmetic import GilMonitor
 from syncvar.testing import run_ranks
 from tests.support.harness import caught
 

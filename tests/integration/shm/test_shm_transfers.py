@@ -9,8 +9,8 @@ import syncvar as sv
 from syncvar._native.constants import PEER_ENDED, UNREAD
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.programs import block_transfer, program_runner
-from syncvar.runtime.programs.buffer_location import ADDRESS
+from syncvar.runtime import block_transfer, program_runner
+from syncvar.runtime.program_runner import ADDRESS
 from syncvar.shm.channel_table import ProcessReader
 from syncvar.testing import run_ranks
 from tests.support.harness import covering, everywhere

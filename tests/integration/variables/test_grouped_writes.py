@@ -8,7 +8,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
-from syncvar.runtime.programs.compile_reduce import pieces
+from syncvar.runtime.compile_reduce import pieces
 from syncvar.testing import run_ranks
 from tests.support.harness import covering
 

@@ -20,7 +20,7 @@ import zmq
 
 import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.protocol.control_messages import pack_message
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import PROTOCOL_VERSION, FrameType, Header
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_control import control_identity
 from syncvar.transports.zeromq_sockets import job_nonce
@@ -86,7 +86,7 @@ class Stranger:
         if keys is not None:
             keys(one)
         one.connect(f"tcp://{target}")
-        about = {"protocol": 1, "byte_order": "little"}
+        about = {"protocol": PROTOCOL_VERSION, "byte_order": "little"}
         join = pack_message(
             "join",
             rank=rank,
@@ -103,7 +103,7 @@ class Stranger:
             one.send(
                 join
                 if is_meeting
-                else pack_header(FrameType.DATA, rank, generation, 0, 3, nbytes=8) + bytes(8),
+                else Header(FrameType.DATA, rank, generation, 0, 3, nbytes=8).pack() + bytes(8),
                 zmq.NOBLOCK,
             )
         return one

@@ -48,10 +48,10 @@ def dtype_of(name):
 
 def limits(size):
     """Return the lengths in bytes at which a call goes another way, as the code has them."""
-    from syncvar.runtime import gil_contention as crowd
-    from syncvar.runtime.programs import arithmetic
-    from syncvar.runtime.programs import block_transfer as shared_moves
-    from syncvar.runtime.programs import shm_reduce as shared_reduce
+    from syncvar.runtime import arithmetic
+    from syncvar.runtime import arithmetic as crowd
+    from syncvar.runtime import block_transfer as shared_moves
+    from syncvar.runtime import shm_reduce as shared_reduce
     from syncvar.shm import channel_table
 
     segment, small = shared_reduce.SEGMENT_BYTES, channel_table.SMALL_BYTES

@@ -3,6 +3,7 @@
 import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build, build_all, unsuited
+from syncvar.algorithms.schedule import ScheduleArgs
 from syncvar.algorithms.selection import choose, parse_forced
 from syncvar.cli.plan_cost import predicted_seconds
 from syncvar.core.errors import ConfigError
@@ -161,7 +162,7 @@ def test_a_demand_cannot_contradict_reproducibility():
 def test_an_unknown_algorithm_is_answered_with_the_nearest_name_and_the_list():
     for call in (
         lambda: choose("all_reduce", 8, 3, forced="rign"),
-        lambda: build("all_reduce", "rign", 0, 3),
+        lambda: build("all_reduce", "rign", ScheduleArgs(0, 3)),
     ):
         with pytest.raises(ConfigError) as caught:
             call()
@@ -171,7 +172,10 @@ def test_an_unknown_algorithm_is_answered_with_the_nearest_name_and_the_list():
 
 
 def test_an_unknown_collective_is_answered_with_the_nearest_name_and_the_list():
-    for call in (lambda: choose("allreduce", 8, 3), lambda: build("allreduce", "ring", 0, 3)):
+    for call in (
+        lambda: choose("allreduce", 8, 3),
+        lambda: build("allreduce", "ring", ScheduleArgs(0, 3)),
+    ):
         with pytest.raises(
             ConfigError, match=r"no collective 'allreduce' \(did you mean all_reduce\?\)"
         ) as caught:
@@ -192,28 +196,28 @@ def test_an_unknown_collective_is_answered_with_the_nearest_name_and_the_list():
 )
 def test_arguments_out_of_range_are_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
-        build("all_reduce", "ring", **arguments)
+        build("all_reduce", "ring", ScheduleArgs(**arguments))
 
 
 def test_an_all_gather_takes_one_count_per_rank():
     with pytest.raises(ConfigError, match="cannot take 2 counts"):
-        build("all_gather", "ring", 0, 3, counts=[1, 2])
+        build("all_gather", "ring", ScheduleArgs(0, 3, counts=[1, 2]))
     with pytest.raises(ConfigError, match="a count is negative: -2"):
-        build("all_gather", "ring", 0, 2, counts=[1, -2])
+        build("all_gather", "ring", ScheduleArgs(0, 2, counts=[1, -2]))
 
 
 def test_dissemination_refuses_uneven_blocks():
     with pytest.raises(
         ConfigError, match="all_gather by 'dissemination' needs blocks of equal count"
     ):
-        build("all_gather", "dissemination", 0, 2, counts=[1, 2])
-    assert build("all_gather", "dissemination", 0, 2, counts=[2, 2]) == build(
-        "all_gather", "dissemination", 0, 2, count=2
+        build("all_gather", "dissemination", ScheduleArgs(0, 2, counts=[1, 2]))
+    assert build("all_gather", "dissemination", ScheduleArgs(0, 2, counts=[2, 2])) == build(
+        "all_gather", "dissemination", ScheduleArgs(0, 2, count=2)
     )
 
 
 def test_a_plan_says_what_it_is():
-    plan = build("all_gather", "ring", 1, 3, counts=[1, 2, 3])
+    plan = build("all_gather", "ring", ScheduleArgs(1, 3, counts=[1, 2, 3]))
     assert (plan.collective, plan.algorithm, plan.rank, plan.world_size) == (
         "all_gather",
         "ring",
@@ -221,12 +225,12 @@ def test_a_plan_says_what_it_is():
         3,
     )
     assert (plan.work_count, plan.scratch_count) == (6, 0)
-    assert build("barrier", "dissemination", 0, 2, count=9).work_count == 0
+    assert build("barrier", "dissemination", ScheduleArgs(0, 2, count=9)).work_count == 0
 
 
 def test_scratch_reaches_as_far_as_the_chunks():
-    assert build("all_reduce", "direct", 0, 3, count=4).scratch_count == 12
-    assert build("all_reduce", "reproducible", 1, 3, count=6).scratch_count == 4
+    assert build("all_reduce", "direct", ScheduleArgs(0, 3, count=4)).scratch_count == 12
+    assert build("all_reduce", "reproducible", ScheduleArgs(1, 3, count=6)).scratch_count == 4
 
 
 def test_building_is_a_pure_function():
@@ -237,7 +241,7 @@ def test_building_is_a_pure_function():
 
 def test_an_all_gather_by_doubling_refuses_other_numbers_than_powers_of_two():
     with pytest.raises(ConfigError, match="needs a power of two of ranks, not 3"):
-        build("all_gather", "doubling", 0, 3, count=1)
+        build("all_gather", "doubling", ScheduleArgs(0, 3, count=1))
     with pytest.raises(ConfigError, match="needs a power of two of ranks, not 6"):
         choose("all_gather", 8, 6, forced="doubling")
 
@@ -245,16 +249,16 @@ def test_an_all_gather_by_doubling_refuses_other_numbers_than_powers_of_two():
 @pytest.mark.parametrize("matrix", [[[1, 2]], [[1, 2], [3]], [[1, 2, 3]] * 3])
 def test_a_matrix_has_a_row_and_a_column_per_rank(matrix):
     with pytest.raises(ConfigError, match="cannot take a matrix"):
-        build("all_to_all", "direct", 0, 2, matrix=matrix)
+        build("all_to_all", "direct", ScheduleArgs(0, 2, matrix=matrix))
 
 
 def test_only_an_all_to_all_takes_a_matrix():
     with pytest.raises(ConfigError, match="all_reduce on 1 ranks cannot take a matrix"):
-        build("all_reduce", "ring", 0, 1, matrix=[[1]])
+        build("all_reduce", "ring", ScheduleArgs(0, 1, matrix=[[1]]))
     with pytest.raises(ConfigError, match="a count is negative: -4"):
-        build("all_to_all", "direct", 0, 2, matrix=[[1, 2], [-4, 2]])
+        build("all_to_all", "direct", ScheduleArgs(0, 2, matrix=[[1, 2], [-4, 2]]))
     with pytest.raises(ConfigError, match="'bruck' needs blocks of equal count"):
-        build("all_to_all", "bruck", 0, 2, matrix=[[1, 2], [1, 1]])
+        build("all_to_all", "bruck", ScheduleArgs(0, 2, matrix=[[1, 2], [1, 1]]))
 
 
 def test_the_work_of_an_all_to_all_has_what_goes_and_what_comes():

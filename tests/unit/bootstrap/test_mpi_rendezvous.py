@@ -117,18 +117,20 @@ class _Links(Transport):
 def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
     """The launcher may tell it on the new channel: that rank 1 leaves, or what became of a call, of the generation before."""
     roll = pack_message(
-        "roll",
+        "members",
         generation=1,
         addresses={0: "a", 1: "b"},
         hosts={},
-        places={0: 0, 1: 0},
+        host_indices={0: 0, 1: 0},
         without_shm={},
     )
-    verdict = pack_message("verdict", group=0, call=1, last_call=1, text="", table={}, waits=False)
+    verdict = pack_message(
+        "decision", group=0, call=1, last_call=1, text="", table={}, has_waiting_ranks=False
+    )
     rank = RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")
     links, channel = (
         _Links(),
-        _Channel(pack_message("left", rank=1, entered={}, skipped=[]), verdict, roll),
+        _Channel(pack_message("leave_notice", rank=1, entered={}, skipped=[]), verdict, roll),
     )
     join_handshake(rank, RuntimeConfig(), links, channel, 1, "")
     assert links.opened == ({0: "a", 1: "b"}, 1)

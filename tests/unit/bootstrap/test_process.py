@@ -24,8 +24,8 @@ from syncvar.core.errors import (
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.active_requests import StartedCalls
+from syncvar.runtime.call_record import CallInfo, PendingRecord
 from syncvar.runtime.communicator import CollectiveSpec, Communicator
-from syncvar.runtime.flight_recorder.call_record import CallInfo, PendingRecord
 from syncvar.runtime.progress import ProgressEngine
 from syncvar.runtime.request import Request, Stage
 from syncvar.testing import Faults, run_ranks
@@ -73,10 +73,13 @@ class Pair:
 def barrier_operation(engine, call):
     from syncvar.algorithms.builders import build
     from syncvar.algorithms.compile_schedule import compile_for_links
+    from syncvar.algorithms.schedule import ScheduleArgs
 
     def body():
         yield Stage(
-            compile_for_links(build("barrier", "dissemination", engine.rank, 2), (0, 1)),
+            compile_for_links(
+                build("barrier", "dissemination", ScheduleArgs(engine.rank, 2)), (0, 1)
+            ),
             np.empty(0, np.uint8),
         )
         return call
@@ -165,7 +168,7 @@ TINY = RuntimeConfig(window_bytes=8192, segment_bytes=1024, collective_timeout_s
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_large_arrays_pass_a_tiny_window_which_is_never_exceeded(world_size, monkeypatch):
-    from syncvar.runtime.links.flow_control import Flow
+    from syncvar.runtime.link_exchange import Flow
 
     most = []
     send = Flow._send
@@ -467,11 +470,11 @@ def test_a_loss_is_told_to_the_launcher_once():
         engine = current().engine
         sv.barrier()
         error = caught(sv.barrier)
-        tell, engine.tell = engine.tell, lambda kind, **_: said.append(kind)
+        tell, engine.send_control = engine.send_control, lambda kind, **_: said.append(kind)
         with engine.lock:
             for number in range(3):
                 engine.timers(time.monotonic() + number)
-        engine.tell = tell
+        engine.send_control = tell
         return error
 
     run_ranks(2, fn, config=SOON, faults=Faults(cut=(0, 1, 1)))

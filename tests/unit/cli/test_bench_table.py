@@ -22,7 +22,7 @@ from syncvar.cli.bench_table import (
 from syncvar.cli.collective_registry import COLLECTIVES
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds
 from syncvar.core.errors import ConfigError
-from syncvar.runtime.flight_recorder.call_stats import BUS_FACTORS
+from syncvar.runtime.call_record import BUS_FACTORS
 
 
 def chosen(*arguments):

@@ -25,7 +25,7 @@ from syncvar.cli.selftest_inputs import (
 )
 from syncvar.cli.selftest_options import SelfTestResult, outcome_lines
 from syncvar.core.reduce_ops import OPS
-from syncvar.runtime.flight_recorder.call_stats import BUS_FACTORS
+from syncvar.runtime.call_record import BUS_FACTORS
 from tests.support.paths import REPOSITORY
 
 

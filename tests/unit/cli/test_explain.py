@@ -14,8 +14,8 @@ from syncvar.cli.record_files import as_record, calls_of, load
 from syncvar.cli.trace import merge_records, unaligned_hosts
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import SERVER_0
-from syncvar.runtime.flight_recorder.call_record import Event
-from syncvar.runtime.flight_recorder.recorder import FORMAT, record_name
+from syncvar.runtime.call_record import COLUMNS, Event
+from syncvar.runtime.recorder import FORMAT, record_name
 from tests.support.paths import GOLDEN
 
 PACKAGE = str(Path(syncvar.__file__).parent)
@@ -68,7 +68,7 @@ def data(rank, events, *, world=3, groups=None, reason="", boot="b", **changes):
             for group, members in ({0: list(range(world))} | (groups or {})).items()
         },
         "threads": {"1": {"name": "MainThread", "site": f"train.py:{10 + rank} in main"}},
-        "columns": list(Event._fields),
+        "columns": list(COLUMNS),
         "events": [list(event) for event in events],
     } | changes
 

@@ -22,35 +22,41 @@ GOOD = {
         "host": "h",
         "about": {"protocol": 1, "byte_order": "little"},
     },
-    "report": {
+    "wait_report": {
         "group": (1 << 64) - 1,
         "members": [0, 1],
         "call": 7,
         "ordinal": 3,
         "fingerprint": (1 << 64) - 1,
-        "what": "w",
+        "description": "w",
         "site": "s",
         "awaiting": [1],
         "waited_s": 0.5,
         "mismatch": False,
-        "may_move": True,
+        "has_active_threads": True,
         "entered": {0: 7, (1 << 64) - 1: 3},
     },
-    "resumed": {"group": 0, "call": 1},
-    "poison": {"group": 0, "members": [0, 1], "call": 1, "what": "w", "reason": "r"},
-    "left_run": {"group": 0, "members": [0, 1], "call": 1, "epoch_end": 9, "reason": "r"},
-    "broke": {"kind_of_break": "deadline", "reason": "r", "group": 0, "call": 1, "missing": [1]},
-    "leaving": {
+    "wait_end": {"group": 0, "call": 1},
+    "reject_call": {"group": 0, "members": [0, 1], "call": 1, "description": "w", "reason": "r"},
+    "abort_step": {"group": 0, "members": [0, 1], "call": 1, "last_call": 9, "reason": "r"},
+    "group_failure": {
+        "failure_kind": "deadline",
+        "reason": "r",
+        "group": 0,
+        "call": 1,
+        "missing": [1],
+    },
+    "leave": {
         "entered": {0: 4},
         "skipped": [0, 4, 9],
         "sent": [7, 1, 6, 2],
         "sites": {7: "a.py:1"},
     },
-    "roll": {
+    "members": {
         "generation": 0,
         "addresses": {0: "a", 1: "b"},
         "hosts": {0: "h", 1: "h"},
-        "places": {0: 0, 1: 0},
+        "host_indices": {0: 0, 1: 0},
         "without_shm": {1: "no memfd"},
     },
     "refused": {"error": "RendezvousError", "reason": "r", "missing": []},
@@ -58,19 +64,19 @@ GOOD = {
         "rank": 1,
         "host": "h",
         "reason": "signal 9",
-        "kind_of_break": "lost",
+        "failure_kind": "lost",
         "group": -1,
         "call": -1,
         "missing": [],
     },
-    "left": {"rank": 1, "entered": {0: 4}, "skipped": [0, 4, 9]},
-    "verdict": {
+    "leave_notice": {"rank": 1, "entered": {0: 4}, "skipped": [0, 4, 9]},
+    "decision": {
         "group": 0,
         "call": 1,
         "last_call": 2,
         "text": "t",
         "table": {0: "what", 1: "else"},
-        "waits": True,
+        "has_waiting_ranks": True,
     },
 }
 FIELDS = [(kind, field) for kind, fields in GOOD.items() for field in fields]
@@ -128,17 +134,17 @@ def test_a_field_of_another_type_is_refused():
 @pytest.mark.parametrize(
     ("kind", "field", "wrong"),
     [
-        ("report", "members", ["0"]),
-        ("report", "awaiting", [0.5]),
-        ("report", "awaiting", [True]),
-        ("report", "entered", {0: "7"}),
-        ("report", "entered", {"0": 7}),
-        ("report", "waited_s", float("nan")),
-        ("leaving", "entered", {0: None}),
-        ("poison", "members", [[0]]),
-        ("roll", "addresses", {0: 5}),
-        ("roll", "hosts", {"0": "h"}),
-        ("verdict", "table", {0: 5}),
+        ("wait_report", "members", ["0"]),
+        ("wait_report", "awaiting", [0.5]),
+        ("wait_report", "awaiting", [True]),
+        ("wait_report", "entered", {0: "7"}),
+        ("wait_report", "entered", {"0": 7}),
+        ("wait_report", "waited_s", float("nan")),
+        ("leave", "entered", {0: None}),
+        ("reject_call", "members", [[0]]),
+        ("members", "addresses", {0: 5}),
+        ("members", "hosts", {"0": "h"}),
+        ("decision", "table", {0: 5}),
         ("abort", "missing", ["1"]),
         ("join", "rank", "0"),
     ],
@@ -168,13 +174,13 @@ def test_what_is_no_map_of_a_known_kind_is_refused(data):
 @pytest.mark.parametrize("extra", [b"\x00", b"\xc1", b"\xa4kind"])
 def test_bytes_after_a_message_are_refused(extra):
     with pytest.raises(WireError):
-        parse_message(pack_message("resumed", group=0, call=1) + extra)
+        parse_message(pack_message("wait_end", group=0, call=1) + extra)
 
 
 @pytest.mark.parametrize("code", [-1, 0, 5, 127])
 @pytest.mark.parametrize("length", [0, 1, 4, 8, 12])
 def test_extension_types_are_refused(code, length):
-    data = pack_message("resumed", group=0, call=1)
+    data = pack_message("wait_end", group=0, call=1)
     extension = b"\xc7" + bytes([length, code & 0xFF]) + bytes(length)
     with pytest.raises(WireError):
         parse_message(b"\x84" + data[1:] + b"\xa4more" + extension)
@@ -187,7 +193,7 @@ def test_a_message_may_be_as_long_as_the_limit_and_no_longer():
 
 def test_deep_nesting_is_refused():
     for depth in (9, 100, 500, 5000, 100_000):
-        data = pack_message("resumed", group=0, call=1)
+        data = pack_message("wait_end", group=0, call=1)
         deep = b"\x84" + data[1:] + b"\xa1x" + b"\x91" * depth + b"\xc0"
         with pytest.raises(WireError):
             parse_message(deep)
@@ -205,7 +211,7 @@ def test_deep_nesting_is_refused():
     ],
 )
 def test_claims_of_great_length_are_refused_without_memory(body):
-    data = b"\x84" + pack_message("resumed", group=0, call=1)[1:] + b"\xa1x" + body
+    data = b"\x84" + pack_message("wait_end", group=0, call=1)[1:] + b"\xa1x" + body
     tracemalloc.start()
     try:
         with pytest.raises(WireError):

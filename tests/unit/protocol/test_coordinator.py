@@ -12,6 +12,7 @@ from syncvar.protocol.coordinator import (
     ShowMessage,
     Unresponsive,
 )
+from syncvar.protocol.frame import PROTOCOL_VERSION
 
 CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, missing_report_s=5.0, stall_warning_s=10.0)
 
@@ -21,7 +22,7 @@ def made(world_size=3):
 
 
 def join(coordinator, rank, now=0.0, generation=0, job="j", **about):
-    fields = {"protocol": 1, "byte_order": "little"} | about
+    fields = {"protocol": PROTOCOL_VERSION, "byte_order": "little"} | about
     message = pack_message(
         "join",
         rank=rank,
@@ -62,12 +63,12 @@ def report(**more):
         "call": 4,
         "ordinal": 4,
         "fingerprint": 1,
-        "what": "barrier",
+        "description": "barrier",
         "site": "a.py:1",
         "awaiting": [1],
         "waited_s": 0.1,
         "mismatch": False,
-        "may_move": False,
+        "has_active_threads": False,
         "entered": {0: 4},
     } | more
 
@@ -85,7 +86,7 @@ def test_everybody_gets_the_roll_when_the_last_has_joined():
     refused, actions = join(coordinator, 0, 3.0)
     assert refused == ""
     messages = told(actions)
-    assert kinds(messages) == {0: ["roll"], 1: ["roll"]}
+    assert kinds(messages) == {0: ["members"], 1: ["members"]}
     assert messages[0][0]["addresses"] == {0: "a0", 1: "a1"}
     assert messages[0][0]["hosts"] == {0: "box", 1: "box"}
 
@@ -111,15 +112,29 @@ def test_ranks_that_cannot_work_together_are_all_refused():
     coordinator = made()
     join(coordinator, 0)
     join(coordinator, 2, protocol=9)
-    assert not coordinator.roll.failed, "the table is to be whole"
+    assert not coordinator.handshake.failed, "the table is to be whole"
     refused, actions = join(coordinator, 1)
     messages = told(actions)
     assert refused == ""
     assert kinds(messages) == {rank: ["refused"] for rank in range(3)}
     assert {messages[rank][0]["error"] for rank in range(3)} == {"HandshakeError"}
-    assert "  protocol: 1 (ranks 0, 1), 9 (rank 2)" in messages[2][0]["reason"].splitlines()
-    assert not coordinator.roll.is_complete
+    assert (
+        f"  protocol: {PROTOCOL_VERSION} (ranks 0, 1), 9 (rank 2)"
+        in messages[2][0]["reason"].splitlines()
+    )
+    assert not coordinator.handshake.is_complete
     assert join(coordinator, 0)[0].startswith("the ranks differ"), "and whoever comes again"
+
+
+def test_ranks_that_all_have_another_protocol_than_the_launcher_are_refused():
+    coordinator = made(2)
+    join(coordinator, 0, protocol=1)
+    messages = told(join(coordinator, 1, protocol=1)[1])
+    assert kinds(messages) == {rank: ["refused"] for rank in range(2)}
+    assert messages[0][0]["error"] == "HandshakeError"
+    assert messages[0][0]["reason"] == (
+        "ranks 0, 1 have protocol 1, and this process has 2: install the same syncvar everywhere"
+    )
 
 
 def test_what_ranks_had_better_have_alike_is_said_once():
@@ -130,8 +145,8 @@ def test_what_ranks_had_better_have_alike_is_said_once():
         "the ranks differ: NumPy '1.26' (rank 0), '2.1' (rank 1)"
     ]
     assert kinds(told(action for action in actions if isinstance(action, SendMessage))) == {
-        0: ["roll"],
-        1: ["roll"],
+        0: ["members"],
+        1: ["members"],
     }
     join(coordinator, 0, generation=1, numpy="1.26")
     assert not [
@@ -147,7 +162,7 @@ def test_after_a_restart_those_of_an_earlier_generation_are_refused(generation):
     refused, actions = join(coordinator, 0, generation=generation)
     assert refused == f"generation {generation} cannot be joined, 3 is in force"
     assert actions == []
-    assert coordinator.roll.members == coordinator.next_roll.members == {}
+    assert coordinator.handshake.members == coordinator.next_handshake.members == {}
     assert join(coordinator, 0, generation=3) == ("", [])
 
 
@@ -183,7 +198,7 @@ def test_a_rank_that_ended_badly_is_told_to_all_others_once():
 
 def test_a_rank_that_says_how_it_fails_is_told_to_all_others_once():
     coordinator = joined()
-    messages = say(coordinator, 1, "failed", reason="uncaught ValueError: no data")
+    messages = say(coordinator, 1, "process_failure", reason="uncaught ValueError: no data")
     assert sorted(messages) == [0, 2]
     assert all(
         one["kind"] == "abort" and one["rank"] == 1 for each in messages.values() for one in each
@@ -196,7 +211,7 @@ def test_a_rank_that_says_how_it_fails_is_told_to_all_others_once():
 
 def test_a_rank_that_waits_for_the_next_generation_hears_of_a_loss_too():
     coordinator = joined()
-    say(coordinator, 0, "leaving", entered={0: 4}, skipped=[], sent=[], sites={})
+    say(coordinator, 0, "leave", entered={0: 4}, skipped=[], sent=[], sites={})
     assert join(coordinator, 0, generation=1) == ("", [])
     messages = told(coordinator.ended(1, "signal 9", 1.0))
     assert kinds(messages) == {0: ["abort"], 2: ["abort"]}
@@ -204,25 +219,25 @@ def test_a_rank_that_waits_for_the_next_generation_hears_of_a_loss_too():
 
 def test_a_rank_that_leaves_is_told_to_those_who_have_not_left():
     coordinator = joined()
-    assert kinds(say(coordinator, 0, "leaving", entered={0: 4}, skipped=[], sent=[], sites={})) == {
-        1: ["left"],
-        2: ["left"],
+    assert kinds(say(coordinator, 0, "leave", entered={0: 4}, skipped=[], sent=[], sites={})) == {
+        1: ["leave_notice"],
+        2: ["leave_notice"],
     }
-    messages = say(coordinator, 1, "leaving", entered={0: 4, 9: 2}, skipped=[], sent=[], sites={})
-    assert kinds(messages) == {2: ["left"]}
+    messages = say(coordinator, 1, "leave", entered={0: 4, 9: 2}, skipped=[], sent=[], sites={})
+    assert kinds(messages) == {2: ["leave_notice"]}
     assert (messages[2][0]["rank"], messages[2][0]["entered"]) == (1, {0: 4, 9: 2})
     assert coordinator.position(1) == "finished"
 
 
 def test_the_next_generation_begins_when_all_have_left_and_joined_anew():
     coordinator = joined()
-    say(coordinator, 0, "report", **report())
+    say(coordinator, 0, "wait_report", **report())
     for rank in range(3):
-        say(coordinator, rank, "leaving", entered={0: 1}, skipped=[], sent=[], sites={})
+        say(coordinator, rank, "leave", entered={0: 1}, skipped=[], sent=[], sites={})
         refused, actions = join(coordinator, rank, generation=1)
         assert refused == ""
-        assert kinds(told(actions)) == ({} if rank < 2 else {one: ["roll"] for one in range(3)})
-    assert coordinator.roll.generation == 1
+        assert kinds(told(actions)) == ({} if rank < 2 else {one: ["members"] for one in range(3)})
+    assert coordinator.handshake.generation == 1
     assert coordinator.left == {}
     assert "generation 0 cannot be joined" in join(coordinator, 0, generation=0)[0]
     assert kinds(told(coordinator.ended(0, "x", 1.0))) == {1: ["abort"], 2: ["abort"]}
@@ -230,13 +245,13 @@ def test_the_next_generation_begins_when_all_have_left_and_joined_anew():
 
 def test_a_missed_deadline_is_told_to_the_others_with_its_call():
     fields = {
-        "kind_of_break": "deadline",
+        "failure_kind": "deadline",
         "reason": "gave up",
         "group": 5,
         "call": 7,
         "missing": [2],
     }
-    messages = say(joined(), 0, "broke", **fields)
+    messages = say(joined(), 0, "group_failure", **fields)
     assert kinds(messages) == {1: ["abort"], 2: ["abort"]}
     assert {name: messages[1][0][name] for name in fields} == fields
     assert messages[1][0]["rank"] == 0
@@ -244,13 +259,13 @@ def test_a_missed_deadline_is_told_to_the_others_with_its_call():
 
 def test_a_lost_link_accuses_the_lost_and_not_the_messenger():
     fields = {
-        "kind_of_break": "lost",
+        "failure_kind": "lost",
         "reason": "it closed the connection",
         "group": -1,
         "call": -1,
         "missing": [2],
     }
-    messages = say(joined(4), 0, "broke", **fields)
+    messages = say(joined(4), 0, "group_failure", **fields)
     assert kinds(messages) == {1: ["abort"], 3: ["abort"]}
     assert messages[1][0]["rank"] == 2
 
@@ -260,43 +275,49 @@ def test_a_lost_link_accuses_the_lost_and_not_the_messenger():
 
 def test_ranks_at_one_call_with_different_fingerprints_all_get_the_verdict():
     coordinator = joined()
-    assert say(coordinator, 0, "report", **report()) == {}
-    assert say(coordinator, 1, "report", **report(fingerprint=2, what="all_reduce")) == {}
-    messages = say(coordinator, 2, "report", **report())
-    assert kinds(messages) == {rank: ["verdict"] for rank in range(3)}
+    assert say(coordinator, 0, "wait_report", **report()) == {}
+    assert (
+        say(coordinator, 1, "wait_report", **report(fingerprint=2, description="all_reduce")) == {}
+    )
+    messages = say(coordinator, 2, "wait_report", **report())
+    assert kinds(messages) == {rank: ["decision"] for rank in range(3)}
     assert messages[0][0]["table"][1].startswith("all_reduce (call 4) at a.py:1")
     assert coordinator.tick(99.0) == []
 
 
 def test_a_cycle_over_two_groups_is_told_to_the_members_of_both():
     coordinator = joined()
-    assert say(coordinator, 0, "report", **report(group=8, members=[0, 1], entered={8: 4})) == {}
-    messages = say(coordinator, 1, "report", **report(group=9, members=[0, 1], entered={9: 4}))
-    assert kinds(messages) == {0: ["verdict"] * 2, 1: ["verdict"] * 2}
+    assert (
+        say(coordinator, 0, "wait_report", **report(group=8, members=[0, 1], entered={8: 4})) == {}
+    )
+    messages = say(coordinator, 1, "wait_report", **report(group=9, members=[0, 1], entered={9: 4}))
+    assert kinds(messages) == {0: ["decision"] * 2, 1: ["decision"] * 2}
     assert all("deadlock" in one["text"] for one in messages[0])
 
 
 def test_a_rank_that_goes_on_takes_its_report_back():
     coordinator = joined()
-    say(coordinator, 0, "report", **report(group=8, members=[0, 1], entered={8: 4}))
-    say(coordinator, 0, "resumed", group=8, call=4)
-    assert say(coordinator, 1, "report", **report(group=9, members=[0, 1], entered={9: 4})) == {}
+    say(coordinator, 0, "wait_report", **report(group=8, members=[0, 1], entered={8: 4}))
+    say(coordinator, 0, "wait_end", group=8, call=4)
+    assert (
+        say(coordinator, 1, "wait_report", **report(group=9, members=[0, 1], entered={9: 4})) == {}
+    )
     assert coordinator.position(0) == "not waiting in any call"
     assert coordinator.position(1).startswith("waiting in barrier (call 4)")
 
 
 def test_poison_is_told_to_the_members_with_what_the_others_do():
     coordinator = joined()
-    say(coordinator, 2, "report", **report(members=[0, 2]))
+    say(coordinator, 2, "wait_report", **report(members=[0, 2]))
     fields = {
         "group": 0,
         "members": [0, 2],
         "call": 4,
-        "what": "all_reduce",
+        "description": "all_reduce",
         "reason": "ConfigError: op",
     }
-    messages = say(coordinator, 0, "poison", **fields)
-    assert kinds(messages) == {2: ["verdict"]}
+    messages = say(coordinator, 0, "reject_call", **fields)
+    assert kinds(messages) == {2: ["decision"]}
     verdict = messages[2][0]
     assert (verdict["group"], verdict["call"], verdict["last_call"]) == (0, 4, 4)
     assert set(verdict["table"]) == {0, 2}
@@ -307,22 +328,22 @@ def test_a_left_block_dooms_the_calls_up_to_its_end():
     messages = say(
         joined(),
         1,
-        "left_run",
+        "abort_step",
         group=0,
         members=[0, 1, 2],
         call=6,
-        epoch_end=99,
+        last_call=99,
         reason="KeyError: 'x'",
     )
-    assert kinds(messages) == {0: ["verdict"], 2: ["verdict"]}
+    assert kinds(messages) == {0: ["decision"], 2: ["decision"]}
     assert (messages[0][0]["call"], messages[0][0]["last_call"]) == (7, 99)
     assert "KeyError" in messages[0][0]["text"]
 
 
 HERE = {
-    "last": "barrier (call 3)",
+    "last_call": "barrier (call 3)",
     "age_s": 11.6,
-    "is_over": True,
+    "is_finished": True,
     "stack": "in user code, a.py:9 < a.py:1",
 }
 WAITS = "rank 0 has been waiting {} s in barrier (call 4) at a.py:1: ranks 1, 2 have not entered it"
@@ -334,20 +355,20 @@ def sentences(actions):
 
 def test_a_stall_names_what_the_late_ranks_did_last_and_where_they_are():
     coordinator = joined()
-    say(coordinator, 0, "report", now=0.0, **report())
+    say(coordinator, 0, "wait_report", now=0.0, **report())
     assert coordinator.tick(9.8) == []
-    assert kinds(told(coordinator.tick(10.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
-    say(coordinator, 1, "here", now=10.1, **HERE)
+    assert kinds(told(coordinator.tick(10.0))) == {1: ["ping"], 2: ["ping"]}
+    say(coordinator, 1, "status", now=10.1, **HERE)
     assert coordinator.tick(10.1) == [], "the other one may answer yet"
-    say(coordinator, 2, "here", now=10.2, **HERE | {"last": "", "stack": ""})
+    say(coordinator, 2, "status", now=10.2, **HERE | {"last_call": "", "stack": ""})
     assert sentences(coordinator.tick(10.2)) == [
         WAITS.format(10)
         + "; rank 1: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1; rank 2: no call yet"
     ]
     assert coordinator.tick(50.0) == []
-    assert kinds(told(coordinator.tick(60.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
+    assert kinds(told(coordinator.tick(60.0))) == {1: ["ping"], 2: ["ping"]}
     for rank in (1, 2):
-        say(coordinator, rank, "here", now=60.0, **HERE | {"is_over": False, "age_s": 3.0})
+        say(coordinator, rank, "status", now=60.0, **HERE | {"is_finished": False, "age_s": 3.0})
     assert sentences(coordinator.tick(60.0)) == [
         WAITS.format(60)
         + "; ranks 1, 2: last call barrier (call 3), under way for 3 s, now in user code, a.py:9 < a.py:1"
@@ -356,26 +377,31 @@ def test_a_stall_names_what_the_late_ranks_did_last_and_where_they_are():
 
 def test_a_stall_is_said_after_10_60_and_300_seconds():
     coordinator = joined()
-    say(coordinator, 0, "report", now=0.0, **report())
+    say(coordinator, 0, "wait_report", now=0.0, **report())
     said = []
     for now in range(1000):
         for action in coordinator.tick(float(now)):
             if isinstance(action, SendMessage):
-                say(coordinator, action.rank, "here", now=float(now), **HERE)
+                say(coordinator, action.rank, "status", now=float(now), **HERE)
         said += [now] * len(sentences(coordinator.tick(float(now))))
     assert said == [10, 60, 300, 600, 900]
 
 
 def test_a_late_rank_that_reports_a_call_of_its_own_is_not_told_of_twice():
     coordinator = joined()
-    say(coordinator, 0, "report", now=0.0, **report())
+    say(coordinator, 0, "wait_report", now=0.0, **report())
     elsewhere = report(
-        group=7, members=[1, 2], what="gather", site="b.py:2", entered={7: 4}, may_move=True
+        group=7,
+        members=[1, 2],
+        description="gather",
+        site="b.py:2",
+        entered={7: 4},
+        has_active_threads=True,
     )
-    say(coordinator, 1, "report", now=0.0, **elsewhere)
+    say(coordinator, 1, "wait_report", now=0.0, **elsewhere)
     coordinator.tick(10.0)
     for rank in (1, 2):
-        say(coordinator, rank, "here", now=10.0, **HERE)
+        say(coordinator, rank, "status", now=10.0, **HERE)
     first, second = sentences(coordinator.tick(10.0))
     assert first.count("rank 1 ") == 1
     assert first.endswith(
@@ -386,9 +412,9 @@ def test_a_late_rank_that_reports_a_call_of_its_own_is_not_told_of_twice():
 
 def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
     coordinator = joined()
-    say(coordinator, 0, "report", now=0.0, **report())
-    assert kinds(told(coordinator.tick(10.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
-    say(coordinator, 2, "here", now=10.0, **HERE)
+    say(coordinator, 0, "wait_report", now=0.0, **report())
+    assert kinds(told(coordinator.tick(10.0))) == {1: ["ping"], 2: ["ping"]}
+    say(coordinator, 2, "status", now=10.0, **HERE)
     assert coordinator.tick(10.9) == []
     *said, record_silent = coordinator.tick(11.0)
     assert record_silent == Unresponsive(1, 1.0)
@@ -402,7 +428,7 @@ def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
         "not waiting in any call; it sleeps",
         "not waiting in any call",
     ]
-    say(coordinator, 1, "here", **HERE)
+    say(coordinator, 1, "status", **HERE)
     assert coordinator.position(1) == "not waiting in any call"
 
 
@@ -414,7 +440,7 @@ def test_a_rank_that_was_given_up_is_told_itself_and_one_that_ended_is_not():
     assert coordinator.fence_rank(1, "silent", 2.0) == []
 
 
-@pytest.mark.parametrize("kind", ["roll", "abort", "verdict", "left", "refused"])
+@pytest.mark.parametrize("kind", ["members", "abort", "decision", "leave_notice", "refused"])
 def test_a_worker_may_not_speak_for_the_launcher(kind):
     with pytest.raises(WireError, match="may not send"):
         joined().message(0, {"kind": kind}, 1.0)

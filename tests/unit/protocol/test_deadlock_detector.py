@@ -18,7 +18,7 @@ def report(
         "site": "a.py:1",
         "awaiting": (),
         "mismatch": False,
-        "may_move": False,
+        "has_active_threads": False,
     } | more
     return WaitReport(
         rank=rank,
@@ -100,7 +100,7 @@ def test_a_cycle_with_a_rank_that_has_not_reported_or_may_move_is_none(length, m
     reports = ring(length)
     assert find_deadlock([one for one in reports if one.rank != missing]) == []
     reports[missing] = report(
-        missing, 100 + missing, (missing, (missing + 1) % length), may_move=True
+        missing, 100 + missing, (missing, (missing + 1) % length), has_active_threads=True
     )
     assert find_deadlock(reports) == []
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
-from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header, pack_header, parse_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header, parse_header
 
 U32 = st.integers(0, (1 << 32) - 1)
 U64 = st.integers(0, (1 << 64) - 1)
@@ -24,13 +24,13 @@ headers = st.builds(
     st.integers(0, 1 << 40),
 )
 many = settings(max_examples=400, deadline=None, derandomize=True)
-SAMPLE = pack_header(FrameType.DATA, 3, 1, 99, 12345, 6, 7, 0xDEADBEEF, 4096)
+SAMPLE = Header(FrameType.DATA, 3, 1, 99, 12345, 6, 7, 0xDEADBEEF, 4096).pack()
 
 
 @many
 @given(headers)
 def test_a_header_is_read_as_it_was_written(header):
-    data = pack_header(*header)
+    data = Header(*header).pack()
     assert len(data) == HEADER_NBYTES
     assert parse_header(data) == header
 
@@ -38,7 +38,7 @@ def test_a_header_is_read_as_it_was_written(header):
 @many
 @given(headers)
 def test_a_header_has_one_form(header):
-    assert pack_header(*parse_header(pack_header(*header))) == pack_header(*header)
+    assert Header(*parse_header(Header(*header).pack())).pack() == Header(*header).pack()
 
 
 def test_every_single_bit_that_changes_is_noticed():
@@ -85,8 +85,8 @@ def test_random_bytes_of_the_right_length_and_beginning_are_refused():
         (b"XX" + SAMPLE[2:], "not a frame of syncvar"),
         (SAMPLE[:2] + b"\x63" + SAMPLE[3:], "protocol 99"),
         (SAMPLE[:-1] + bytes([SAMPLE[-1] ^ 1]), "checksum"),
-        (pack_header(0, 0, 0, 0), "unknown kind of frame 0"),
-        (pack_header(200, 0, 0, 0), "unknown kind of frame 200"),
+        (Header(0, 0, 0, 0).pack(), "unknown kind of frame 0"),
+        (Header(200, 0, 0, 0).pack(), "unknown kind of frame 200"),
     ],
 )
 def test_the_refusal_says_what_is_wrong(data, reason):
@@ -95,6 +95,6 @@ def test_the_refusal_says_what_is_wrong(data, reason):
 
 
 def test_a_payload_beyond_the_limit_is_refused_and_one_at_the_limit_is_not():
-    assert parse_header(pack_header(FrameType.DATA, 0, 0, 0, nbytes=1000), 1000).nbytes == 1000
+    assert parse_header(Header(FrameType.DATA, 0, 0, 0, nbytes=1000).pack(), 1000).nbytes == 1000
     with pytest.raises(WireError, match="1001 bytes exceeds the limit of 1000"):
-        parse_header(pack_header(FrameType.DATA, 0, 0, 0, nbytes=1001), 1000)
+        parse_header(Header(FrameType.DATA, 0, 0, 0, nbytes=1001).pack(), 1000)

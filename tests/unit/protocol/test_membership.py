@@ -2,10 +2,11 @@
 
 import pytest
 
-from syncvar.protocol.membership import Member, RollCall
+from syncvar.protocol.frame import PROTOCOL_VERSION
+from syncvar.protocol.membership import Handshake, Member
 from tests.support.paths import GOLDEN
 
-ABOUT = {"protocol": 1, "byte_order": "little"}
+ABOUT = {"protocol": PROTOCOL_VERSION, "byte_order": "little"}
 
 
 def member(rank, **more):
@@ -13,7 +14,7 @@ def member(rank, **more):
 
 
 def roll(world_size=3, timeout_s=30.0, interval_s=5.0):
-    return RollCall(world_size, 0, timeout_s, interval_s)
+    return Handshake(world_size, 0, timeout_s, interval_s)
 
 
 def dialogue():

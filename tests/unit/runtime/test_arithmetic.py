@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from syncvar.runtime.programs.arithmetic import (
+from syncvar.runtime.arithmetic import (
     are_scalable,
     combine,
     combine_widened,

@@ -9,7 +9,7 @@ import pytest
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount, pack_counts
 from syncvar.runtime.communicator import Communicator, begin_epochs
-from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
+from syncvar.runtime.recorder import CallNumbers
 from syncvar.runtime.sequence import EpochRange, SequenceTracker
 
 GROUP = 7
@@ -70,7 +70,7 @@ def test_what_a_rank_that_leaves_tells_is_always_short_enough():
         SentCount(2**63 + tag, 1, 2**31 - 1, 2**40, "x" * 200) for tag in range(STREAMS_MAX)
     )
     message = parse_message(
-        pack_message("leaving", entered=book.entered(), skipped=skipped, **counts)
+        pack_message("leave", entered=book.entered(), skipped=skipped, **counts)
     )
     assert (message["skipped"], len(message["sent"])) == (skipped, 4 * STREAMS_MAX)
     assert (

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from syncvar.algorithms.reproducible_tree import tree_order
-from syncvar.runtime.programs.compile_reduce import (
+from syncvar.runtime.compile_reduce import (
     EVERYWHERE,
     BufferPlacement,
     Cells,
@@ -14,7 +14,7 @@ from syncvar.runtime.programs.compile_reduce import (
     lower_reduce,
     lower_small,
 )
-from syncvar.runtime.programs.instructions import (
+from syncvar.runtime.instructions import (
     Await,
     Combine,
     CopyInstruction,

@@ -10,15 +10,15 @@ from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Buffer, Recv, RecvReduce, Send
 from syncvar.algorithms.schedule import Copy as CopyStep
-from syncvar.runtime.programs.compile_reduce import (
+from syncvar.runtime.block_transfer import Move, TransferPath, lower_move
+from syncvar.runtime.compile_reduce import (
     BufferPlacement,
     Cells,
     lower_reduce,
     lower_small,
 )
-from syncvar.runtime.programs.compile_rounds import lower_rounds
-from syncvar.runtime.programs.compile_transfer import Move, TransferPath, lower_move
-from syncvar.runtime.programs.instructions import Await, Combine, CopyInstruction, MemoryKind
+from syncvar.runtime.instructions import Await, Combine, CopyInstruction, MemoryKind
+from syncvar.runtime.planner import lower_rounds
 
 COUNTS = (1, 2, 3, 5, 7, 12, 16, 25)
 CELL = 3

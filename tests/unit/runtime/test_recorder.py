@@ -15,8 +15,8 @@ from syncvar.cli.explain import divergences
 from syncvar.cli.record_files import as_record, load
 from syncvar.core.errors import MismatchError, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.flight_recorder.call_record import UNRECORDED, CallInfo
-from syncvar.runtime.flight_recorder.recorder import RING, Recorder
+from syncvar.runtime.call_record import UNRECORDED, CallInfo
+from syncvar.runtime.recorder import RING, Recorder
 from syncvar.testing import run_ranks
 
 TOLD = CallInfo("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "shm small")
@@ -52,7 +52,7 @@ def test_short_and_long_entries_stand_in_one_stream():
     recorder.begin(TOLD, 1).end(MismatchError("no", {0: "a"}))
     first, second, third = recorder.events()
     assert (first.state, first.began_ns, first.ended_ns, first.thread) == ("done", 10, 20, 5)
-    assert (second.what, second.group, second.state, second.detail) == (
+    assert (second.label, second.group, second.state, second.detail) == (
         "left",
         -1,
         "noted",
@@ -178,7 +178,7 @@ def test_the_file_is_small_and_whatever_is_in_it_can_be_read(tmp_path):
 def test_a_writer_that_comes_again_in_a_signal_handler_does_not_wait_for_itself(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("syncvar.runtime.flight_recorder.recorder._WRITING_S", 0.05)
+    monkeypatch.setattr("syncvar.runtime.recorder._WRITING_S", 0.05)
     recorder = Recorder(folder=str(tmp_path))
     with recorder._writing:
         recorder.ended("x")
@@ -224,7 +224,7 @@ def program():
 def test_every_rank_records_the_same_calls(shared):
     each = run_ranks(3, program, shared=shared)
     told = [
-        [(e.what, e.group, e.call, e.fingerprint, e.state) for e in events if e.state != "noted"]
+        [(e.label, e.group, e.call, e.fingerprint, e.state) for e in events if e.state != "noted"]
         for events in each
     ]
     assert sorted(told[0]) == sorted(told[1]) == sorted(told[2])
@@ -235,17 +235,17 @@ def test_every_rank_records_the_same_calls(shared):
     for event in calls:
         at_least = (
             800_000
-            if "broadcast" in event.what
+            if "broadcast" in event.label
             else 64
-            if "64 bytes" in event.what
+            if "64 bytes" in event.label
             else 32
-            if "all_reduce" in event.what
+            if "all_reduce" in event.label
             else 0
         )
         assert (
             at_least <= event.nbytes < at_least + 1000
         )  # and what the ranks tell each other beforehand
-    assert each[0][0].what == "joined"
+    assert each[0][0].label == "joined"
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -265,13 +265,13 @@ def test_calls_that_differ_are_found_in_the_records(shared):
     records = [as_record(one) for one in run_ranks(3, differ, shared=shared)]
     first = divergences(records)[0]
     assert (first.group, first.call, first.absent) == (0, 3, ())
-    assert {rank: event.what.split("(")[0] for rank, event in first.made.items()} == {
+    assert {rank: event.label.split("(")[0] for rank, event in first.made.items()} == {
         0: "all_reduce",
         1: "barrier",
         2: "all_reduce",
     }
     refused = [event for event in records[0].events if event.call == 4]
-    assert [(event.what, event.fingerprint, event.state) for event in refused] == [
+    assert [(event.label, event.fingerprint, event.state) for event in refused] == [
         ("all_reduce", 0, "failed")
     ]
     assert "sun" in refused[0].detail
@@ -293,7 +293,7 @@ def test_a_break_ends_every_entry(shared):
     for rank in (0, 2):
         events = recorders[rank].events()
         assert [event.state for event in events if event.call == 1] == ["failed"]
-        assert "broke" in [event.what for event in events]
+        assert "broke" in [event.label for event in events]
         assert not [event for event in events if event.state == "started"]
 
 
@@ -314,14 +314,14 @@ def test_a_trace_is_written_at_the_end_of_a_run_that_went_well(tmp_path):
     run_ranks(2, lambda: sv.barrier(), config=RuntimeConfig(trace=str(tmp_path)))
     records = load([str(tmp_path)])
     assert [record.rank for record in records] == [0, 1]
-    assert [event.what for event in records[1].events][:2] == ["joined", "barrier"]
+    assert [event.label for event in records[1].events][:2] == ["joined", "barrier"]
     assert divergences(records) == []
 
 
 def test_a_world_of_one_records_as_well():
     sv.all_reduce(np.ones(2))
     event = current().recorder.events()[-1]
-    assert (event.what, event.state) == ("all_reduce(sum, float64[2])", "done")
+    assert (event.label, event.state) == ("all_reduce(sum, float64[2])", "done")
     with pytest.raises(sv.ConfigError):
         sv.all_reduce(1, "sun")
     assert current().recorder.events()[-1].state == "failed"

@@ -10,7 +10,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import InternalError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.programs import shm_reduce as shared_reduce
+from syncvar.runtime import shm_reduce as shared_reduce
 from syncvar.shm import segment_file
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create

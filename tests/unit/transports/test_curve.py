@@ -23,7 +23,7 @@ from syncvar.protocol.frame import (
     FRAMING_NBYTES,
     UNPROVED_NBYTES_MAX,
     FrameType,
-    pack_header,
+    Header,
 )
 from syncvar.transports.curve import WAITING_MAX, Gate, link_keys
 from syncvar.transports.zeromq_control import ZeromqControl
@@ -70,7 +70,7 @@ def world(secrets=(SECRET, SECRET), config=CONFIG):
 def passes(ranks, limit_s=5.0, payload=b""):
     """Send a frame from rank 0 to rank 1; return what rank 1 gets."""
     ranks[0].send(
-        1, pack_header(FrameType.DATA, 0, 0, 0, 7, nbytes=len(payload)), memoryview(payload)
+        1, Header(FrameType.DATA, 0, 0, 0, 7, nbytes=len(payload)).pack(), memoryview(payload)
     )
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
@@ -148,7 +148,7 @@ def test_a_link_that_is_not_encrypted_needs_the_ticket_of_its_pair():
     with world(config=MODES["control-only"]) as ranks, zmq.Context() as context:
         peers = [by_hand(context, ranks[1].outside, ticket=one) for one in wrong]
         for one in peers:
-            one.send(pack_header(FrameType.DATA, 0, 0, 0, 7) + bytes(4))
+            one.send(Header(FrameType.DATA, 0, 0, 0, 7).pack() + bytes(4))
         assert refused(ranks, len(wrong)) == []
         assert ranks[1].refused_frames == 0, "none of them got as far as a frame"
         assert passes(ranks).header.call == 7
@@ -161,11 +161,11 @@ def test_hello_is_checked_where_nothing_is_encrypted(mode):
     ticket = link_keys(SECRET).ticket(0, 1) if mode == "control-only" else None
     with world(config=MODES[mode]) as ranks, zmq.Context() as context:
         one = by_hand(context, ranks[1].outside, ticket=ticket, job="another job")
-        one.send(pack_header(FrameType.DATA, 0, 0, 0, 7) + bytes(4))
+        one.send(Header(FrameType.DATA, 0, 0, 0, 7).pack() + bytes(4))
         assert refused(ranks, 1) == []
         assert passes(ranks).header.call == 7
         again = by_hand(context, ranks[1].outside, ticket=ticket)
-        again.send(pack_header(FrameType.DATA, 0, 0, 0, 9) + bytes(4))
+        again.send(Header(FrameType.DATA, 0, 0, 0, 9).pack() + bytes(4))
         assert refused(ranks, 2) == [], "rank 0 is there already: this is somebody else"
         assert passes(ranks).header.call == 7
         one.close()
@@ -177,7 +177,7 @@ def test_hello_is_checked_where_nothing_is_encrypted(mode):
 def test_a_payload_that_has_changed_on_its_way_is_refused(mode, parts):
     ticket = link_keys(SECRET).ticket(0, 1) if mode == "control-only" else None
     payload = bytes(range(200))
-    header = pack_header(FrameType.DATA, 0, 0, 0, 7, nbytes=len(payload)) + zlib.crc32(
+    header = Header(FrameType.DATA, 0, 0, 0, 7, nbytes=len(payload)).pack() + zlib.crc32(
         payload
     ).to_bytes(4, "little")
     flipped = bytes([*payload[:100], payload[100] ^ 4, *payload[101:]])
@@ -232,7 +232,7 @@ def test_strangers_are_refused_and_members_do_not_notice(caplog):
                 )
             for one in strangers:
                 with contextlib.suppress(zmq.Again):
-                    one.send(pack_header(FrameType.DATA, 0, 0, 0, 9), zmq.NOBLOCK)
+                    one.send(Header(FrameType.DATA, 0, 0, 0, 9).pack(), zmq.NOBLOCK)
             arrival = passes(ranks)
             assert arrival.header.call == 7
             until = time.monotonic() + 5
@@ -308,7 +308,7 @@ def test_a_stranger_who_sends_more_than_a_handshake_needs_is_closed():
         for _ in range(3):  # a member sends much more
             ranks[0].send(
                 1,
-                pack_header(FrameType.DATA, 0, 0, 0, 8, nbytes=1 << 19),
+                Header(FrameType.DATA, 0, 0, 0, 8, nbytes=1 << 19).pack(),
                 memoryview(bytes(1 << 19)),
             )
         time.sleep(0.3)
@@ -345,7 +345,7 @@ def test_whoever_is_refused_before_it_could_read_why_is_told_what_it_may_be(keys
 
 def test_every_socket_has_limits():
     with world() as ranks, zmq.Context() as context:
-        ranks[0].send(1, pack_header(FrameType.DATA, 0, 0, 0, 7))
+        ranks[0].send(1, Header(FrameType.DATA, 0, 0, 0, 7).pack())
         control = ZeromqControl(context, "ipc:///nowhere", 0, CONFIG)
         store = RendezvousServer(
             f"ipc://{os.path.dirname(ranks[0].address.removeprefix('ipc://'))}/store",

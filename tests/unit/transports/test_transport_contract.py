@@ -16,7 +16,7 @@ import zmq
 import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import PeerDisconnected
 from syncvar.transports.curve import link_keys
@@ -137,7 +137,7 @@ class Outsider:
 
 def frame(payload=b"", **fields):
     numbers = {"source": 1, "generation": GENERATION, "group": 0, "nbytes": len(payload)} | fields
-    return pack_header(FrameType.DATA, **numbers), payload
+    return Header(FrameType.DATA, **numbers).pack(), payload
 
 
 def drive(transport, seconds=5.0, until=lambda seen: False):
@@ -155,7 +155,7 @@ def drive(transport, seconds=5.0, until=lambda seen: False):
 
 def check_rank_2_is_heard(world):
     world[2].send(
-        0, pack_header(FrameType.DATA, 2, GENERATION, 0, 77, nbytes=3), memoryview(b"abc")
+        0, Header(FrameType.DATA, 2, GENERATION, 0, 77, nbytes=3).pack(), memoryview(b"abc")
     )
     seen = []
     deadline = time.monotonic() + 5.0
@@ -310,12 +310,12 @@ PEER = """
 import sys, time, zmq
 from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 transport = ZeromqTransport(zmq.Context(), 1, sys.argv[1], "job", RuntimeConfig())
 print(transport.address, flush=True)
 transport.open({0: sys.stdin.readline().strip(), 1: transport.address}, 3)
 for number in range(50):
-    transport.send(0, pack_header(FrameType.DATA, 1, 3, 0, number, nbytes=1000), memoryview(bytes(1000)))
+    transport.send(0, Header(FrameType.DATA, 1, 3, 0, number, nbytes=1000).pack(), memoryview(bytes(1000)))
 while True:
     transport.receive()
     transport.wait(0.05)
@@ -336,7 +336,7 @@ def test_a_killed_peer_is_lost_within_a_second_and_after_its_frames(scheme):
         transport = ZeromqTransport(context, 0, endpoint, JOB, CONFIG)
         try:
             transport.open({0: transport.address, 1: peer.stdout.readline().strip()}, GENERATION)
-            transport.send(1, pack_header(FrameType.DATA, 0, GENERATION, 0, 0))
+            transport.send(1, Header(FrameType.DATA, 0, GENERATION, 0, 0).pack())
             peer.stdin.write(transport.address + "\n")
             peer.stdin.flush()
             assert len(drive(transport, 10.0, until=lambda seen: len(seen) == 50)) == 50
@@ -367,9 +367,9 @@ def test_a_socket_path_that_is_too_long_is_refused_with_a_remedy():
 
 def test_frames_of_a_peer_whose_goodbye_came_first_on_the_other_connection_are_delivered(world):
     """A pair of ranks has two connections: that one has ended in order says nothing of frames still on the other."""
-    world[0].send(1, pack_header(FrameType.DATA, 0, GENERATION, 0, 0))
+    world[0].send(1, Header(FrameType.DATA, 0, GENERATION, 0, 0).pack())
     for number in range(3):
-        world[1].send(0, pack_header(FrameType.DATA, 1, GENERATION, 0, number))
+        world[1].send(0, Header(FrameType.DATA, 1, GENERATION, 0, number).pack())
     deadline = time.monotonic() + 5.0
     while world[1]._unsent and time.monotonic() < deadline:
         drive(world[1], 0.05)
@@ -384,8 +384,8 @@ def test_frames_of_a_peer_whose_goodbye_came_first_on_the_other_connection_are_d
 
 def test_a_peer_is_lost_whose_frames_broke_off_after_its_goodbye_on_the_other_connection(world):
     """A goodbye overtakes long frames on the other connection: it does not say that these have arrived."""
-    world[0].send(1, pack_header(FrameType.DATA, 0, GENERATION, 0, 0))
-    world[1].send(0, pack_header(FrameType.DATA, 1, GENERATION, 0, 7))
+    world[0].send(1, Header(FrameType.DATA, 0, GENERATION, 0, 0).pack())
+    world[1].send(0, Header(FrameType.DATA, 1, GENERATION, 0, 7).pack())
     deadline = time.monotonic() + 60.0
     while world[1]._unsent and time.monotonic() < deadline:
         drive(world[1], 0.05)
@@ -437,7 +437,7 @@ def test_a_wait_before_the_peers_are_known_waits():
         )
         addresses = {0: early.address, 1: late.address}
         early.open(addresses, 1)
-        early.send(1, pack_header(FrameType.DATA, 0, 1, 0, 7))
+        early.send(1, Header(FrameType.DATA, 0, 1, 0, 7).pack())
         for _ in range(4):  # it leaves once the link is there
             assert early.receive() is None
             early.wait(0.05)
@@ -463,7 +463,7 @@ ENDS = """
 import sys, tempfile, threading, shutil, zmq
 from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
-from syncvar.protocol.frame import FrameType, pack_header
+from syncvar.protocol.frame import FrameType, Header
 config = RuntimeConfig(heartbeat_interval_s=0.01)
 n = 4
 for number in range(int(sys.argv[1])):
@@ -477,7 +477,7 @@ for number in range(int(sys.argv[1])):
         for call in range(20):
             for peer in range(n):
                 if peer != rank:
-                    world[rank].send(peer, pack_header(FrameType.DATA, rank, 1, 0, call))
+                    world[rank].send(peer, Header(FrameType.DATA, rank, 1, 0, call).pack())
         while seen[rank] < 20 * (n - 1):
             arrival = world[rank].receive()
             if arrival is None:

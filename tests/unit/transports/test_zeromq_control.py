@@ -11,7 +11,7 @@ import zmq
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.control_messages import pack_message, parse_message
-from syncvar.protocol.frame import CONTROL_NBYTES_MAX, FRAMING_NBYTES
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX, FRAMING_NBYTES, PROTOCOL_VERSION
 from syncvar.transports.zeromq_control import control_identity
 
 
@@ -39,7 +39,7 @@ class Peer:
         self.kinds = []
 
     def join(self, job="job", rank=None, generation=0):
-        about = {"protocol": 1, "byte_order": "little"}
+        about = {"protocol": PROTOCOL_VERSION, "byte_order": "little"}
         rank = self.rank if rank is None else rank
         self.socket.send(
             pack_message(
@@ -92,7 +92,9 @@ def serve_a_while(store):
     serve(store, lambda: time.monotonic() > until)
 
 
-BROKE = pack_message("broke", kind_of_break="lost", reason="r", group=-1, call=-1, missing=[0])
+BROKE = pack_message(
+    "group_failure", failure_kind="lost", reason="r", group=-1, call=-1, missing=[0]
+)
 
 
 def test_ranks_that_join_get_the_roll(store, connect):
@@ -100,7 +102,7 @@ def test_ranks_that_join_get_the_roll(store, connect):
     for peer in peers:
         peer.join()
     serve(store, lambda: all(peer.heard() for peer in peers))
-    assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
+    assert [peer.heard() for peer in peers] == [["members"], ["members"]]
     assert store.refused_messages == 0
 
 
@@ -122,7 +124,7 @@ def test_a_refused_stranger_is_answered_and_has_no_say(store, connect):
     serve(store, lambda: len(stranger.heard()) == 2)
     serve_a_while(store)
     assert stranger.heard() == ["refused", "refused"]
-    assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
+    assert [peer.heard() for peer in peers] == [["members"], ["members"]]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_a_refused_stranger_is_answered_and_has_no_say(store, connect):
         b"\xc1",
         b"GET / HTTP/1.1",
         b"\xdd\xff\xff\xff\xff",
-        pack_message("roll"),
+        pack_message("members"),
         BROKE[:-1],
         b"\x91" * 5000,
     ],
@@ -147,7 +149,7 @@ def test_nonsense_is_counted_said_and_changes_nothing(store, connect, data):
     serve(store, lambda: store.refused_messages == 2)
     assert any("refused" in text for text in store.take_messages())
     serve_a_while(store)
-    assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
+    assert [peer.heard() for peer in peers] == [["members"], ["members"]]
 
 
 @pytest.mark.parametrize("identity", [b"x", b"C" + bytes(20), b"D" + bytes(12)])
@@ -156,7 +158,7 @@ def test_a_peer_without_a_control_identity_is_refused(store, connect, identity):
     peer.join()
     serve(store, lambda: store.refused_messages)
     assert store.refused_messages == 1
-    assert store.coordinator.roll.members == {}
+    assert store.coordinator.handshake.members == {}
 
 
 def test_a_rank_that_claims_to_be_another_is_refused(store, connect):
@@ -164,15 +166,15 @@ def test_a_rank_that_claims_to_be_another_is_refused(store, connect):
     peer.join(rank=1)
     serve(store, lambda: store.refused_messages)
     assert store.refused_messages == 1
-    assert store.coordinator.roll.members == {}
+    assert store.coordinator.handshake.members == {}
 
 
 def test_a_message_that_is_too_long_closes_only_its_own_connection(store, connect):
     peers = [connect(rank) for rank in range(2)]
     peers[0].join()
-    serve(store, lambda: store.coordinator.roll.members)
+    serve(store, lambda: store.coordinator.handshake.members)
     connect(1).socket.send(bytes(CONTROL_NBYTES_MAX + FRAMING_NBYTES + 1))
     serve_a_while(store)
     peers[1].join()
     serve(store, lambda: all(peer.heard() for peer in peers))
-    assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
+    assert [peer.heard() for peer in peers] == [["members"], ["members"]]

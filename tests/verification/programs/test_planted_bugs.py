@@ -34,7 +34,7 @@ def sum_assigns_own_value(patch):
             options["out"][...] = x
             return x
 
-        return CollectiveSpec(request.what, request.digest, body())
+        return CollectiveSpec(request.label, request.digest, body())
 
     patch.setattr(writes_module, "request_of", wrong)
 
@@ -61,7 +61,7 @@ def first_replica_is_the_last(patch):
     right = requests_module.broadcast_request
 
     def wrong(communicator, x, root, **options):
-        return right(communicator, x, communicator.size - 1, **options)
+        return right(communicator, x, root=communicator.size - 1, **options)
 
     patch.setattr(requests_module, "broadcast_request", wrong)
 

@@ -6,7 +6,7 @@ import pytest
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
 from syncvar.algorithms.compile_schedule import compile_for_links
-from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, Send
+from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, ScheduleArgs, Send
 from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.request import Stage
 from syncvar.testing import Simulation
@@ -80,12 +80,14 @@ def simulate_symbols(seed):
 
     def request(rank, group):
         def body():
-            plan = compile_for_links(build(collective, algorithm, rank, n, **case), range(n))
+            plan = compile_for_links(
+                build(collective, algorithm, ScheduleArgs(rank, n, **case)), range(n)
+            )
             if brought is None or plan.in_place is None:
                 yield Stage(plan, works[rank], symbols.combine)
             else:
                 works[rank][...] = UNKNOWN
-                yield Stage(plan, works[rank], symbols.combine, brought=brought[rank])
+                yield Stage(plan, works[rank], symbols.combine, send_buffer=brought[rank])
 
         return CollectiveSpec(f"{collective} by {algorithm}", 99, body())
 
