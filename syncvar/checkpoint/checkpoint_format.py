@@ -1,6 +1,6 @@
 """The format of a checkpoint: names of its files, safetensors headers, and the manifest. Pure.
 
-No file is ever opened or removed whose name has another form.
+A job opens and removes no file whose name has another form.
 
 A shard is a safetensors file: 8 bytes (length of the header, little endian), the header (JSON), and
 the tensors side by side. Not every reader knows complex numbers: they are stored as real ones with

@@ -261,7 +261,7 @@ class Verdicts:
         kind = message["kind"]
         if kind == "abort":
             self._aborted(message)
-        elif kind == "verdict":
+        elif kind == "decision":
             self._apply_decision(message)
         elif kind == "leave_notice":
             self._peer_left(message["rank"], message["entered"], message["skipped"])
