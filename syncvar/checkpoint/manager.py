@@ -29,7 +29,7 @@ from syncvar.checkpoint.checkpoint_format import (
 from syncvar.checkpoint.checkpoint_reader import StepFolders, best_of, removable
 from syncvar.checkpoint.folder import CheckpointFolder, FolderLock, make_folder
 from syncvar.checkpoint.restore import RestoreOptions
-from syncvar.checkpoint.save import WRITE_ALONE, checked_metric
+from syncvar.checkpoint.save import SINGLE_RANK_ADVICE, checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
 from syncvar.collectives.all_reduce import reduce_request
@@ -310,7 +310,7 @@ class CheckpointManager(MigrationHintsMixin):
             following = found[-1].step + 1 if found else 0
             return [self.directory, step, None if rated is None else repr(rated), following]
 
-        communicator.require_all("saving a checkpoint", WRITE_ALONE)
+        communicator.require_all("saving a checkpoint", SINGLE_RANK_ADVICE)
         everyone = gather(communicator, "checkpoint step", describe, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             saves = zip(communicator.members, everyone, strict=True)

@@ -68,7 +68,9 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.checkpoint_format import Label
     from syncvar.checkpoint.trackables import Leaf, Together
 
-WRITE_ALONE = "let one rank write alone: sv.save(path, …)"  # advice for a group that is not whole
+SINGLE_RANK_ADVICE = (
+    "let one rank write alone: sv.save(path, …)"  # advice for a group that is not whole
+)
 _CHUNK = 1 << 20  # bytes that are digested and written while they are in the cache
 _NOTHING = "nothing was saved, and the previous checkpoint is unchanged"
 _log = logging.getLogger("syncvar")
@@ -93,7 +95,7 @@ class SaveOperation:
         timeout: float | None,
         guard: Callable[[], None] | None = None,
     ) -> None:
-        communicator.require_all("saving a checkpoint", WRITE_ALONE)
+        communicator.require_all("saving a checkpoint", SINGLE_RANK_ADVICE)
         self.path, self._label = path, label
         self.pushes: dict[int, int] = {}
         # A worker that saves alone need not be initialized.
@@ -253,7 +255,7 @@ class SaveOperation:
                 f"save(…, async_op=True) before sv.shutdown()"
             )
         communicator = self._communicator
-        communicator.require_all("committing a checkpoint", WRITE_ALONE)
+        communicator.require_all("committing a checkpoint", SINGLE_RANK_ADVICE)
         timeout = self._timeout if timeout is None else timeout
         mine = written if isinstance(written, CheckpointError) else None
         result = [None, written] if mine is None else [failure_of(mine), None]

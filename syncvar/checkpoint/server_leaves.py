@@ -254,7 +254,12 @@ class _IterationsLeaf(_ArrayLeaf):
         return self._optimizer.iterations
 
     def put(self, staged: Any) -> None:
+<<<<<<< HEAD
         remote = self._optimizer.elsewhere
+=======
+        """Set the number of this worker's steps."""
+        remote = self._optimizer.remote_step
+>>>>>>> main
         assert remote is not None, "it steps server-side variables"
         remote.steps = staged
         self._optimizer.slots.expect_iterations(staged)
@@ -276,7 +281,7 @@ class ServerOptimizerLeaf:
     @property
     def rule(self) -> RuleKey:
         """Key of the optimizer's update rule on servers."""
-        remote = self.optimizer.elsewhere
+        remote = self.optimizer.remote_step
         assert remote is not None, "it steps server-side variables"
         return rule_key(*remote.rule)
 
@@ -412,7 +417,7 @@ def restore_record(path: str | None) -> dict[str, Any]:
 def _require_variables(steppers: Iterable[ServerOptimizerLeaf], names: Collection[str]) -> None:
     """Raise ConfigError if an optimizer steps server-side variables outside `names`."""
     for stepper in steppers:
-        remote = stepper.optimizer.elsewhere
+        remote = stepper.optimizer.remote_step
         left_out = [] if remote is None else sorted(set(remote.variables) - set(names))
         if left_out:
             name = re.sub("[^a-zA-Z0-9_]", "_", left_out[0])
@@ -427,14 +432,24 @@ def snapshot_for_file(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes its own file (`sv.save`)."""
+<<<<<<< HEAD
     pairs = [(one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None]
     pairs = [(one, leaf) for one, leaf in pairs if leaf.is_supported]
     found = {id(one): one for one in variables}
     for one, _ in pairs:
         assert one.elsewhere is not None
+=======
+    steppers = [
+        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.remote_step is not None
+    ]
+    steppers = [(one, leaf) for one, leaf in steppers if leaf.is_supported]
+    found = {id(one): one for one in variables}
+    for one, _ in steppers:
+        assert one.remote_step is not None
+>>>>>>> main
         found |= {
             id(variable): variable
-            for variable in one.elsewhere.variables.values()
+            for variable in one.remote_step.variables.values()
             if isinstance(variable, ServerVariable)
         }
     if not found:
@@ -492,7 +507,7 @@ def sort_leaves(
     steppers_there = [
         one
         for one in steppers
-        if variables and one.optimizer.elsewhere is not None and one.is_supported
+        if variables and one.optimizer.remote_step is not None and one.is_supported
     ]
     for stepper in steppers:
         leaves.append(RuleLeaf(stepper.key, stepper.optimizer))

@@ -71,18 +71,8 @@ class Directory:
     def serve(self, address: str, outside: str) -> None:
         """Report this server's addresses, for its own host and for others; ask for the others."""
         me = self._environment
-        message = pack_message(
-            "serve",
-            server=me.rank,
-            job=me.job_id,
-            generation=me.generation,
-            address=address,
-            outside=outside,
-            host=me.host,
-            host_index=me.host_index,
-            pid=os.getpid(),
-        )
-        self._control.send(message)
+        own = {"server": me.rank, "host": me.host, "host_index": me.host_index}
+        self._send("serve", address=address, outside=outside, pid=os.getpid(), **own)
 
     def report_backup(self, server: int) -> None:
         """Report that this server holds the backup of another server."""
@@ -92,7 +82,7 @@ class Directory:
         """Ask for the servers."""
         self._send("find_servers", host_index=self._environment.host_index)
 
-    def _send(self, kind: str, **fields: int) -> None:
+    def _send(self, kind: str, **fields: Any) -> None:
         me = self._environment
         self._control.send(pack_message(kind, job=me.job_id, generation=me.generation, **fields))
 

@@ -163,12 +163,7 @@ class Ticket:
         self.error: SyncvarError | None = None
         self.results: dict[int, list[dict[str, Any]]] = {}
         self.arrays: dict[int, Arrays] = {}
-        self._is_over = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all servers have answered, or the request has failed."""
-        return self._is_over
+        self.is_over = False  # whether all servers have answered, or the request has failed
 
     def array(self, server: int, operation: int) -> NDArray[Any]:
         """Return the array that one operation has read."""
@@ -177,11 +172,11 @@ class Ticket:
 
     def fail(self, error: SyncvarError) -> None:
         """End the request with an error."""
-        self.error, self._is_over = error, True
+        self.error, self.is_over = error, True
 
     def finish(self) -> None:
         """End the request."""
-        self._is_over = True
+        self.is_over = True
 
 
 class _Snapshot(Ticket):
