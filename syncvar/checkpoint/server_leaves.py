@@ -254,12 +254,7 @@ class _IterationsLeaf(_ArrayLeaf):
         return self._optimizer.iterations
 
     def put(self, staged: Any) -> None:
-<<<<<<< HEAD
-        remote = self._optimizer.elsewhere
-=======
-        """Set the number of this worker's steps."""
         remote = self._optimizer.remote_step
->>>>>>> main
         assert remote is not None, "it steps server-side variables"
         remote.steps = staged
         self._optimizer.slots.expect_iterations(staged)
@@ -432,21 +427,13 @@ def snapshot_for_file(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes its own file (`sv.save`)."""
-<<<<<<< HEAD
-    pairs = [(one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None]
+    pairs = [
+        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.remote_step is not None
+    ]
     pairs = [(one, leaf) for one, leaf in pairs if leaf.is_supported]
     found = {id(one): one for one in variables}
     for one, _ in pairs:
-        assert one.elsewhere is not None
-=======
-    steppers = [
-        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.remote_step is not None
-    ]
-    steppers = [(one, leaf) for one, leaf in steppers if leaf.is_supported]
-    found = {id(one): one for one in variables}
-    for one, _ in steppers:
         assert one.remote_step is not None
->>>>>>> main
         found |= {
             id(variable): variable
             for variable in one.remote_step.variables.values()

@@ -73,18 +73,12 @@ class Simulation:
         self.steps = 0
         self.frames_sent = 0
         self._random = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
-<<<<<<< HEAD
         self._overtake_max, self._async_depth = overtake_max, async_depth
         ranks = range(world_size)
-        self._groups = [_Recorder(_GROUP, ranks, rank, None) for rank in ranks]
-=======
-        self._overtake_max = overtake_max
-        self._async_depth = async_depth
         self._groups = [
-            _Recorder(_GROUP, range(world_size), Recorder(RecordIdentity(rank, world_size)), None)
-            for rank in range(world_size)
+            _Recorder(_GROUP, ranks, Recorder(RecordIdentity(rank, world_size)), None)
+            for rank in ranks
         ]
->>>>>>> main
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
         self._links: dict[tuple[int, int], list[_SimulatedFrame]] = {}
