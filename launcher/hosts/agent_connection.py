@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import syncvar
 from syncvar.core.errors import WireError
 from syncvar_launcher.hosts.agent_protocol import Message, PipeOutbox, Reader, checked_facts, pack
-from syncvar_launcher.local.child_processes import child_of
+from syncvar_launcher.local.worker_start import child_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

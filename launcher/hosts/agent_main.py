@@ -37,9 +37,9 @@ from syncvar_launcher.hosts.agent_protocol import (
 from syncvar_launcher.hosts.agent_workers import CannotFork, HostRanks
 from syncvar_launcher.hosts.file_transfer import HostCopy
 from syncvar_launcher.hosts.host_checks import Listeners, interfaces, reachable
-from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, tasks_left
+from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, tasks_left
 from syncvar_launcher.local.local_workers import Event, WorkerExited, WorkerOutput, WorkerStatus
-from syncvar_launcher.options.usable_cores import core_count, usable_cores
+from syncvar_launcher.options.option_table import core_count, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

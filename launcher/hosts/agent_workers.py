@@ -19,15 +19,26 @@ from syncvar.parameter_server.client.push_counter import put_tallies, take_talli
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
 from syncvar_launcher.hosts.file_transfer import result_parts
 from syncvar_launcher.io.standard_streams import open_terminal, resize
-from syncvar_launcher.job.resource_limits import cannot_start
-from syncvar_launcher.job.status_socket import ANSWER_S
-from syncvar_launcher.local.fork_client import ForkServer, ForkUnsupported, ServerEnded
-from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerOutput
-from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
+from syncvar_launcher.local.host_resources import cannot_start
+from syncvar_launcher.local.local_workers import (
+    Event,
+    LocalWorkers,
+    WorkerOutput,
+    secret_descriptor,
+    write_secret,
+)
 from syncvar_launcher.local.shm_service import ShmService
-from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
-from syncvar_launcher.local.start_method import StartMethod, plan_start
-from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
+from syncvar_launcher.local.stack_requests import ANSWER_S, StackCollector, StackRequest
+from syncvar_launcher.local.worker_start import (
+    ForkServer,
+    ForkUnsupported,
+    ServerEnded,
+    StartMethod,
+    plan_start,
+    server_command,
+    worker_arguments,
+    worker_command,
+)
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE, inherited_variables
 
 if TYPE_CHECKING:
@@ -45,7 +56,7 @@ class CannotFork(ConfigError):
 
     def __init__(self, refusal: ForkUnsupported) -> None:
         self.exit_code = exit_code_of(refusal.status or INTERNAL)
-        super().__init__(f"{refusal.why}; --start-method spawn does without it")
+        super().__init__(f"{refusal.reason}; --start-method spawn does without it")
 
 
 class HostRanks:
@@ -380,7 +391,7 @@ class HostRanks:
             refusal = server.refusal()
             if refusal is not None and self._beginning.may_change:
                 server.close()
-                self._beginning = StartMethod(is_forked=False, reason=refusal.why)
+                self._beginning = StartMethod(is_forked=False, reason=refusal.reason)
                 refusal = None
             if refusal is None or not refusal.is_certain:
                 try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import syncvar
 from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.protocol.frame import PROTOCOL_VERSION
-from syncvar_launcher.job.resource_limits import needed_tasks
+from syncvar_launcher.local.host_resources import needed_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -49,17 +49,15 @@ from syncvar_launcher.hosts.host_checks import (
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
-from syncvar_launcher.job.job_runner import run_job
-from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
-from syncvar_launcher.local.start_method import ON_HOSTS
+from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, TimePassed
+from syncvar_launcher.local.worker_start import ON_HOSTS
 from syncvar_launcher.options.launch_options import check_debugged
-from syncvar_launcher.options.option_values import shown_ranks
+from syncvar_launcher.options.option_table import shown_ranks
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.join.join_rendezvous import JoinGroup, StartedHosts
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
@@ -80,14 +78,17 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     with contextlib.closing(JobHosts(chosen, _show)) as host_group:
         host_group.open(_import_the_rest)
-        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not before the logins
+        # Not before the logins.
+        from syncvar_launcher.hosts.remote_workers import RemoteWorkers
+        from syncvar_launcher.job import restart_loop
 
-        host_group.workers_of = partial(RemoteWorkers, host_group)
         workers = sum(one.workers for one in host_group.sites)
         shown_ranks(chosen.output.selection, workers)
         check_debugged(chosen.ranks.debug, workers)
         final = chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1))
-        host_group.exit_code = run_job(Job(final, arguments, os.environ, host_group))
+        job = Job(final, arguments, os.environ, host_group)
+        make_workers = partial(RemoteWorkers, host_group)
+        host_group.exit_code = restart_loop.run(job, None, make_workers)
         return host_group.exit_code
 
 
@@ -136,7 +137,6 @@ class JobHosts:
         self._until = self.began + options.limits.timeout_s
         self._options = options
         self._show = show
-        self.workers_of: Callable[..., Workers]  # `launch` sets it
         self.secret = os.urandom(KEY_BYTES)
         self.sites: list[HostSlot] = []
         self.address = ""

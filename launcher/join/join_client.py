@@ -38,7 +38,7 @@ from syncvar_launcher.hosts.agent_protocol import (
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.io.standard_streams import SignalWatch
 from syncvar_launcher.join.join_rendezvous import join_secret
-from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.option_table import parse_address
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:

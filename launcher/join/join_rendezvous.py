@@ -39,9 +39,9 @@ from syncvar_launcher.hosts.host_checks import (
 )
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.join.listener import Listener
-from syncvar_launcher.local.child_processes import child_of
+from syncvar_launcher.local.worker_start import child_of
 from syncvar_launcher.options.hostfile import Host
-from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.option_table import parse_address
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:

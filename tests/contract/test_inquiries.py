@@ -9,9 +9,9 @@ import pytest
 
 from syncvar.cli.stacks import stacks_text
 from syncvar.core.stack_dump import StackFrame, Thread
-from syncvar_launcher.job import status_socket
-from syncvar_launcher.job.status_socket import ANSWER_S, SOCKET, StatusSocket
-from syncvar_launcher.local.stack_requests import StackRequest
+from syncvar_launcher.job import attempt_report
+from syncvar_launcher.job.attempt_report import SOCKET, StatusSocket
+from syncvar_launcher.local.stack_requests import ANSWER_S, StackRequest
 
 JOB = {
     "name": "1a2b3c4d",
@@ -121,7 +121,7 @@ def test_strangers_nonsense_and_silence_are_let_go(server, monkeypatch):
         msgpack.packb(7),
     ):
         assert received(connect(nonsense)) == b""
-    monkeypatch.setattr(status_socket, "_is_ours", lambda _: False)
+    monkeypatch.setattr(attempt_report, "_is_ours", lambda _: False)
     assert received(connect(question())) == b""
     monkeypatch.undo()
     silent = connect(b"")

@@ -29,7 +29,7 @@ WORKERS, SERVERS, STEPS = 2, 2, 4
 LIMIT_S = 60.0  # of a run that takes about 2 s
 AT_ONCE = 4
 HELPERS = {  # what the launcher starts for itself, by a word of the command line
-    "guardian": b"cleanup_process.py",
+    "guardian": b"process_sessions.py",
     "fork server": b"syncvar.bootstrap.prefork.fork_server",
     "agent": b"syncvar_launcher.hosts.agent_main",
 }

@@ -83,7 +83,7 @@ def test_the_next_launch_removes_what_a_killed_agent_and_its_guardian_have_left(
     job = launch(WAITS, options=("-H", "localhost:2"), env=env)
     ranks = [event["pid"] for event in job.await_events("there", 2)]
     (agent,) = children(job.process.pid, b"agent_main")
-    (guardian,) = children(agent, b"cleanup_process.py")
+    (guardian,) = children(agent, b"process_sessions.py")
     for pid in (guardian, agent):
         os.kill(pid, signal.SIGKILL)
     assert job.wait() == 70, str(job)

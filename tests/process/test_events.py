@@ -11,7 +11,7 @@ import pytest
 from launching import await_true
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.job.event_log import EventLog
+from syncvar_launcher.job.job_files import EventLog
 
 FIELDS = {
     "job_start": {

@@ -113,7 +113,7 @@ def test_f12_launcher_and_guardian_killed(launch, nothing_left_behind):
     (guardian,) = [
         pid
         for pid, words in nothing_left_behind.own_processes().items()
-        if "cleanup_process.py" in words
+        if "process_sessions.py" in words
     ]
     (folder,) = runtime_folders()
     killed = time.monotonic()
@@ -136,7 +136,7 @@ def test_f12_guardian_killed(launch, nothing_left_behind):
     (guardian,) = [
         pid
         for pid, words in nothing_left_behind.own_processes().items()
-        if "cleanup_process.py" in words
+        if "process_sessions.py" in words
     ]
     os.kill(guardian, signal.SIGKILL)
     time.sleep(0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import await_true
 
-from syncvar_launcher.job.resource_limits import needed_files
+from syncvar_launcher.local.host_resources import needed_files
 
 MODULE = (sys.executable, "-m", "syncvar_launcher")
 ENTRY = (
@@ -253,13 +253,13 @@ def test_f41_too_few_processes_are_told(monkeypatch):
     """The system asks root for no limit, so that this limit is only said to be there."""
     import resource
 
-    from syncvar_launcher.job import resource_limits
+    from syncvar_launcher.local import host_resources
     from syncvar_launcher.options.parse_options import parse
 
     chosen = parse(["-n", "16", "--no-python", "true"], {}, "/")
-    allowed = resource_limits.needed_tasks(16)
+    allowed = host_resources.needed_tasks(16)
     monkeypatch.setattr(os, "getuid", lambda: os.stat("/proc/self").st_uid or 1)
-    monkeypatch.setattr(resource_limits, "_tasks_of_user", lambda: 7)
+    monkeypatch.setattr(host_resources, "_tasks_of_user", lambda: 7)
     real = resource.getrlimit
     for soft, hard, words in (
         (allowed + 7, allowed + 7, ""),
@@ -274,20 +274,20 @@ def test_f41_too_few_processes_are_told(monkeypatch):
             ),
         )
         if not words:
-            resource_limits.check_limits(chosen)
+            host_resources.check_limits(chosen)
             continue
         with pytest.raises(
-            resource_limits.LimitTooLow,
+            host_resources.LimitTooLow,
             match=f"16 ranks need {allowed} processes and threads beside the 7 .* {soft} are allowed",
         ) as raised:
-            resource_limits.check_limits(chosen)
+            host_resources.check_limits(chosen)
         assert words in str(raised.value)
 
 
 def test_the_tasks_of_a_user_are_counted():
-    from syncvar_launcher.job import resource_limits
+    from syncvar_launcher.local import host_resources
 
-    before = resource_limits._tasks_of_user()
+    before = host_resources._tasks_of_user()
     with subprocess.Popen(
         [
             sys.executable,
@@ -299,7 +299,7 @@ def test_the_tasks_of_a_user_are_counted():
     ) as process:
         process.stdout.readline()
         assert os.stat(f"/proc/{process.pid}/task").st_nlink - 2 == 2
-        assert resource_limits._tasks_of_user() >= 2
+        assert host_resources._tasks_of_user() >= 2
         process.stdin.close()
     assert before >= 1
 

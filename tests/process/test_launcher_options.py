@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import PROFILE
 
-from syncvar_launcher.options.usable_cores import core_count
+from syncvar_launcher.options.option_table import core_count
 
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -344,7 +344,7 @@ def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_l
     await_true(ready.exists, what="a server that imports")
     await_true(
         lambda: any(
-            "cleanup_process.py" in words for words in nothing_left_behind.own_processes().values()
+            "process_sessions.py" in words for words in nothing_left_behind.own_processes().values()
         ),
         what="a guardian",
     )

@@ -3,8 +3,7 @@
 import pytest
 
 from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE, blas_threads
-from syncvar_launcher.local.fork_client import start_early
-from syncvar_launcher.local.start_method import plan_start
+from syncvar_launcher.local.worker_start import plan_start, start_early
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.local.affinity import (
+from syncvar_launcher.local.host_resources import (
     BLAS_VARIABLES,
     blas_environment,
     blas_threads,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher.hosts.agent_protocol import Hello
-from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.option_table import parse_address
 from syncvar_launcher.options.parse_options import parse
 
 HELLO = Hello("n1", "10.0.0.7", None, None, "0.1.0", 1, "3.11.7", "little")

@@ -2,7 +2,7 @@ import pytest
 
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.job.dry_run import dry_run_text, settings_rows
-from syncvar_launcher.local.worker_command import server_command
+from syncvar_launcher.local.worker_start import server_command
 from syncvar_launcher.options.option_table import launch_keys
 from syncvar_launcher.options.parse_options import parse
 
@@ -37,8 +37,7 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
         environments,
         argv,
         host="b",
-        binding="bound: 2 cores",
-        transport="transport x: y",
+        notes=["bound: 2 cores", "transport x: y"],
     )
     head, settings = text.split("settings:\n")
     assert head == (

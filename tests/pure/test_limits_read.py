@@ -6,7 +6,7 @@ import pytest
 
 from syncvar_launcher.hosts.agent_main import facts_of
 from syncvar_launcher.hosts.host_checks import missing_resources
-from syncvar_launcher.job import resource_limits
+from syncvar_launcher.local import host_resources as resource_limits
 from syncvar_launcher.options.hostfile import parse_hosts
 from syncvar_launcher.options.parse_options import parse
 

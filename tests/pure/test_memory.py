@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar_launcher.local.oom import OUT_OF_MEMORY, OutOfMemory
+from syncvar_launcher.local.host_resources import OUT_OF_MEMORY, OutOfMemory
 
 # Recorded on Linux 6.18: a group of version 1, and one of version 2.
 FILES = {

@@ -11,10 +11,9 @@ import pytest
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.hosts.multi_host import HostCapacity, place_workers
-from syncvar_launcher.options import usable_cores as cores_module
-from syncvar_launcher.options.forwarded_signals import parse_signals
-from syncvar_launcher.options.option_help import help_text, hosts_help_text
-from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys
+from syncvar_launcher.options import option_table as cores_module
+from syncvar_launcher.options.command_line import help_text, hosts_help_text
+from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys, parse_signals
 from syncvar_launcher.options.parse_options import parse
 from syncvar_launcher.options.worker_environment import inherited_variables
 

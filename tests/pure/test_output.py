@@ -15,7 +15,7 @@ from syncvar_launcher.io.output import (
     Sink,
     escape,
 )
-from syncvar_launcher.options.option_values import shown_ranks
+from syncvar_launcher.options.option_table import shown_ranks
 
 
 class Broken(io.RawIOBase):

@@ -4,6 +4,7 @@ from syncvar.core import exit_codes
 from syncvar.core.exit_codes import exit_code_of
 from syncvar.core.rank_text import rank_spans, ranks_of
 from syncvar_launcher.job.failure_report import (
+    EvidenceFiles,
     FailureReport,
     SecondaryFailure,
     WorkerTraceback,
@@ -65,7 +66,9 @@ def test_lines_that_stand_above_are_not_repeated():
 
 def test_block_names_the_whole_output_and_does_not_repeat_options():
     text = failure_block(
-        FailureReport(rank=1, status=3), arguments=["--debug", "0", "a.py"], log_dir="logs"
+        FailureReport(rank=1, status=3),
+        arguments=["--debug", "0", "a.py"],
+        files=EvidenceFiles("logs"),
     )
     assert text == (
         "syncvar: rank 1 exited with status 3\nevidence: rank 1 wrote nothing\n"
@@ -75,7 +78,8 @@ def test_block_names_the_whole_output_and_does_not_repeat_options():
 
 def test_block_names_the_flight_records():
     text = failure_block(
-        FailureReport(rank=1, status=3), records="flight records in a\n (syncvar explain 12345678)"
+        FailureReport(rank=1, status=3),
+        files=EvidenceFiles(records="flight records in a\n (syncvar explain 12345678)"),
     )
     assert text.endswith("\nevidence: flight records in a\\x0a (syncvar explain 12345678)\n")
 
@@ -105,24 +109,19 @@ def test_reason_stands_beside_the_status():
     assert text.startswith("syncvar: rank 0 exited with status 0: left before shutdown\n")
 
 
-def test_hints_go_before_our_own_commands():
-    text = failure_block(
-        FailureReport(rank=0, status=-9), arguments=["a.py"], hints=["dmesg | tail"]
-    )
-    assert text.endswith("try:\n  dmesg | tail\n  syncvar-launch --debug 0 a.py\n")
-
-
 def test_text_of_ranks_is_escaped_and_makes_no_new_lines():
     failure = FailureReport(
         rank=0, status=1, host="h\x1b[2J", traceback="E: a\x0cb\u202ec\r\n\x1b]0;t\x07", call="x\ny"
     )
-    text = failure_block(failure, [SecondaryFailure(1, "a\nb\x9bc")], hints=["h\x1b"])
+    text = failure_block(
+        failure, [SecondaryFailure(1, "a\nb\x9bc")], remedies=[["h\x1b"]], arguments=["a"]
+    )
     assert "\x1b" not in text
     assert r"on h\x1b[2J" in text
     assert r"a\x0cb\u202ec\x0d" in text
     assert r"in x\x0ay" in text
     assert r"rank 1: a\x0ab\x9bc" in text
-    assert r"  h\x1b" in text
+    assert r"h\x1b" in text
 
 
 def test_long_traceback_keeps_its_head_and_its_end():
@@ -239,7 +238,7 @@ def test_blocks_use_no_exclamation_marks():
         FailureReport(rank=0, status=1),
         [SecondaryFailure(1, "computing")],
         arguments=["a.py"],
-        log_dir="logs",
+        files=EvidenceFiles("logs"),
     )
     assert "!" not in text
 

@@ -13,7 +13,12 @@ from syncvar.core.process_ids import (
 )
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.server_directory import ServerTable
-from syncvar_launcher.job.failure_report import FailureReport, SecondaryFailure, failure_block
+from syncvar_launcher.job.failure_report import (
+    EvidenceFiles,
+    FailureReport,
+    SecondaryFailure,
+    failure_block,
+)
 
 
 def serve(server, job="job", generation=2, host_index=0):
@@ -125,7 +130,7 @@ def test_the_failure_block_names_a_server():
         FailureReport(SERVER_0 + 1, -9, "b", elapsed_s=1.0),
         others,
         arguments=["-n", "1", "a.py"],
-        log_dir="logs",
+        files=EvidenceFiles("logs"),
     )
     assert text.splitlines() == [
         "syncvar: server 1 on b was killed by signal 9 (SIGKILL) after 1.0 s",

@@ -10,10 +10,10 @@ from syncvar_launcher.hosts.multi_host import HostSlot
 from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
-from syncvar_launcher.options import usable_cores as cores_module
+from syncvar_launcher.options import option_table as cores_module
 from syncvar_launcher.options.hostfile import Host
+from syncvar_launcher.options.option_table import core_count
 from syncvar_launcher.options.parse_options import parse
-from syncvar_launcher.options.usable_cores import core_count
 
 
 def chosen(*argv, **environ):

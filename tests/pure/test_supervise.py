@@ -34,7 +34,7 @@ def test_all_who_said_goodbye_and_ended_with_zero_are_a_success():
     for order in itertools.permutations(range(3)):
         one = supervisor()
         for rank in order:
-            one.goodbye(rank)
+            one.left(rank)
             assert one.exited(rank, 0, 1.0, joined=False) == []
         assert one.is_over
         assert one.outcome().exit_code == 0
@@ -188,7 +188,7 @@ def test_after_a_signal_workers_that_saved_and_ask_to_be_run_again_are_believed(
                     6.0,
                 )
             else:
-                one.goodbye(rank)
+                one.left(rank)
             one.exited(rank, code, 6.0, joined=False)
         assert one.is_over
         assert one.outcome().exit_code == expected
@@ -210,7 +210,7 @@ def test_ranks_that_take_a_signal_for_a_notice_get_more_time_and_others_do_not()
         assert one.tick(expected) == [Kill((0, 1, 2))]
     one = supervisor()
     one.takes_notice(1, is_on=True)
-    one.goodbye(1)
+    one.left(1)
     one.exited(1, 0, 1.0, joined=False)
     one.signalled(15, 5.0)
     assert one.next_due() == 15.0, "who has ended needs no time"
@@ -378,7 +378,7 @@ def test_a_time_limit_that_passes_while_a_failed_job_ends_does_not_keep_the_laun
 
 def test_a_time_limit_on_a_job_that_has_ended_does_nothing():
     one = supervisor(1, timeout_s=60.0)
-    one.goodbye(0)
+    one.left(0)
     one.exited(0, 0, 1.0, joined=False)
     assert one.tick(99.0) == []
     assert one.outcome().exit_code == 0
@@ -417,7 +417,7 @@ def test_status_zero_is_success_only_for_those_who_left_in_order(
 ):
     one = supervisor(1, is_command=is_command)
     if goodbye:
-        one.goodbye(0)
+        one.left(0)
     one.exited(0, 0, 1.0, joined=joined)
     assert (one.outcome().exit_code == 0) is succeeds
     if not succeeds:
@@ -436,8 +436,8 @@ def with_servers(mirrors, *, workers=2, restarts=0):
 
 def test_servers_are_told_to_end_when_the_last_worker_has_and_only_then():
     one = with_servers(((), ()))
-    one.goodbye(0)
-    one.goodbye(1)
+    one.left(0)
+    one.left(1)
     assert one.exited(0, 0, 1.0, joined=False) == []
     assert one.exited(1, 0, 2.0, joined=False) == [Terminate((SERVER_0, SERVER_0 + 1))]
     assert not one.is_over
@@ -450,7 +450,7 @@ def test_servers_are_told_to_end_when_the_last_worker_has_and_only_then():
 
 def test_a_server_that_is_told_to_end_before_it_serves_has_not_failed():
     one = with_servers(((),), workers=1)
-    one.goodbye(0)
+    one.left(0)
     one.exited(0, 0, 1.0, joined=False)
     assert (
         one.failed(
@@ -549,7 +549,7 @@ def test_servers_stay_while_the_last_worker_is_about_to_be_started_again():
     one = with_servers(((),), workers=1, restarts=1)
     assert one.exited(0, -9, 1.0, joined=False) == []
     assert one.tick(2.0)[0].rank == 0
-    one.goodbye(0)
+    one.left(0)
     assert one.exited(0, 0, 3.0, joined=False) == [Terminate((SERVER_0,))]
 
 
@@ -603,12 +603,12 @@ def test_workers_are_told_to_end_before_servers_which_may_have_to_save_for_them(
 def test_servers_of_a_host_that_is_gone_with_all_ranks_are_not_replaced():
     one = Supervisor(1, CONFIG, False, 0.0, mirrors=((1,), (0,)))
     assert not any(
-        isinstance(action, DropServer) for action in one.gone(0, "its host is gone", 1.0)
+        isinstance(action, DropServer) for action in one.unreachable(0, "its host is gone", 1.0)
     )
     assert not any(
         isinstance(action, DropServer)
         for server in (SERVER_0, SERVER_0 + 1)
-        for action in one.gone(server, "its host is gone", 1.0)
+        for action in one.unreachable(server, "its host is gone", 1.0)
     )
     assert one.is_over
     assert one.outcome().cause.rank == 0

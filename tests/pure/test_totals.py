@@ -9,7 +9,7 @@ from syncvar.core.bus_bandwidth import BUS_FACTORS, bus_factor
 from syncvar.runtime.flight_recorder.call_record import CallFields, CallInfo, CallLabel
 from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
-from syncvar_launcher.job.job_stats import merged, read_totals, table
+from syncvar_launcher.job.job_files import merge_totals, read_totals, totals_table
 
 
 def told(what, nbytes=0, members=(0, 1), path="shm", group=0):
@@ -125,7 +125,7 @@ def row(rank, call="all_reduce(sum)", ns=10**9, calls=10, nbytes=10 * 10**9, end
 
 
 def test_ranks_are_put_together():
-    rows = merged(
+    rows = merge_totals(
         {
             rank: [
                 row(rank, ns=(1 if rank == 2 else 3) * 10**9),
@@ -146,11 +146,11 @@ def test_ranks_are_put_together():
     assert first["waiting"] == pytest.approx(0.6)
     assert (first["algbw"], first["busbw"]) == (pytest.approx(4.0), pytest.approx(6.0))
     assert barrier["algbw"] is barrier["busbw"] is None
-    twice = merged({0: [row(0), row(0)]})
+    twice = merge_totals({0: [row(0), row(0)]})
     assert (twice[0]["calls"], twice[0]["waiting"]) == (20, None), (
         "a rank that met anew; nobody to compare with"
     )
-    unknown = merged({0: [row(0, nbytes=-1)], 1: [row(1)]})[0]
+    unknown = merge_totals({0: [row(0, nbytes=-1)], 1: [row(1)]})[0]
     assert (unknown["nbytes"], unknown["algbw"]) == (None, None)
 
 
@@ -158,12 +158,12 @@ def test_the_table_has_at_most_twenty_lines():
     told_by = {
         rank: [row(rank, f"call{number}", ns=number) for number in range(40)] for rank in range(2)
     }
-    lines = table(merged(told_by), [2, 3]).splitlines()
+    lines = totals_table(merge_totals(told_by), [2, 3]).splitlines()
     assert len(lines) <= 20
     assert "26 more kinds" in lines[-3]
-    assert lines[-1] == "  ranks 2, 3 told nothing"
-    assert table([]) == "syncvar: no calls to add up\n"
-    assert table([], [0, 1]) == "syncvar: no totals: ranks 0, 1 ended before writing them\n"
+    assert lines[-1] == "  ranks 2, 3 sent no totals"
+    assert totals_table([]) == "syncvar: no calls to add up\n"
+    assert totals_table([], [0, 1]) == "syncvar: no totals: ranks 0, 1 ended before writing them\n"
 
 
 def test_files_that_are_none_are_left_out(tmp_path):
@@ -181,5 +181,5 @@ def test_files_that_are_none_are_left_out(tmp_path):
     ):
         (tmp_path / f"stats-9.{number}.json").write_text(text)
     assert list(read_totals(tmp_path)) == [0]
-    text = table(merged({0: [row(0, call="\x1b[2J" * 50, ranks="\x1b")]}))
+    text = totals_table(merge_totals({0: [row(0, call="\x1b[2J" * 50, ranks="\x1b")]}))
     assert "\x1b" not in text

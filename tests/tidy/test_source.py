@@ -399,7 +399,7 @@ WALL_CLOCK = {
 # What a person reads: the time beside a line of output, in a record and in a lock; and the user's own dates,
 # which are data. Nothing is decided by it.
 SHOWN_TIMES = {
-    "launcher/job/event_log.py": {"time.time"},
+    "launcher/job/job_files.py": {"time.time"},
     "launcher/io/output.py": {"datetime"},
     "launcher/job/restart_loop.py": {"time.time"},
     "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
@@ -525,7 +525,7 @@ SLOW = {
             "import syncvar_launcher.local.local_workers, syncvar_launcher.job.supervisor, syncvar_launcher.job.failure_report",
             {"numpy"},
         ),
-        ("import syncvar_launcher.options.option_help as o; o.help_text()", {"numpy", "zmq"}),
+        ("import syncvar_launcher.options.command_line as o; o.help_text()", {"numpy", "zmq"}),
         (
             "import syncvar_launcher.job.job, syncvar_launcher.job.attempt",
             SLOW - {"argparse", "socket", "subprocess"},
@@ -601,14 +601,14 @@ def test_the_guardian_is_tiny():
         "-S",
         "-X",
         "importtime",
-        str(REPOSITORY / "launcher" / "local" / "cleanup_process.py"),
+        str(REPOSITORY / "launcher" / "local" / "process_sessions.py"),
         "/nonexistent",
     ]
     ended = subprocess.run(
         command, input=".\n", capture_output=True, text=True, check=True, timeout=30
     )
     modules = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "process_sessions" in modules
+    assert "signal" in modules
     assert not {
         name
         for name in modules

@@ -145,7 +145,7 @@ class ServerStats:
             row[index] += increment
 
     def rows(self, ahead: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Return the totals for `syncvar_launcher.job.job_stats`.
+        """Return the totals for `syncvar_launcher.job.job_files`.
 
         Args:
             ahead: Ticks ahead of the slowest worker -> number of reads; one row for each.
