@@ -28,12 +28,63 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.hostfile import Host
 
+AGENT = "syncvar_launcher.hosts.agent_main"
+"""The module that serves a host."""
+
+# No terminal, no display and no agent of ssh, no question, no long wait; they hold whatever `--ssh`
+# or the user's own file says.
+_SETTINGS = ("BatchMode=yes", "ConnectTimeout=10", "ClearAllForwardings=yes")
+SSH_OPTIONS = ("-T", "-x", "-a", *(word for one in _SETTINGS for word in ("-o", one)))
+
 NOT_UNDERSTOOD = "its agent is not understood"
 
 _CHUNK = 1 << 18
 _WORDS_MAX = 8192
-_TAKEN_AT_ONCE = (
-    8  # reads, so that a host that says much does not keep the launcher from the others
+_READS_AT_ONCE = 8  # so that the output of one host does not keep the launcher from the others
+_BEGIN = "from syncvar.bootstrap.worker_entry import main; main()"
+_SSH_FAILED = 255
+_NOT_FOUND = (126, 127)
+_LINES_SHOWN = 3
+
+_INSTALL = "install"  # `describe_installation` has the words
+_MEANINGS = (
+    (
+        r"could not resolve|name or service not known|temporary failure in name",
+        "its name is unknown",
+        "check the spelling, or name it in /etc/hosts or ~/.ssh/config",
+    ),
+    (
+        r"connection refused",
+        "nobody listens for ssh there",
+        "start sshd, or give its port (port=N, --ssh-port)",
+    ),
+    (
+        r"host key verification failed|no matching host key|host key is known",
+        "its host key is not known, or has changed",
+        (
+            "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> "
+            "~/.ssh/known_hosts"
+        ),
+    ),
+    (
+        r"permission denied|too many authentication failures|no more authentication methods",
+        "the login is refused",
+        (
+            "`ssh {host} true` must work without a password: ssh-copy-id {host}, "
+            "or user= and a key in ssh-agent"
+        ),
+    ),
+    (
+        r"timed out|no route to host|network is unreachable|host is down",
+        "it cannot be reached",
+        "check the network and `ssh {host} true`",
+    ),
+    (r"no module named '?syncvar", "syncvar is not installed for {python} there", _INSTALL),
+    (
+        r"no such file or directory|not found",
+        "there is no {python} there",
+        "give python=PATH in the host file, or --remote-python",
+    ),
 )
 
 
@@ -90,7 +141,7 @@ class RemoteHost:
         began: When the login began, in seconds of the monotonic clock.
         facts: The facts that the agent has sent; empty before.
         heard: When a message last came, in seconds of the monotonic clock.
-        why_gone: Why no more messages will come; empty while they may.
+        loss_reason: Why no more messages will come; empty while they may.
         staged: The folder with the copy of the script's folder; empty without one.
         is_ended: Whether the launcher ended the connection, so that the exit status tells nothing.
     """
@@ -150,7 +201,7 @@ class RemoteHost:
         if descriptor not in self._open:
             return []
         messages: list[Message] = []
-        for _ in range(_TAKEN_AT_ONCE):
+        for _ in range(_READS_AT_ONCE):
             try:
                 data = os.read(descriptor, _CHUNK)
             except BlockingIOError:
@@ -180,15 +231,15 @@ class RemoteHost:
 
     def words(self) -> str:
         """Return the last text of ssh, the remote shell and the agent on standard error."""
-        for _ in range(_TAKEN_AT_ONCE):
+        for _ in range(_READS_AT_ONCE):
             if self._err in self._open:
                 self.readable(self._err)
         before = self._reader.before if not self._reader.has_greeted else b""
         return (before + bytes(self._words)).decode("utf-8", "replace").strip()
 
-    def end(self, why: str) -> None:
-        """End the connection and so the agent; `why` is the reason in words."""
-        self._lose(why)
+    def end(self, reason: str) -> None:
+        """End the connection and so the agent."""
+        self._lose(reason)
         self.is_ended = True
         self.kill()
 
@@ -228,8 +279,8 @@ class RemoteHost:
             return self.process.wait(timeout_s)
         return None
 
-    def _lose(self, why: str) -> None:
-        self.loss_reason = self.loss_reason or why
+    def _lose(self, reason: str) -> None:
+        self.loss_reason = self.loss_reason or reason
         self._outbox.clear()
 
 
@@ -270,77 +321,11 @@ def poll_hosts(
     for descriptor in others:
         poller.register(descriptor, select.POLLIN)
     ready = [descriptor for descriptor, _ in poller.poll(timeout_s * 1000)]
-    said: list[list[Message]] = []
+    received: list[list[Message]] = []
     for one in remotes:
         one.flush()
-        said.append([message for descriptor in ready for message in one.readable(descriptor)])
-    return said, [descriptor for descriptor in others if descriptor in ready]
-
-
-AGENT = "syncvar_launcher.hosts.agent_main"
-"""The module that serves a host."""
-
-SSH_OPTIONS = (
-    "-T",
-    "-x",
-    "-a",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=10",
-    "-o",
-    "ClearAllForwardings=yes",
-)
-"""No terminal, no question, no long wait, no display and no agent.
-
-They hold whatever `--ssh` or the user's own file says.
-"""
-
-_BEGIN = "from syncvar.bootstrap.worker_entry import main; main()"
-_SSH_FAILED = 255
-_NOT_FOUND = (126, 127)
-_LINES_SHOWN = 3
-
-_INSTALL = "install"  # `describe_installation` has the words
-_MEANINGS = (
-    (
-        r"could not resolve|name or service not known|temporary failure in name",
-        "its name is unknown",
-        "check the spelling, or name it in /etc/hosts or ~/.ssh/config",
-    ),
-    (
-        r"connection refused",
-        "nobody listens for ssh there",
-        "start sshd, or give its port (port=N, --ssh-port)",
-    ),
-    (
-        r"host key verification failed|no matching host key|host key is known",
-        "its host key is not known, or has changed",
-        (
-            "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> "
-            "~/.ssh/known_hosts"
-        ),
-    ),
-    (
-        r"permission denied|too many authentication failures|no more authentication methods",
-        "the login is refused",
-        (
-            "`ssh {host} true` must work without a password: ssh-copy-id {host}, "
-            "or user= and a key in ssh-agent"
-        ),
-    ),
-    (
-        r"timed out|no route to host|network is unreachable|host is down",
-        "it cannot be reached",
-        "check the network and `ssh {host} true`",
-    ),
-    (r"no module named '?syncvar", "syncvar is not installed for {python} there", _INSTALL),
-    (
-        r"no such file or directory|not found",
-        "there is no {python} there",
-        "give python=PATH in the host file, or --remote-python",
-    ),
-)
+        received.append([message for descriptor in ready for message in one.readable(descriptor)])
+    return received, [descriptor for descriptor in others if descriptor in ready]
 
 
 def remote_command(python: str) -> str:
@@ -401,29 +386,23 @@ def ssh_error_text(
         'nobody listens for ssh there; start sshd, or give its port (port=N, --ssh-port)'
     """
     is_ssh = program == "ssh"
+    login, there = host.login(), host.python or python
     if status is None:
-        return "it does not answer in time; " + (
-            f"check the network and `ssh {host.login()} true`"
-            if is_ssh
-            else f"does {program} start anything there?"
-        )
-    for pattern, what, remedy in _MEANINGS:
-        is_of_remote = "python" in what
-        if (
-            is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote
-        ) and re.search(pattern, words, re.IGNORECASE):
-            there = host.python or python
-            is_missing = remedy is _INSTALL
-            advice = describe_installation(there, host.login()) if is_missing else remedy
-            return f"{what}; {advice}".replace("{host}", host.login()).replace("{python}", there)
+        question = f"does {program} start anything there?"
+        advice = f"check the network and `ssh {login} true`" if is_ssh else question
+        return f"it does not answer in time; {advice}"
+    for pattern, meaning, remedy in _MEANINGS:
+        is_of_remote = "python" in meaning
+        is_possible = (status == _SSH_FAILED) is not is_of_remote if is_ssh else is_of_remote
+        if is_possible and re.search(pattern, words, re.IGNORECASE):
+            advice = describe_installation(there, login) if remedy is _INSTALL else remedy
+            text = f"{meaning}; {advice}"
+            return text.replace("{host}", login).replace("{python}", there)
     if status in _NOT_FOUND:
-        return (
-            f"there is no {host.python or python} there; give python=PATH in the host file, or "
-            "--remote-python"
-        )
+        return f"there is no {there} there; give python=PATH in the host file, or --remote-python"
     last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
-    who = program if status == _SSH_FAILED or not is_ssh else "the agent"
-    return f"{who} ended with {status}" + (
+    ended = program if status == _SSH_FAILED or not is_ssh else "the agent"
+    return f"{ended} ended with {status}" + (
         f": {' | '.join(last)}" if last else ", and said nothing"
     )
 

@@ -257,25 +257,12 @@ class Reader:
         return messages
 
 
+_TEXT_FACTS = ("host", "machine", "python", "syncvar", "numpy", "byte_order", "processor")
 _FACTS: dict[str, type] = {
-    "host": str,
-    "machine": str,
-    "python": str,
-    "syncvar": str,
-    "numpy": str,
-    "protocol": int,
-    "byte_order": str,
-    "cores": list,
-    "cpu_count": int,
-    "core_count": int,
-    "processor": str,
-    "interfaces": list,
-    "launcher_address": str,
-    "login_address": str,
-    "has_folder": bool,
-    "has_target": bool,
-    "pid": int,
-    "tasks_left": int,
+    **dict.fromkeys((*_TEXT_FACTS, "launcher_address", "login_address"), str),
+    **dict.fromkeys(("protocol", "cpu_count", "core_count", "pid", "tasks_left"), int),
+    **dict.fromkeys(("cores", "interfaces"), list),
+    **dict.fromkeys(("has_folder", "has_target"), bool),
 }
 _CORES_MAX = 1 << 14
 
@@ -295,12 +282,9 @@ def checked_facts(facts: Message) -> Message:
         for one in interfaces
     ):
         raise WireError("what it says of its cores and interfaces has another form than it should")
-    for one in (
-        facts["launcher_address"],
-        facts["login_address"],
-        *(address for _, address in interfaces),
-    ):
-        _check_address(one)
+    own = facts["launcher_address"], facts["login_address"]
+    for address in (*own, *(address for _, address in interfaces)):
+        _check_address(address)
     return facts
 
 
@@ -314,11 +298,7 @@ def _check_address(text: str) -> None:
 
 def checked_list(values: Any, kind: type, count: int) -> list[Any]:
     """Return a list of so many values of one type."""
-    if (
-        not isinstance(values, list)
-        or len(values) != count
-        or any(type(one) is not kind for one in values)
-    ):
+    if not isinstance(values, list) or [*map(type, values)] != [kind] * count:
         raise WireError(f"a list of {count} values was asked for, and something else came")
     return values
 
@@ -417,14 +397,10 @@ _TEXT_MAX = 4096
 _NAME_MAX = 253
 _SLOTS_MAX = 1 << 16
 _TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "address": (str,),
+    **dict.fromkeys(("name", "address", "syncvar", "python", "byte_order"), (str,)),
     "slots": (int, type(None)),
     "cwd": (str, type(None)),
-    "syncvar": (str,),
     "protocol": (int,),
-    "python": (str,),
-    "byte_order": (str,),
 }
 
 
@@ -472,19 +448,15 @@ class Hello(NamedTuple):
             found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
         except (ValueError, TypeError, msgpack.UnpackException):
             raise WireError("what it says of itself is no greeting") from None
-        if (
-            not isinstance(found, dict)
-            or found.pop("format", None) != _HELLO_FORMAT
-            or found.keys() != _TYPES.keys()
-        ):
+        is_known = isinstance(found, dict) and found.pop("format", None) == _HELLO_FORMAT
+        if not is_known or found.keys() != _TYPES.keys():
             raise WireError(
                 "what it says of itself has another form than here: it has another version of "
                 "syncvar; install the same on all"
             )
         for name, value in found.items():
-            if type(value) not in _TYPES[name] or (
-                isinstance(value, str) and len(value) > _TEXT_MAX
-            ):
+            is_long = isinstance(value, str) and len(value) > _TEXT_MAX
+            if type(value) not in _TYPES[name] or is_long:
                 raise WireError(f"the {name} that it says of itself cannot be")
         if not found["name"] or not found["name"].isprintable() or len(found["name"]) > _NAME_MAX:
             raise WireError("the name that it says of itself cannot be")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
 _IS_UP = 1
 _PROOF_NBYTES = 32
+_STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
 _ADDRESSES_MAX = 4  # of each host that are tried
 
@@ -66,12 +67,12 @@ def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptio
     """Return why a job cannot run on a host, and what to do; empty if it can."""
     joins = options.join.listen is not None
     other_python = "join by the same Python" if joins else "give python=PATH or --remote-python"
-    why = version_mismatch(
+    mismatch = version_mismatch(
         facts["syncvar"], facts["protocol"], facts["byte_order"], facts["python"], other_python
     )
+    if mismatch:
+        return mismatch
     cwd = host.cwd or options.program.cwd
-    if why:
-        return why
     if not facts["numpy"]:
         python = "python" if joins else host.python or options.hosts.remote_python or sys.executable
         return f"NumPy is not installed there; {python} -m pip install numpy"
@@ -109,14 +110,14 @@ class HostCapacity(NamedTuple):
 
 
 def place_workers(
-    rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
+    hosts: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
 ) -> tuple[int, ...]:
     """Return the number of workers of each host; 0 for a host without any.
 
     Ranks are numbered host by host, so those of one host are neighbours.
 
     Args:
-        rooms: The hosts in their order.
+        hosts: The hosts in their order.
         workers: The number of workers; None for all slots.
         map_by: "slot" fills a host before the next one. "host" gives each one worker in turn.
 
@@ -126,36 +127,33 @@ def place_workers(
         ((4, 1), (3, 2))
     """
     if workers is None:
-        return tuple(one.slots for one in rooms)
-    soft = sum(one.slots for one in rooms)
-    most = [max(one.slots, one.max_slots or 0) for one in rooms]
+        return tuple(one.slots for one in hosts)
+    soft = sum(one.slots for one in hosts)
+    most = [max(one.slots, one.max_slots or 0) for one in hosts]
     if workers > sum(most):
-        there = ", ".join(f"{one.name} {limit}" for one, limit in zip(rooms, most, strict=True))
+        there = ", ".join(f"{one.name} {limit}" for one, limit in zip(hosts, most, strict=True))
         raise ConfigError(
             f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); "
             f"write --workers {sum(most)}, or give a host more: name:N in -H, "
             "slots=N or max_slots=N in a host file"
         )
-    limits = [one.slots for one in rooms]
-    given = _dealt(limits, min(workers, soft), map_by)
+    limits = [one.slots for one in hosts]
+    sizes = _deal(limits, min(workers, soft), map_by)
     if workers > soft:
-        more = _dealt(
-            [limit - slots for limit, slots in zip(most, limits, strict=True)],
-            workers - soft,
-            map_by,
-        )
-        given = [first + second for first, second in zip(given, more, strict=True)]
-    return tuple(given)
+        rest = [limit - slots for limit, slots in zip(most, limits, strict=True)]
+        more = _deal(rest, workers - soft, map_by)
+        sizes = [first + second for first, second in zip(sizes, more, strict=True)]
+    return tuple(sizes)
 
 
-def _dealt(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
-    given = [0] * len(limits)
+def _deal(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
+    sizes = [0] * len(limits)
     while workers:
         for index, limit in enumerate(limits):
-            share = min(limit - given[index], workers if map_by == "slot" else 1, workers)
-            given[index] += share
+            share = min(limit - sizes[index], workers if map_by == "slot" else 1, workers)
+            sizes[index] += share
             workers -= share
-    return given
+    return sizes
 
 
 class Interface(NamedTuple):
@@ -217,7 +215,7 @@ def allowed_addresses(
             and ipaddress.ip_address(one.address).is_loopback == is_near
         ]
     else:
-        wanted, unwanted = _understood(spec)
+        wanted, unwanted = _parse_interfaces(spec)
         rest = [
             one.address
             for one in found
@@ -229,7 +227,7 @@ def allowed_addresses(
     return list(dict.fromkeys([*first, *rest]))
 
 
-def _understood(spec: str) -> tuple[list[str], list[str]]:
+def _parse_interfaces(spec: str) -> tuple[list[str], list[str]]:
     wanted: list[str] = []
     unwanted: list[str] = []
     for part in spec.split(","):
@@ -243,8 +241,8 @@ def _understood(spec: str) -> tuple[list[str], list[str]]:
                     f"--iface {spec}: {name!r} is no network, such as 10.0.0.0/8"
                 ) from None
         elif not name or len(name) > 15 or not name.isprintable():
-            what = f"--iface {spec}: {word!r} is no name of an interface"
-            raise ConfigError(f"{what}; write for instance eth0, ^docker0 or 10.0.0.0/8")
+            problem = f"--iface {spec}: {word!r} is no name of an interface"
+            raise ConfigError(f"{problem}; write for instance eth0, ^docker0 or 10.0.0.0/8")
         (unwanted if word.startswith("^") else wanted).append(name)
     return wanted, unwanted
 
@@ -375,9 +373,7 @@ class Listeners:
         self._sockets: dict[int, tuple[socket.socket, str]] = {}
         for address in addresses:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = socket.socket(
-                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            )
+            one = socket.socket(family, _STREAM)
             try:
                 one.bind((address, 0))
                 one.listen(256)
@@ -437,9 +433,7 @@ def reachable(
             if not port:
                 continue
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = socket.socket(
-                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            )
+            one = socket.socket(family, _STREAM)
             waiting[one.fileno()] = (index, one)
             one.connect_ex((address, port))
             poller.register(one, select.POLLIN)

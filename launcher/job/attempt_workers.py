@@ -170,7 +170,7 @@ class WorkerSet:
             bound = f" | {job.binding.reason}" if is_local else ""
             transport, _ = self.workers.describe()
             text = f"syncvar {syncvar.__version__} | {job.summary()} | {transport}{bound}\n"
-            self.console.forwarder.say(text)
+            self.console.forwarder.write_text(text)
         if is_local and is_verbose:
             self.console.show(f"workers are {job.beginning}")
         self.handle_all(self.workers.start())
@@ -297,7 +297,7 @@ class WorkerSet:
     def show_spared(self, event: Spared) -> None:
         """Show which ranks got no signal because it would have ended them, and what they do."""
         places = [SecondaryFailure(rank, self.report.position(rank)) for rank in event.ranks]
-        self.console.forwarder.say(spared_block(event.number, places, os.getpid()))
+        self.console.forwarder.write_text(spared_block(event.number, places, os.getpid()))
 
     def _log_end(self, rank: int, code: int | None, number: int | None) -> None:
         self.progress.reached(rank, self.watch.now())

@@ -236,12 +236,7 @@ class JoinGroup:
         until, heartbeat_at = now + self._limit_s, now + _BEAT_S
         while not is_enough(joined):
             now = time.monotonic()
-            if now >= until:
-                self._give_up(joined, awaited)
-            if failure := self._start_failure():
-                raise HostUnreachable(
-                    f"{awaited} cannot be used; nothing was started:\n  {failure}"
-                )
+            self._check_start(joined, awaited, is_late=now >= until)
             if now >= heartbeat_at:
                 heartbeat_at = now + _BEAT_S
                 for one in joined:
@@ -337,7 +332,13 @@ class JoinGroup:
             return len(joined) >= count
         return sum(map(_slots, joined)) >= self._options.ranks.workers
 
-    def _give_up(self, joined: list[RemoteHost], awaited: str) -> None:
+    def _check_start(self, joined: list[RemoteHost], awaited: str, *, is_late: bool) -> None:
+        """Raise HostUnreachable if the time has passed, or if hosts will not join."""
+        failure = self._start_failure()
+        if failure and not is_late:
+            raise HostUnreachable(f"{awaited} cannot be used; nothing was started:\n  {failure}")
+        if not is_late:
+            return
         each = f"By {self._starter} each" if self._starter else "Each"
         lines = [
             (

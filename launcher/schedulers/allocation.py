@@ -31,6 +31,17 @@ _OF_SRUN = (
     "SLURM_EXACT",
     "SLURM_DISTRIBUTION",
 )
+_SRUN_OPTIONS = (
+    "--nodes=1",
+    "--ntasks=1",
+    "--ntasks-per-node=1",
+    "--nodelist={host}",
+    "--overlap",
+    "--mem=0",
+    "--cpu-bind=none",
+    "--mpi=none",
+    "--unbuffered",
+)
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
@@ -90,33 +101,24 @@ def _slurm(environ: Mapping[str, str], own_name: str) -> Allocation | None:
     names = _names(environ[listed], listed)
     cpus = _spread(environ, "SLURM_JOB_CPUS_PER_NODE", names)
     if "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ:
-        slots, told = _spread(environ, "SLURM_TASKS_PER_NODE", names), "SLURM_TASKS_PER_NODE"
+        slots, counts_in = _spread(environ, "SLURM_TASKS_PER_NODE", names), "SLURM_TASKS_PER_NODE"
     else:
         each = _number(environ.get("SLURM_CPUS_PER_TASK", "1"), "SLURM_CPUS_PER_TASK")
-        slots, told = [max(1, one // each) for one in cpus or ()], "SLURM_JOB_CPUS_PER_NODE"
+        slots, counts_in = [max(1, one // each) for one in cpus or ()], "SLURM_JOB_CPUS_PER_NODE"
     if not slots:
         raise ConfigError(
-            f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {told} is not "
-            "set: give -H, or --allocation off"
+            f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {counts_in} is "
+            "not set: give -H, or --allocation off"
         )
     hosts = tuple(
-        Host(name, count, max(count, cpus[place]) if cpus else None, origin=f"{listed}, {told}")
+        Host(
+            name, count, max(count, cpus[place]) if cpus else None, origin=f"{listed}, {counts_in}"
+        )
         for place, (name, count) in enumerate(zip(names, slots, strict=True))
-    )
-    words = (
-        "--nodes=1",
-        "--ntasks=1",
-        "--ntasks-per-node=1",
-        "--nodelist={host}",
-        "--overlap",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--mpi=none",
-        "--unbuffered",
     )
     here = environ.get("SLURMD_NODENAME") or _here(hosts, own_name)
     return Allocation(
-        f"job {job} of Slurm", hosts, {}, here, Starter("srun", words, unset=_OF_SRUN)
+        f"job {job} of Slurm", hosts, {}, here, Starter("srun", _SRUN_OPTIONS, unset=_OF_SRUN)
     )
 
 
