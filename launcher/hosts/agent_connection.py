@@ -132,18 +132,7 @@ def start_agent(
 class RemoteHost:
     """The connection to the agent of a host. It never blocks: its owner polls the descriptors.
 
-    Args:
-        host: The host.
-        process: The process that leads to the agent.
-        known: Facts that override those of the agent: the addresses of a host that has joined.
-
-    Attributes:
-        began: When the login began, in seconds of the monotonic clock.
-        facts: The facts that the agent has sent; empty before.
-        heard: When a message last came, in seconds of the monotonic clock.
-        loss_reason: Why no more messages will come; empty while they may.
-        staged: The folder with the copy of the script's folder; empty without one.
-        is_ended: Whether the launcher ended the connection, so that the exit status tells nothing.
+    `known` are facts that override those of the agent: the addresses of a host that has joined.
     """
 
     def __init__(
@@ -152,12 +141,13 @@ class RemoteHost:
         self.host = host
         self.process = process
         self.known = dict(known or {})
-        self.began = time.monotonic()
-        self.facts: dict[str, Any] = {}
-        self.heard = time.monotonic()
-        self.loss_reason = ""
+        self.began = time.monotonic()  # when the login began, in seconds of the monotonic clock
+        self.facts: dict[str, Any] = {}  # the facts that the agent has sent; empty before
+        self.heard = time.monotonic()  # when a message last came, in seconds of the monotonic clock
+        self.loss_reason = ""  # why no more messages will come; empty while they may
+        # Whether the launcher ended the connection, so that the exit status tells nothing.
         self.is_ended = False
-        self.staged = ""
+        self.staged = ""  # the folder with the copy of the script's folder; empty without one
         self._words = bytearray()
         self._reader = Reader(awaits_greeting=True)
         assert self.process.stdin is not None
@@ -285,21 +275,13 @@ class RemoteHost:
 
 
 class HostSlot(NamedTuple):
-    """A host that has workers.
+    """A host that has workers."""
 
-    Args:
-        remote: The connection to its agent.
-        name: The name for messages.
-        workers: The number of its workers, at least 1.
-        address: The address at which its ranks listen for other hosts.
-        facts: The facts that its agent has sent.
-    """
-
-    remote: RemoteHost
-    name: str
-    workers: int
-    address: str
-    facts: dict[str, Any]
+    remote: RemoteHost  # the connection to its agent
+    name: str  # the name for messages
+    workers: int  # the number of its workers, at least 1
+    address: str  # the address at which its ranks listen for other hosts
+    facts: dict[str, Any]  # the facts that its agent has sent
 
 
 def poll_hosts(
@@ -307,10 +289,7 @@ def poll_hosts(
 ) -> tuple[list[list[Message]], list[int]]:
     """Wait for messages, or for room to send; return the messages of each host.
 
-    Args:
-        remotes: The hosts.
-        timeout_s: The longest wait, in seconds.
-        others: More descriptors to poll for reading; it returns those that are ready.
+    It also returns which of the `others`, more descriptors to poll for reading, are ready.
     """
     poller = select.poll()
     for one in remotes:
@@ -351,12 +330,6 @@ def module_command(python: str, module: str) -> list[str]:
 def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -> list[str]:
     """Return the command line of ssh for a host.
 
-    Args:
-        ssh: The program and its own options, such as ("ssh",).
-        host: The host.
-        port: The port where the host names none; None for ssh's own choice.
-        python: The interpreter where the host names none.
-
     Example:
         >>> from syncvar_launcher.options.hostfile import Host
         >>> ssh_command(("ssh",), Host("n1", user="ann", port=2222), None, "python3")[-5:-1]
@@ -372,12 +345,7 @@ def ssh_error_text(
 ) -> str:
     """Return why no agent answers on a host, and what to do.
 
-    Args:
-        host: The host.
-        status: The exit status of the process that leads there; None while it runs.
-        words: Its standard error, with that of the remote shell.
-        python: The interpreter on the host.
-        program: The program that leads there.
+    `status` is None while the process runs. `words` is its standard error.
 
     Example:
         >>> from syncvar_launcher.options.hostfile import Host

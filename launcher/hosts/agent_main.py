@@ -84,12 +84,7 @@ _ATTEMPT_ORDERS: dict[str, Callable[[HostRanks, Message], None]] = {
 
 
 class HostAgent:
-    """The orders of one launcher on this host.
-
-    Args:
-        source: The descriptor from which messages come.
-        sink: The descriptor to which they go.
-    """
+    """The orders of one launcher on this host."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source = source

@@ -107,21 +107,13 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 class RankSpec(NamedTuple):
-    """What one rank or server gets.
+    """What one rank or server gets."""
 
-    Args:
-        rank: The number of the process.
-        environ: Its own variables, beside those of all ranks.
-        cores: The cores that it may use, or None for all.
-        has_input: Whether it reads the launcher's standard input.
-        terminal: Rows and columns of its terminal; None for pipes.
-    """
-
-    rank: int
-    environ: dict[str, str]
-    cores: list[int] | None
-    has_input: bool
-    terminal: list[int] | None
+    rank: int  # the number of the process
+    environ: dict[str, str]  # its own variables, beside those of all ranks
+    cores: list[int] | None  # the cores that it may use, or None for all
+    has_input: bool  # whether it reads the launcher's standard input
+    terminal: list[int] | None  # rows and columns of its terminal; None for pipes
 
     @classmethod
     def read(cls, fields: Any) -> RankSpec:
@@ -138,45 +130,25 @@ class RankSpec(NamedTuple):
 
 
 class StartRequest(NamedTuple):
-    """What the agent of a host starts.
+    """What the agent of a host starts."""
 
-    Args:
-        job: The identity of the job.
-        generation: The first generation of the membership that its ranks may join.
-        secret: The secret of the job.
-        kind_of_target: "script", "module" or "command".
-        target: The script, module or command.
-        args: Its arguments.
-        cwd: The folder in which it starts.
-        environ: Variables of all ranks, beside those of the login.
-        start_method: "auto", "spawn" or "fork".
-        ranks: The ranks and servers of this host.
-        shm_bytes: The virtual size of their shared memory.
-        core_count: The number of cores that they may use together.
-        shm_unavailable_reason: Why they share no memory; empty if they do.
-        requests_shm: Whether they will request it.
-        env_clear: Whether they inherit only an allow-list of the login's variables.
-        saves_call_totals: Whether they leave the totals of their calls for the launcher.
-        server_count: The number of servers among them.
-    """
-
-    job: str
-    generation: int
-    secret: bytes
-    kind_of_target: str
-    target: str
-    args: list[str]
-    cwd: str
-    environ: dict[str, str]
-    start_method: str
-    ranks: list[RankSpec]
-    shm_bytes: int
-    core_count: int
-    shm_unavailable_reason: str
-    requests_shm: bool
-    env_clear: bool
-    saves_call_totals: bool
-    server_count: int
+    job: str  # the identity of the job
+    generation: int  # the first generation of the membership that its ranks may join
+    secret: bytes  # the secret of the job
+    kind_of_target: str  # "script", "module" or "command"
+    target: str  # the script, module or command
+    args: list[str]  # its arguments
+    cwd: str  # the folder in which it starts
+    environ: dict[str, str]  # variables of all ranks, beside those of the login
+    start_method: str  # "auto", "spawn" or "fork"
+    ranks: list[RankSpec]  # the ranks and servers of this host
+    shm_bytes: int  # the virtual size of their shared memory
+    core_count: int  # the number of cores that they may use together
+    shm_unavailable_reason: str  # why they share no memory; empty if they do
+    requests_shm: bool  # whether they will request it
+    env_clear: bool  # whether they inherit only an allow-list of the login's variables
+    saves_call_totals: bool  # whether they leave the totals of their calls for the launcher
+    server_count: int  # the number of servers among them
 
     @classmethod
     def read(cls, fields: Message) -> StartRequest:
@@ -211,15 +183,11 @@ def _are_variables(environ: Any) -> bool:
 class Reader:
     """Turns received bytes into whole messages.
 
-    Args:
-        awaits_greeting: Whether other text may come before the greeting; `before` keeps it.
-
-    Attributes:
-        before: The text before the greeting.
+    While it awaits the greeting, other text may come first; `before` keeps it.
     """
 
     def __init__(self, *, awaits_greeting: bool = False) -> None:
-        self.before = b""
+        self.before = b""  # the text before the greeting
         self.has_greeted = not awaits_greeting
         self._data = bytearray()
 
@@ -339,17 +307,10 @@ def _checked(kind: str, fields: Message) -> Message:
 
 
 class PipeOutbox:
-    """The bytes that wait for a pipe. It never blocks: its owner polls the descriptor.
-
-    Args:
-        descriptor: The end of the pipe, non-blocking.
-
-    Attributes:
-        nbytes: The number of bytes that wait.
-    """
+    """The bytes that wait for a pipe. It never blocks: its owner polls the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # the number of bytes that wait
         self._descriptor = descriptor
         self._unwritten: deque[memoryview] = deque()
 
@@ -414,27 +375,16 @@ class JoinFrame:
 
 
 class Hello(NamedTuple):
-    """The greeting of a host that joins.
+    """The greeting of a host that joins."""
 
-    Args:
-        name: The name for messages.
-        address: Its own address towards the launcher.
-        slots: Its slots for workers; None for one per usable core.
-        cwd: The folder in which they start; None for the launcher's own.
-        syncvar: The version of syncvar there.
-        protocol: The version of the protocol there.
-        python: The version of Python there.
-        byte_order: "little" or "big".
-    """
-
-    name: str
-    address: str
-    slots: int | None
-    cwd: str | None
-    syncvar: str
-    protocol: int
-    python: str
-    byte_order: str
+    name: str  # the name for messages
+    address: str  # its own address towards the launcher
+    slots: int | None  # its slots for workers; None for one per usable core
+    cwd: str | None  # the folder in which they start; None for the launcher's own
+    syncvar: str  # the version of syncvar there
+    protocol: int  # the version of the protocol there
+    python: str  # the version of Python there
+    byte_order: str  # "little" or "big"
 
     def pack(self) -> bytes:
         """Return the greeting as bytes."""

@@ -62,10 +62,8 @@ class CannotFork(ConfigError):
 class HostRanks:
     """The ranks of this host in one attempt.
 
-    Args:
-        order: The launcher's order.
-        tallies: The counts of pushes that the workers of the attempt before have left.
-        call: The call of `sv.run`, with its path; empty without one.
+    `tallies` are the counts of pushes that the workers of the attempt before have left. `call` is
+    the call of `sv.run`, with its path; empty without one.
     """
 
     def __init__(self, order: StartRequest, tallies: dict[str, bytes], call: bytes) -> None:

@@ -46,25 +46,17 @@ _PROGRESS_S = 60.0
 _OF_THE_CALL = ("SYNCVAR_CALL_FD", "SYNCVAR_RESULT_DIR", "SYNCVAR_OUTCOME_FILE", "SYNCVAR_PASS_FDS")
 _RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
 
-
 _Entry = tuple[str, str, int, str]
 """Path within the folder, kind ("folder", "file" or "link"), mode, and the target of a link."""
 
 
 class Collection(NamedTuple):
-    """The files to copy.
+    """The files to copy."""
 
-    Args:
-        folder: The source.
-        entries: What is in it; folders come first, links last.
-        nbytes: The size of all files together.
-        left_out: What is not copied, with the reasons.
-    """
-
-    folder: Path
-    entries: tuple[_Entry, ...]
-    nbytes: int
-    left_out: tuple[str, ...]
+    folder: Path  # the source
+    entries: tuple[_Entry, ...]  # what is in it; folders come first, links last
+    nbytes: int  # the size of all files together
+    left_out: tuple[str, ...]  # what is not copied, with the reasons
 
     def describe(self) -> str:
         """Return how much is copied, and what is not, as text."""
@@ -379,12 +371,7 @@ def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: 
 
 
 class ReceivedFiles:
-    """What the launcher writes for the ranks of other hosts; it names files that it cannot write.
-
-    Args:
-        job: The job.
-        folder: The folder for the totals of calls.
-    """
+    """Writes what the ranks of other hosts leave, and names files that it cannot write."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._job = job

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import hmac
 import ipaddress
+import resource
 import select
 import socket
 import struct
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import syncvar
 from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.protocol.frame import PROTOCOL_VERSION
-from syncvar_launcher.local.host_resources import needed_tasks
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.local.host_resources import LimitTooLow, needed_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +38,7 @@ _PROOF_NBYTES = 32
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
 _ADDRESSES_MAX = 4  # of each host that are tried
+_FILES, _FILES_OF_A_HOST = 32, 4
 
 
 def version_mismatch(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
@@ -95,17 +98,38 @@ def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptio
     return ""
 
 
+def check_file_limit(chosen: LaunchOptions) -> None:
+    """Raise LimitTooLow if the launcher may not open as many files as it needs."""
+    hosts = len(chosen.hosts.entries) or chosen.join.host_count or chosen.ranks.workers
+    needed = (
+        _FILES
+        + hosts * _FILES_OF_A_HOST * (1 + (chosen.join.listen is not None))
+        + 2 * (chosen.ranks.workers or hosts) * (chosen.output.log_dir is not None)
+    )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise LimitTooLow(
+            f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: "
+            f"ulimit -n {needed}"
+        )
+
+
+def refusal_text(reasons: Mapping[Host, str]) -> str:
+    """Return why hosts cannot be used, one line for each."""
+    count = "1 host" if len(reasons) == 1 else f"{len(reasons)} hosts"
+    lines = [f"{count} cannot be used; nothing was started:"]
+    for host, reason in reasons.items():
+        name = f"{host.name} ({host.origin})" if host.origin else host.name
+        lines.append(escape(f"  {name}: {reason}"))
+    return "\n".join(lines)
+
+
 class HostCapacity(NamedTuple):
-    """The slots of a host.
+    """The slots of a host."""
 
-    Args:
-        name: The name for messages.
-        slots: The slots, at least 1.
-        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
-    """
-
-    name: str
-    slots: int
+    name: str  # the name for messages
+    slots: int  # the slots, at least 1
+    # The limit when all slots of all hosts are taken; None for `slots`.
     max_slots: int | None = None
 
 
@@ -291,11 +315,7 @@ def launcher_candidates(
 ) -> list[str]:
     """Return the launcher's own addresses that hosts should try, the best first.
 
-    Args:
-        found: The addresses of this machine.
-        as_seen: The addresses of the launcher as the hosts see them.
-        iface: `--iface`.
-        is_here_only: Whether all hosts are this machine.
+    `as_seen` are the addresses of the launcher as the hosts see them.
     """
     seen = [*dict.fromkeys(address for one in as_seen if (address := _for_links(one)))]
     first = "127.0.0.1" if is_here_only else None
@@ -310,10 +330,8 @@ def choose_addresses(
 ) -> list[str]:
     """Return for the launcher and for each host its first address that all others reach.
 
-    Args:
-        names: The hosts.
-        candidates: The addresses of the launcher, and those of each host.
-        answers: For each host, whether it reaches each of all these addresses.
+    `candidates` are the addresses of the launcher, and those of each host. `answers` say for each
+    host whether it reaches each of all these addresses.
     """
     chosen = []
     unreachable = []
@@ -359,16 +377,11 @@ class Listeners:
     The same private address may belong to another machine elsewhere. Only a process with the token
     of the job can answer.
 
-    Args:
-        addresses: The addresses; those of other hosts are left out.
-        token: The token of this proof.
-
-    Attributes:
-        ports: The port of each address, or 0 if it cannot listen there.
+    It leaves out addresses of other hosts.
     """
 
     def __init__(self, addresses: Sequence[str], token: bytes) -> None:
-        self.ports: list[int] = []
+        self.ports: list[int] = []  # the port of each address, or 0 if it cannot listen there
         self._token = token
         self._sockets: dict[int, tuple[socket.socket, str]] = {}
         for address in addresses:
@@ -415,11 +428,7 @@ def reachable(
 ) -> list[bool]:
     """Return for each address and port whether a process with the token answers there.
 
-    Args:
-        targets: The addresses and ports; port 0 is not reachable.
-        token: The token of this proof.
-        timeout_s: The limit for all of them together, in seconds.
-        listeners: Our own, which answer meanwhile: the other hosts ask at the same time.
+    Port 0 is not reachable. `listeners` answer meanwhile: the other hosts ask at the same time.
     """
     answers = [False] * len(targets)
     waiting: dict[int, tuple[int, socket.socket]] = {}

@@ -75,30 +75,16 @@ class AgentHosts(Protocol):
 
     def free_port(self) -> int:
         """Return a free port at the first host's address."""
-        ...
 
     def take_messages(self) -> list[str]:
         """Return the messages for the user since the last call."""
-        ...
 
 
 class RemoteWorkers:
     """The workers of one attempt, each started by the agent of its host.
 
-    Args:
-        host_group: The hosts.
-        job: The job.
-        here: The processes of this machine, of which there are none; its cleanup process removes
-            `folder` if the launcher is killed.
-        folder: The private folder for the totals of calls that ranks leave.
-        rendezvous: The address at which the ranks meet.
-        generation: The first generation that they may join.
-        restarts: How often the launcher has started all ranks again.
-
-    Attributes:
-        workers: The ranks that were started, with their hosts.
-        places: Where each rank that answered stood when `note` asked it, in one line.
-        is_complete: Whether all ranks share one memory.
+    `here` are the processes of this machine, of which there are none; its cleanup process removes
+    `folder`, which gets the totals of calls, if the launcher is killed.
     """
 
     def __init__(
@@ -118,12 +104,14 @@ class RemoteWorkers:
         self._rendezvous = rendezvous
         self._generation = generation
         self._restarts = restarts
-        self.workers: dict[int, HostSlot] = {}
+        self.workers: dict[int, HostSlot] = {}  # the ranks that were started, with their hosts
+        # Where each rank that answered stood when `note` asked it, in one line.
         self.places: dict[int, str] = {}
         self._shm_unavailable_reason = [
             shm_unavailable_reason(job.options, job.processor_of(host), site.workers)
             for host, site in enumerate(host_group.sites)
         ]
+        # Whether all ranks share one memory.
         self.is_complete = self._shm_unavailable_reason == [""]
         self._running: set[int] = set()
         self._owed: dict[tuple[int, str], int] = {}

@@ -58,11 +58,9 @@ class Writable(Protocol):
 
     def write(self, data: bytes, /) -> int:
         """Write all of `data`."""
-        ...
 
     def flush(self) -> None:
         """Write as much as possible now."""
-        ...
 
 
 class Sink(NamedTuple):
@@ -110,21 +108,10 @@ class OutputForwarder:
     handles no processes and no descriptors. The caller reads the pipes, calls `feed` with the
     bytes, and calls `tick` at the time that `tick` has returned.
 
-    Args:
-        stdout: The sink for the standard output of the ranks.
-        stderr: The sink for their standard error, and for our warnings.
-        shown: The ranks whose lines it forwards, None for all. It remembers the last lines of all
-            ranks.
-        clock: The wall clock in seconds since the epoch, for the local time before each line; None
-            for no time.
-        log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if
-            necessary.
-        ranks: The ranks whose files it makes at once, to replace those of an earlier job; others
-            follow with their first byte.
-        is_one: Whether both sinks lead to the same place, where a reader sees both in order.
-
-    Attributes:
-        broken: Whether the standard output has no reader any more.
+    `shown` are the ranks whose lines it forwards, None for all. `clock` is the wall clock for the
+    local time before each line. `log_dir` gets the raw bytes, one file for each rank and stream;
+    the files of `ranks` are made at once, to replace those of an earlier job. `is_one` says whether
+    both sinks lead to the same place, where a reader sees both in order.
 
     Example:
         >>> import io
@@ -150,7 +137,7 @@ class OutputForwarder:
         ranks: tuple[int, ...] = (),
         is_one: bool = False,
     ) -> None:
-        self.broken = False
+        self.broken = False  # whether the standard output has no reader any more
         self._is_one = is_one
         # Whose lines went to the sinks last.
         self._recent: deque[tuple[int, Stream]] = deque(maxlen=TAIL_LINES)
@@ -172,14 +159,7 @@ class OutputForwarder:
             self._source(rank, "err")
 
     def feed(self, rank: int, stream: Stream, data: bytes, now: float) -> None:
-        """Add bytes of a rank, and forward every line that they complete.
-
-        Args:
-            rank: The rank.
-            stream: "out" or "err".
-            data: Any piece of the stream; it may end within a line.
-            now: The time of the monotonic clock, in seconds.
-        """
+        """Add bytes of a rank, and forward every line that they complete."""
         if not data:
             return
         source = self._source(rank, stream)

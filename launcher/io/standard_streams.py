@@ -53,18 +53,11 @@ _NO_SIZE = (0, 0)
 
 
 class NonblockingWriter:
-    """An inherited descriptor, and the bytes that it has not taken yet.
-
-    Args:
-        descriptor: The descriptor; it stays open, and blocking.
-
-    Attributes:
-        taken: The number of bytes that it has taken.
-        dropped: The number of bytes given up since `renew`.
-    """
+    """An inherited descriptor, which stays open and blocking, and the bytes that wait for it."""
 
     def __init__(self, descriptor: int) -> None:
-        self.written = self.dropped = 0
+        self.written = 0  # bytes
+        self.dropped = 0  # bytes given up since `renew`
         self._queue = bytearray()
         self._is_abandoned = False
         # How many bytes had been written, and since when no more.
@@ -136,10 +129,7 @@ class NonblockingWriter:
     def give_up_after(self, patience_s: float, now: float) -> float:
         """Give up if the reader has taken nothing for too long; return when to call again.
 
-        Args:
-            patience_s: The seconds since the first call with a finite number; infinite never gives
-                up.
-            now: The time of the monotonic clock, in seconds.
+        `patience_s` counts from the first call with a finite number; infinite never gives up.
         """
         if not self._queue or patience_s == float("inf"):
             self._seen = None
@@ -173,18 +163,11 @@ class Outlets:
     """Standard output and standard error of the launcher.
 
     If both are the same pipe, terminal or socket, they share one queue, which keeps the order.
-
-    Args:
-        out: The descriptor of standard output.
-        err: The descriptor of standard error.
-
-    Attributes:
-        patience_s: The seconds until the launcher gives up a reader that takes nothing. They are
-            infinite during a job, because a pager may wait for its user. The end of a job makes
-            them finite.
     """
 
     def __init__(self, out: int, err: int) -> None:
+        # The seconds until the launcher gives up a reader that takes nothing. They are infinite
+        # during a job, because a pager may wait for its user. The end of a job makes them finite.
         self.patience_s = float("inf")
         self.out = NonblockingWriter(out)
         is_shared = os.path.sameopenfile(out, err) and not stat.S_ISREG(os.fstat(out).st_mode)
@@ -247,14 +230,8 @@ def await_readers(
 ) -> None:
     """Wait until the readers have taken enough.
 
-    It gives up readers after the patience, and at once after a signal or at the limit.
-
-    Args:
-        forwarder: Writes to the outlets.
-        outlets: The outlets.
-        watch: Its signals stay pending for the caller.
-        is_enough: Returns, after each step, whether to stop; true if no bytes wait.
-        limit: The end of the job's time limit, on the clock of `watch`.
+    It gives up readers after the patience, and at once after a signal or at the limit. Signals stay
+    pending for the caller. `limit` is on the clock of `watch`.
     """
     while not is_enough():
         now = watch.now()
@@ -308,19 +285,16 @@ class SignalWatch:
         environ: SYNCVAR_PARENT_FD in it is the read end of a pipe. `sv.run` holds the other end,
             and its end means that the calling program is gone.
         forwarded: The numbers of the signals to forward to the ranks.
-
-    Attributes:
-        pending: The signals to end that no code has handled yet, oldest first.
-        passing: The signals that still have to be forwarded, oldest first.
-        is_orphan: Whether the program that called `sv.run` is gone.
-        is_to_stop: Whether Ctrl-Z was pressed (SIGTSTP), so that the owner should call `stop`.
     """
 
     def __init__(self, environ: Mapping[str, str], forwarded: Sequence[int] = ()) -> None:
+        # The signals to end that no code has handled yet, oldest first.
         self.pending: deque[int] = deque()
+        # The signals that still have to be forwarded, oldest first.
         self.passing: deque[int] = deque()
         self._forwarded = forwarded
-        self.is_to_stop = self.is_orphan = False
+        self.is_to_stop = False  # after Ctrl-Z (SIGTSTP): the owner should call `stop`
+        self.is_orphan = False  # the program that called `sv.run` is gone
         self._stopped_s = 0.0
         self._parent = int(environ.get("SYNCVAR_PARENT_FD", "-1"))
         if self._parent >= 0:
@@ -400,18 +374,15 @@ class Input:
         screen: The descriptor of the rank's output.
         is_debugged: Whether the rank that reads is debugged; it has a terminal if both descriptors
             are one.
-
-    Attributes:
-        size: Rows and columns of the rank's terminal, or None.
-        unfed: The number of bytes that were read, and that the rank has not taken.
     """
 
     def __init__(self, descriptor: int, screen: int, *, is_debugged: bool) -> None:
-        self.unfed = 0
+        self.unfed = 0  # the number of bytes that were read, and that the rank has not taken
         self._descriptor = descriptor
         self._is_over = False
         self._before: list[int | list[bytes | int]] | None = None
         has_terminal = is_debugged and os.isatty(descriptor) and os.isatty(screen)
+        # Rows and columns of the rank's terminal, or None.
         self.size = _size(descriptor) if has_terminal else None
 
     def descriptors(self) -> list[int]:

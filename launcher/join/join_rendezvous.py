@@ -128,15 +128,9 @@ def join_lines(options: LaunchOptions) -> list[str]:
 class JoinGroup:
     """The hosts that join one job.
 
-    Args:
-        options: The options, with `join.listen`.
-        show: Shows a sentence.
-        ask: Asks an agent for facts about its host.
-        starter: The command that makes the hosts join; empty if people start it.
-        start_failure: Returns the reason for which hosts will not join; empty while all may.
-
-    Attributes:
-        place: The address of the launcher, as `--join` takes it.
+    `ask` asks an agent for facts about its host. `starter` is the command that makes the hosts
+    join; empty if people start it. `start_failure` returns why hosts will not join; empty while all
+    may.
     """
 
     def __init__(
@@ -162,6 +156,7 @@ class JoinGroup:
         self._listener = Listener(
             address, port, join_secret(options.join.key_file), options.join.host_count or _MOST
         )
+        # The address of the launcher, as `--join` takes it.
         self.place = f"{bracket_ipv6(address)}:{self._listener.port}"
         self._command = join_command(address, self._listener.port, options)
 
@@ -372,14 +367,7 @@ def _slots(one: RemoteHost) -> int:
 
 
 def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:
-    """Return the command line by which a host of the job joins.
-
-    Args:
-        options: The options, with an allocation.
-        host: The host.
-        place: The address of the launcher.
-        key: The file with the key.
-    """
+    """Return the command line by which a host of the job joins."""
     job = options.hosts.scheduled
     assert job is not None
     own = [
@@ -400,16 +388,7 @@ def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[
 
 
 class StartedHosts:
-    """The commands that run on the hosts of a job and make them join.
-
-    Args:
-        options: The options, with an allocation whose command has no pipes.
-        show: Shows a sentence.
-        ask: Asks an agent for facts about its host.
-
-    Attributes:
-        joined: The hosts that join.
-    """
+    """The commands that run on the hosts of a job and make them join."""
 
     def __init__(
         self, options: LaunchOptions, show: Callable[[str], None], ask: Callable[[RemoteHost], None]

@@ -75,11 +75,6 @@ def allocation(
 ) -> Allocation | None:
     """Return the job of a scheduler in which this process runs, or None.
 
-    Args:
-        environ: The environment.
-        own_name: The name of this host.
-        read: Returns the content of a file.
-
     Example:
         >>> job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3"}
         >>> job |= {"SLURM_TASKS_PER_NODE": "2,1"}
