@@ -17,6 +17,8 @@ import select
 import signal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.core.process_ids import process_list
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from types import FrameType
@@ -134,8 +136,6 @@ class Overdue(NamedTuple):
             >>> overdue.sentence(["process 77 (state S)"], [0]).partition(": ")[2]
             'rank 1 has not reached its script (process 77 (state S)); rank 0 waits'
         """
-        from syncvar.core.rank_text import process_list
-
         has = "has not reached its" if len(self.missing) == 1 else "have not reached their"
         shown = list(states)[:_SHOWN_MISSING]
         if len(self.missing) > _SHOWN_MISSING:

@@ -6,15 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives import nan_check
-from syncvar.collectives.reduce_args import persistent_reduction
+from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
-from syncvar.variables.array_protocol import ArrayProtocol
-from syncvar.variables.coercion import number_array, operand_array
-from syncvar.variables.collective_requests import request_of, rows_request
-from syncvar.variables.persistent_access import WriteResult, cached_write, uncached_write
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -22,12 +17,18 @@ from syncvar.variables.policy import (
     Travel,
     VariableSynchronization,
 )
-from syncvar.variables.replica_call import combine
-from syncvar.variables.row_updates import RowSelection, apply_rows, check_rows
-from syncvar.variables.scope import context_here, context_of
-from syncvar.variables.shared_copy import SharedCopy, write_once
-from syncvar.variables.storage import marked_as_written
-from syncvar.variables.variable_state import UFUNCS
+from syncvar.variables.replica_call import combine, request_of, rows_request
+from syncvar.variables.storage import SharedCopy, marked_as_written, write_once
+from syncvar.variables.values import (
+    ArrayProtocol,
+    RowSelection,
+    apply_rows,
+    check_rows,
+    number_array,
+    operand_array,
+)
+from syncvar.variables.variable_owner import context_here, context_of
+from syncvar.variables.variable_state import UFUNCS, WriteResult, cached_write, uncached_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,20 +59,20 @@ def checked_operand(
     target: Any, operation: AccessKind, x: Any, *, is_reduced: bool
 ) -> NDArray[Any]:
     """Return the operand of a write as an array of the variable's shape and dtype."""
-    what = f"{operation.value} of variable {target.name!r}"
+    label = f"{operation.value} of variable {target.name!r}"
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
     if type(x) is np.ndarray and x.dtype == dtype and x.shape == shape and not is_bool:
-        nan_check.look(x, what)
+        check_finite(x, label)
         return x
     if is_bool and operation is not AccessKind.ASSIGN:
         raise ConfigError(
-            f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
+            f"{label}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
         )
     if is_reduced:
-        target.check_sum(what)
-    array = operand_array(_value_of(x), shape, dtype, what)
-    nan_check.look(array, what)
+        target.check_sum(label)
+    array = operand_array(_value_of(x), shape, dtype, label)
+    check_finite(array, label)
     return array
 
 
@@ -127,7 +128,7 @@ class ReplicaWrite:
     def __init__(self, state: VariableState, operation: AccessKind) -> None:
         self.state, self.operation = state, operation
         self.action = state.decide(operation)
-        self.what = state.describe(operation)
+        self.label = state.describe(operation)
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
@@ -146,7 +147,7 @@ class ReplicaWrite:
         state, action, storage = self.state, self.action, self.state.storage
         is_on_read = state.synchronization is VariableSynchronization.ON_READ
         if is_on_read and action.travel is not Travel.NOTHING:
-            state.owner.communicator.require_all(self.what)
+            state.owner.communicator.require_all(self.label)
         if isinstance(storage, SharedCopy) and not storage.is_staging:
             with write_once(state.owner, [storage]):
                 self.execute()
@@ -164,7 +165,7 @@ class ReplicaWrite:
             with storage:
                 together = self._combine()
         else:
-            with marked_as_written(state.owner.communicator, self.what, (storage,)):
+            with marked_as_written(state.owner.communicator, self.label, (storage,)):
                 together = self._combine()
         if not is_local:
             state.count_step()
@@ -172,7 +173,7 @@ class ReplicaWrite:
         state.tally.writes += 1
 
     def _combine(self) -> Any:
-        return combine(self.state, self.action, self.what, self.operand, self.request())
+        return combine(self.state, self.action, self.label, self.operand, self.request())
 
 
 class WriteOp(ReplicaWrite):
@@ -214,8 +215,9 @@ class WriteOp(ReplicaWrite):
     def _prepare_next_write(self, *, is_counted: bool) -> None:
         state = self.state
         owner, storage = state.owner, state.storage
+        options = ReduceOptions(owner.reproducible, apply=self._ufunc)
         call = persistent_reduction(
-            owner.communicator, storage.array, self._op, self.what, owner.reproducible, self._ufunc
+            owner.communicator, storage.array, self._op, self.label, options
         )
         if call is not None:
             state.prepared[self.operation] = cached_write(
@@ -247,7 +249,7 @@ class WriteOp(ReplicaWrite):
         """Return the checked input of this replica."""
         state = self.state
         if state.dtype.kind == "b" and self.action.effect is Effect.SHARE:
-            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+            raise ConfigError(f"{self.label}: {_NO_SHARE}")
         array = checked_operand(state, self.operation, self._x, is_reduced=self._is_reduced)
         if self.is_direct or not self._is_reduced:
             return array
@@ -289,10 +291,10 @@ class ScatterOp(ReplicaWrite):
         """Return the checked input of this replica."""
         state = self.state
         if self._is_split and state.dtype.kind == "b":
-            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+            raise ConfigError(f"{self.label}: {_NO_SHARE}")
         copy = state.storage.expose() if self._is_split else state.storage.array
         rows = check_rows(
-            self.operation, self._indices, self._values, state.shape, state.dtype, self.what
+            self.operation, self._indices, self._values, state.shape, state.dtype, self.label
         )
         return copy, rows
 
