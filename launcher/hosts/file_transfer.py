@@ -71,14 +71,9 @@ class Collection(NamedTuple):
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages from which an agent makes the copy."""
-        for path, kind, mode, link_target in self.entries:
-            yield {
-                "kind": "stage",
-                "path": path,
-                "type": kind,
-                "mode": mode,
-                "link_target": link_target,
-            }
+        for path, kind, mode, target in self.entries:
+            fields = {"path": path, "type": kind, "mode": mode, "link_target": target}
+            yield {"kind": "stage", **fields}
             if kind == "file":
                 try:
                     with open(self.folder / path, "rb", opener=_opened) as file:
@@ -99,9 +94,8 @@ def _source_of(options: LaunchOptions) -> Path:
     if options.program.kind == "module":
         return options.program.cwd
     path = options.program.cwd / options.program.target
-    if not path.is_file() or (
-        options.program.kind == "command" and "/" not in options.program.target
-    ):
+    is_searched = options.program.kind == "command" and "/" not in options.program.target
+    if is_searched or not path.is_file():
         raise ConfigError(
             "--stage copies the folder of a script, and there is no file "
             f"{options.program.target} in {options.program.cwd}"
@@ -223,10 +217,8 @@ def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, 
         return remote.host.cwd or str(options.program.cwd), options.program.target
     if options.program.kind == "module":
         return remote.staged, options.program.target
-    return (
-        remote.host.cwd or remote.staged,
-        f"{remote.staged}/{os.path.basename(options.program.target)}",
-    )
+    target = f"{remote.staged}/{os.path.basename(options.program.target)}"
+    return remote.host.cwd or remote.staged, target
 
 
 class HostCopy:

@@ -141,10 +141,8 @@ class JobHosts:
             self._check(self._remotes)
             self._merge_by_machine()
         capacities = [
-            HostCapacity(
-                one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots
-            )
-            for one in self._remotes
+            HostCapacity(host.name, host.slots or facts["core_count"], host.max_slots)
+            for host, facts in ((one.host, one.facts) for one in self._remotes)
         ]
         sizes = place_workers(capacities, options.ranks.workers or None, options.hosts.map_by)
         used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
@@ -163,12 +161,10 @@ class JobHosts:
         """Return a free port at the first host's address, by which all others reach it."""
         first = self.sites[0]
         first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
-        (ports,) = self._collect(
-            [first.remote],
-            "listening",
-            lambda _, message: checked_list(message["ports"], int, 1),
+        ((port,),) = self._collect(
+            [first.remote], "listening", lambda _, found: checked_list(found["ports"], int, 1)
         )
-        return int(ports[0])
+        return int(port)
 
     def close(self) -> None:
         """Let all agents end. Idempotent."""
@@ -234,11 +230,8 @@ class JobHosts:
             one = self.sites[place]
             listed = [address for _, address in one.remote.facts["interfaces"]]
             if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
-                reason = (
-                    f"it is another machine now, without the address {one.address}; start the job "
-                    "again"
-                )
-                self._refuse({one.remote.host: reason})
+                now = f"it is another machine now, without the address {one.address}"
+                self._refuse({one.remote.host: f"{now}; start the job again"})
             self.sites[place] = one._replace(facts=one.remote.facts)
 
     # -- how the launcher reaches the agents ------------------------------------------------------

@@ -15,7 +15,7 @@ from syncvar.core.exit_status import INTERNAL
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, poll_hosts
-from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
+from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT, RankSpec
 from syncvar_launcher.hosts.file_transfer import (
     ReceivedFiles,
     call_parts,
@@ -218,13 +218,7 @@ class RemoteWorkers:
             number, self._rendezvous, "", torch, self._generation, self._restarts, incarnation
         )
         terminal = list(self._input.size) if has_input and self._input.size is not None else None
-        return {
-            "rank": number,
-            "environ": environ,
-            "cores": cores,
-            "has_input": has_input,
-            "terminal": terminal,
-        }
+        return RankSpec(number, environ, cores, has_input, terminal)._asdict()
 
     def describe(self) -> tuple[str, str]:
         """Return the transport in few words, and as a whole line."""
@@ -432,11 +426,8 @@ class RemoteWorkers:
                         "missing"
                     )
                     site.remote.end("it does not answer in time")
-            waiting = [
-                site
-                for site in waiting
-                if site.name not in have_ended and not site.remote.loss_reason
-            ]
+            waiting = [one for one in waiting if one.name not in have_ended]
+            waiting = [one for one in waiting if not one.remote.loss_reason]
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -564,9 +555,7 @@ class RemoteWorkers:
         status = None if site.remote.is_ended else site.remote.status(0.2)
         ended = f"; its connection ended with {status}" if status is not None else ""
         last = f" ({words[-1].strip()})" if words else ""
+        reason = escape(f"its host {site.name} is gone: {site.remote.loss_reason}{ended}{last}")
         for rank in ranks:
             self._running.discard(rank)
-            yield WorkerUnreachable(
-                rank,
-                escape(f"its host {site.name} is gone: {site.remote.loss_reason}{ended}{last}"),
-            )
+            yield WorkerUnreachable(rank, reason)

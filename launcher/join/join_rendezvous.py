@@ -175,12 +175,7 @@ class JoinGroup:
         joined = self._await(self._has_enough, self._rejection_of, awaited)
         self._listener.fill(len(joined))
         self._rename_twins(joined)
-        joined.sort(
-            key=lambda one: [
-                int(part) if part.isdigit() else part for part in re.split(r"(\d+)", one.host.name)
-            ]
-        )
-        return joined
+        return sorted(joined, key=_natural_order)
 
     def again(self, host: Host, machine: str) -> RemoteHost:
         """Return the connection to a new agent on a host whose agent is gone.
@@ -362,6 +357,11 @@ def _shown(one: RemoteHost) -> str:
     return f"{one.host.name} ({one.host.origin})"
 
 
+def _natural_order(one: RemoteHost) -> list[int | str]:
+    parts = re.split(r"(\d+)", one.host.name)
+    return [int(part) if part.isdigit() else part for part in parts]
+
+
 def _slots(one: RemoteHost) -> int:
     return int(one.host.slots or one.facts["core_count"])
 
@@ -370,20 +370,13 @@ def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[
     """Return the command line by which a host of the job joins."""
     job = options.hosts.scheduled
     assert job is not None
-    own = [
-        "--join",
-        place,
-        "--key-file",
-        key,
-        *(["--slots", str(host.slots)] if host.slots else []),
-        *(["--cwd", host.cwd] if host.cwd else []),
-    ]
+    own = ["--join", place, "--key-file", key]
+    own += ["--slots", str(host.slots)] if host.slots else []
+    own += ["--cwd", host.cwd] if host.cwd else []
     if host.name == job.here and host.python is None and options.hosts.remote_python is None:
         return [*command_of(_RUN), *own]
-    words = [
-        *module_command(host.python or options.hosts.remote_python or sys.executable, _RUN),
-        *own,
-    ]
+    python = host.python or options.hosts.remote_python or sys.executable
+    words = [*module_command(python, _RUN), *own]
     return words if host.name == job.here else job.command(host, words)
 
 
@@ -397,11 +390,10 @@ class StartedHosts:
         assert job is not None
         self._program = job.starter.program
         others = [one.name for one in options.hosts.entries if one.name != job.here]
-        address = (
-            allowed_addresses(interfaces(), options.hosts.iface, None)[0]
-            if options.hosts.iface
-            else address_towards_any(others)
-        )
+        if options.hosts.iface:
+            address = allowed_addresses(interfaces(), options.hosts.iface, None)[0]
+        else:
+            address = address_towards_any(others)
         self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
         self._started: dict[Host, subprocess.Popen[bytes]] = {}
         count = len(options.hosts.entries)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Options of srun for the whole job. An agent needs its pipes unchanged and all resources of the job
 # on its host.
-_OF_SRUN = (
+_SRUN_VARIABLES = (
     "SLURM_LABELIO",
     "SLURM_STDINMODE",
     "SLURM_STDOUTMODE",
@@ -112,9 +112,8 @@ def _slurm(environ: Mapping[str, str], own_name: str) -> Allocation | None:
         for place, (name, count) in enumerate(zip(names, slots, strict=True))
     )
     here = environ.get("SLURMD_NODENAME") or _here(hosts, own_name)
-    return Allocation(
-        f"job {job} of Slurm", hosts, {}, here, Starter("srun", _SRUN_OPTIONS, unset=_OF_SRUN)
-    )
+    starter = Starter("srun", _SRUN_OPTIONS, unset=_SRUN_VARIABLES)
+    return Allocation(f"job {job} of Slurm", hosts, {}, here, starter)
 
 
 def _lsf(environ: Mapping[str, str], own_name: str) -> Allocation | None:
