@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.errors import SyncvarError
     from syncvar_launcher.local.worker_start import ForkServer
-    from syncvar_launcher.options.host_selection import Allocation
-    from syncvar_launcher.options.launch_options import LaunchOptions
+    from syncvar_launcher.options.launch_options import Allocation, LaunchOptions
 
 
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # by default; they kill a process without handler

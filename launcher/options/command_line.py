@@ -1,4 +1,4 @@
-"""Reading the command line: our options, and the program with its arguments.
+"""Reading the command line: our options, and the program with its arguments; texts of `--help`.
 
 argparse reads values and prints errors. This module finds the border between our options and those
 of the program: `argparse.REMAINDER` treats `--` and options before it differently between versions.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from syncvar.core import exit_codes
 from syncvar.core.errors import ConfigError
-from syncvar.core.settings import RuntimeConfig, nearest
+from syncvar.core.settings import nearest
 from syncvar_launcher.options.option_table import (
     BY_FLAG,
     BY_OFF_FLAG,
@@ -114,17 +114,7 @@ def _group_text(group: str) -> str:
 
 
 def _option_line(option: Option) -> str:
-    names = option.spelling or f"{', '.join(option.flags)} {option.metavar}".rstrip()
-    text = option.text
-    if option.choices:
-        text += f": {', '.join(option.choices)}"
-    if isinstance(option.default, int | str) and not option.is_switch:
-        text += f" [{option.default}]"
-    if option.setting and not option.is_switch:
-        settings = RuntimeConfig.runtime_settings()
-        default = next(one.default for one in settings if one.name == option.setting)
-        text += f" [{default}]" if isinstance(default, str) else f" [{default:g} s]"
-    return f"  {names:<27}{text}\n"
+    return f"  {option.usage:<27}{option.description}\n"
 
 
 _FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)

@@ -20,11 +20,10 @@ from syncvar_launcher.options.option_table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar_launcher.options.host_selection import Allocation
     from syncvar_launcher.options.hostfile import Host
 
 
@@ -115,6 +114,62 @@ class RankOptions(NamedTuple):
                 "and only a Python script or module can be forked from a process that has "
                 "imported NumPy; use --start-method spawn"
             )
+
+
+class Starter(NamedTuple):
+    """The program of a scheduler that starts an agent on a host of the job, in place of ssh.
+
+    Args:
+        program: "srun", "blaunch" or "pbsdsh".
+        where: Its arguments for a host; {host} stands for the name and {place} for the index.
+        joins: Whether the agent has no pipes to the launcher, so that the host joins by TCP.
+        unset: Variables to remove, because they would change what the program does.
+    """
+
+    program: str
+    where: tuple[str, ...]
+    joins: bool = False
+    unset: tuple[str, ...] = ()
+
+    def command(self, host: Host, place: int, words: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host.
+
+        Example:
+            >>> from syncvar_launcher.options.hostfile import Host
+            >>> Starter("pbsdsh", ("-n", "{place}", "--")).command(Host("n1"), 4, ["true"])
+            ['pbsdsh', '-n', '4', '--', 'true']
+        """
+        where = [
+            word.replace("{host}", host.name).replace("{place}", str(place)) for word in self.where
+        ]
+        return [self.program, *where, *words]
+
+
+class Allocation(NamedTuple):
+    """The job of a scheduler.
+
+    Args:
+        name: The name for messages, for instance "job 7 of Slurm".
+        hosts: The hosts with their slots, in the scheduler's order.
+        places: The index of each host for the scheduler; empty for one that uses names.
+        here: The host on which the launcher runs; empty for a host outside of the job.
+        starter: The program that starts agents on the other hosts.
+    """
+
+    name: str
+    hosts: tuple[Host, ...]
+    places: dict[str, int]
+    here: str
+    starter: Starter
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host of the job."""
+        return self.starter.command(host, self.places.get(host.name, 0), words)
+
+
+def short_name(name: str) -> str:
+    """Return a host's name without its domain."""
+    return name if name.replace(".", "").isdigit() else name.partition(".")[0]
 
 
 class HostOptions(NamedTuple):
