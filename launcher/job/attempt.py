@@ -238,8 +238,8 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        asked = self.store.coordinator.stalls.asked
-        self.set.states.watch([rank for rank in running if rank in asked], now)
+        questioned = self.store.coordinator.stalls.asked
+        self.set.states.watch([rank for rank in running if rank in questioned], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"
             reason = "its process is stopped (state T)" if stopped else ""

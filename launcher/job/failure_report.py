@@ -233,10 +233,10 @@ def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int)
     have = "has" if len(places) == 1 else "have"
     they = "it does" if len(places) == 1 else "they do"
     name = signal_name(number) or number
-    why = f"{name} would end {ranks}, which {have} no handler for it"
+    reason = f"{name} would end {ranks}, which {have} no handler for it"
     where = "it is" if len(places) == 1 else "they are"
     lines = [
-        f"syncvar: {why}: {they} not get it. What {they}:",
+        f"syncvar: {reason}: {they} not get it. What {they}:",
         *_others(places),
         f"syncvar: `syncvar stacks {launcher}` shows where {where} in the script",
     ]
@@ -286,10 +286,10 @@ def _evidence(
         return [f"evidence: {process_name(failure.rank)} wrote nothing"]
     else:
         return []
-    who = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
+    process = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
     if failure.stands_above:
-        return [f"evidence: {title}{who}, above"]
-    return [f"evidence: {title}{who}", *_shown(lines)]
+        return [f"evidence: {title}{process}, above"]
+    return [f"evidence: {title}{process}", *_shown(lines)]
 
 
 def _groups(
@@ -335,8 +335,12 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:
         head = min(_HEAD_LINES, limit // 2)
-        gone = len(lines) - limit
-        lines = [*lines[:head], f"  ({gone} lines left out; -v shows them)", *lines[head - limit :]]
+        hidden = len(lines) - limit
+        lines = [
+            *lines[:head],
+            f"  ({hidden} lines left out; -v shows them)",
+            *lines[head - limit :],
+        ]
     title = f"evidence: {'traceback' if calls else 'last words'} of {_ranks(group)}"
     if different:
         title += f", with the message of {_ranks(alike)}"

@@ -337,8 +337,8 @@ def _digest(chosen: LaunchOptions) -> str:
 
 def _make_forwarder(chosen: LaunchOptions, servers: range, outlets: Outlets) -> OutputForwarder:
     sinks = [
-        Sink(outlet, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
-        for stream, outlet in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
+        Sink(writer, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
+        for stream, writer in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
     ]
     return OutputForwarder(
         sinks[0],

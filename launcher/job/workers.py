@@ -19,6 +19,7 @@ from syncvar_launcher.local.host_resources import cannot_start
 from syncvar_launcher.local.local_workers import (
     Event,
     LocalWorkers,
+    WorkerSpec,
     WorkerStarted,
     secret_descriptor,
     write_secret,
@@ -118,7 +119,7 @@ class Workers(Protocol):
     def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
         """Request the stack of a rank."""
 
-    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
+    def answer(self, request: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
         """Return the answer to a request; None before it arrives, empty without a request."""
 
     def place_now(self, rank: int) -> str:
@@ -260,16 +261,18 @@ class DirectWorkers:
             elif self._secret:
                 named[KEY_FD] = secret_descriptor(self._secret, self._folder)
             self._processes.start(
-                number,
-                argv,
-                job.base_environment() | own,
-                job.options.program.cwd,
-                None if serves else job.binding.cores[number],
-                stdin=0 if reads and not incarnation else null,
-                outputs=(1, 2) if has_terminal else None,
-                pass_fds=job.pass_fds(),
-                named=named,
-                is_fresh=serves or incarnation > 0,
+                WorkerSpec(
+                    number,
+                    argv,
+                    job.base_environment() | own,
+                    job.options.program.cwd,
+                    None if serves else job.binding.cores[number],
+                    stdin=0 if reads and not incarnation else null,
+                    outputs=(1, 2) if has_terminal else None,
+                    pass_fds=job.pass_fds(),
+                    named=named,
+                    is_fresh=serves or incarnation > 0,
+                )
             )
         except OSError as error:
             raise cannot_start(argv[0], error) from error

@@ -281,7 +281,7 @@ def check_limits(options: LaunchOptions) -> None:
     """Raise LimitTooLow for a job that exceeds a limit of the system."""
     workers = options.ranks.workers
     are_linked = options.ranks.fake_hosts > 1 or options.runtime.transport == "zmq"
-    needed, whose = needed_files(
+    needed, process = needed_files(
         workers,
         options.ranks.fake_hosts,
         has_logs=options.output.log_dir is not None,
@@ -290,7 +290,7 @@ def check_limits(options: LaunchOptions) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _is_below(soft, needed):
         raise LimitTooLow(
-            f"{whose} needs {needed} open files for {_ranks(workers)}, and {soft} are allowed: "
+            f"{process} needs {needed} open files for {_ranks(workers)}, and {soft} are allowed: "
             f"{_remedy('n', needed, hard)}, or start fewer ranks"
         )
     left = tasks_left()

@@ -326,8 +326,8 @@ def _select_hosts(
     found = parse_hosts(listed) if listed is not None else _read_hostfile(base, hostfile)
     named = select_named(found.hosts, include, exclude)
     if job is not None:
-        kept, notices = restrict_hosts(job, named)
-        return kept, (*found.notices, *notices)
+        hosts, notices = restrict_hosts(job, named)
+        return hosts, (*found.notices, *notices)
     if listed is not None:  # as for mpirun
         named = tuple(one._replace(slots=one.slots or 1) for one in named)
     return named, found.notices
@@ -357,7 +357,7 @@ def restrict_hosts(
     A file can remove hosts and slots and adds nothing. The order is the file's.
     """
     known = {short_name(one.name): one for one in allocation.hosts}
-    kept, notices = [], []
+    hosts, notices = [], []
     for one in named:
         found = known.get(short_name(one.name))
         if found is None:
@@ -372,7 +372,7 @@ def restrict_hosts(
                 f"{one.origin} gives {one.name} {one.slots} slots, and {allocation.name} has "
                 f"{most} there: {most} count"
             )
-        kept.append(
+        hosts.append(
             one._replace(
                 name=found.name,
                 slots=min(one.slots, most) if one.slots is not None else slots,
@@ -380,7 +380,7 @@ def restrict_hosts(
                 origin=f"{one.origin}, within {found.origin}",
             )
         )
-    return tuple(kept), tuple(notices)
+    return tuple(hosts), tuple(notices)
 
 
 def _split_words(text: str) -> tuple[str, ...]:
