@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in OF_LIMITS:
             raise
-        from syncvar.core.exit_codes import LIMITS
+        from syncvar.core.exit_status import LIMITS
 
         _refuse(f"a limit of the system is too low: {error.strerror}")
         return LIMITS
@@ -88,17 +88,17 @@ def _handle_early_signals() -> None:
 
 
 def _exit_code_of(error: SyncvarError) -> int:
-    from syncvar.core import exit_codes
+    from syncvar.core import exit_status
     from syncvar.core.errors import ConfigError, HostUnreachable
     from syncvar_launcher.local.host_resources import LimitTooLow, TimePassed
 
     codes: tuple[tuple[type[SyncvarError], int], ...] = (
-        (LimitTooLow, exit_codes.LIMITS),
-        (ConfigError, exit_codes.CONFIGURATION),
-        (TimePassed, exit_codes.TIMEOUT),
-        (HostUnreachable, exit_codes.RENDEZVOUS),
+        (LimitTooLow, exit_status.LIMITS),
+        (ConfigError, exit_status.CONFIGURATION),
+        (TimePassed, exit_status.TIMEOUT),
+        (HostUnreachable, exit_status.RENDEZVOUS),
     )
-    return next((code for kind, code in codes if isinstance(error, kind)), exit_codes.INTERNAL)
+    return next((code for kind, code in codes if isinstance(error, kind)), exit_status.INTERNAL)
 
 
 def _refuse(sentence: str) -> None:

@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.lazy_import import attributes_of
+from syncvar.core.migration_hints import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers
@@ -24,33 +24,26 @@ if TYPE_CHECKING:
         world_size,
     )
     from syncvar.bootstrap.process import init, is_initialized, shutdown
-    from syncvar.checkpoint.async_save import PendingSave
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
+    from syncvar.checkpoint.save import PendingSave
     from syncvar.checkpoint.single_file import load, save
-    from syncvar.collectives.all_gather import all_gather
     from syncvar.collectives.all_reduce import all_reduce
-    from syncvar.collectives.all_to_all import all_to_all
     from syncvar.collectives.barrier import barrier
     from syncvar.collectives.broadcast import broadcast
-    from syncvar.collectives.gather import gather
-    from syncvar.collectives.groups import Group, new_group
-    from syncvar.collectives.mesh import Mesh, mesh
+    from syncvar.collectives.gather import all_gather, gather
+    from syncvar.collectives.groups import Group, Mesh, mesh, new_group
     from syncvar.collectives.object_collectives import (
         all_gather_object,
         broadcast_object,
         gather_object,
         scatter_object,
     )
-    from syncvar.collectives.reduce import reduce
-    from syncvar.collectives.reduce_scatter import reduce_scatter
-    from syncvar.collectives.scan import exscan, scan
-    from syncvar.collectives.scatter import scatter
+    from syncvar.collectives.reduce import exscan, reduce, reduce_scatter, scan
+    from syncvar.collectives.scatter import all_to_all, scatter
     from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
-    from syncvar.collectives.sharded_all_reduce import all_reduce_shards
-    from syncvar.collectives.shared_array import shared_array
-    from syncvar.collectives.shm_empty import empty, zeros
-    from syncvar.collectives.tree_sum import tree_sum
+    from syncvar.collectives.sharded_sums import all_reduce_shards, tree_sum
+    from syncvar.collectives.shm_arrays import empty, shared_array, zeros
     from syncvar.core.errors import (
         CheckpointError,
         ConfigError,
@@ -81,10 +74,8 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.task_coordinator import ClusterCoordinator, RemoteValue
     from syncvar.runner import engines
     from syncvar.runner.local import run
-    from syncvar.runtime.wait_many import wait_all, wait_any
-    from syncvar.runtime.work import Work
+    from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
-    from syncvar.strategies.central_storage import CentralStorageStrategy
     from syncvar.strategies.contexts import (
         ReplicaContext,
         get_replica_context,
@@ -92,19 +83,25 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
-    from syncvar.strategies.distributed_dataset import DistributedDataset, DistributedIterator
+    from syncvar.strategies.distributed_dataset import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+    )
     from syncvar.strategies.join_uneven import Uneven, uneven
-    from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-    from syncvar.strategies.replica_group import InputContext, ValueContext
-    from syncvar.strategies.value_reduction import ReduceOp
+    from syncvar.strategies.mirrored import (
+        CentralStorageStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+    )
+    from syncvar.strategies.value_reduction import ReduceOp, ValueContext
     from syncvar.variables import partitioners
     from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
-    from syncvar.variables.check_equal import check_equal
-    from syncvar.variables.mode_explanation import Explanation
+    from syncvar.variables.create import ShardInfo
     from syncvar.variables.policy import VariableAggregation, VariableSynchronization
-    from syncvar.variables.sharded_init import ShardInfo
+    from syncvar.variables.replica_check import check_equal
     from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
-    from syncvar.variables.variable import Variable
+    from syncvar.variables.variable import Explanation, Variable
 
 __version__ = "0.1.0"
 
@@ -112,29 +109,21 @@ _HOMES = {
     "syncvar.checkpoint.single_file": ("load", "save"),
     "syncvar.checkpoint.checkpoint": ("Checkpoint",),
     "syncvar.checkpoint.manager": ("CheckpointManager",),
-    "syncvar.checkpoint.async_save": ("PendingSave",),
-    "syncvar.collectives.all_gather": ("all_gather",),
+    "syncvar.checkpoint.save": ("PendingSave",),
+    "syncvar.collectives.gather": ("all_gather", "gather"),
     "syncvar.collectives.all_reduce": ("all_reduce",),
-    "syncvar.collectives.sharded_all_reduce": ("all_reduce_shards",),
-    "syncvar.collectives.all_to_all": ("all_to_all",),
+    "syncvar.collectives.sharded_sums": ("all_reduce_shards", "tree_sum"),
+    "syncvar.collectives.scatter": ("all_to_all", "scatter"),
     "syncvar.collectives.barrier": ("barrier",),
     "syncvar.collectives.broadcast": ("broadcast",),
-    "syncvar.collectives.gather": ("gather",),
-    "syncvar.collectives.groups": ("Group", "new_group"),
-    "syncvar.collectives.mesh": ("Mesh", "mesh"),
+    "syncvar.collectives.groups": ("Group", "Mesh", "mesh", "new_group"),
     "syncvar.collectives.object_collectives": (
         "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
     ),
-    "syncvar.collectives.send_recv": (
-        "recv", "recv_object", "send", "send_object", "sendrecv",
-    ),
-    "syncvar.collectives.reduce": ("reduce",),
-    "syncvar.collectives.reduce_scatter": ("reduce_scatter",),
-    "syncvar.collectives.scan": ("exscan", "scan"),
-    "syncvar.collectives.scatter": ("scatter",),
-    "syncvar.collectives.tree_sum": ("tree_sum",),
-    "syncvar.runtime.wait_many": ("wait_all", "wait_any"),
-    "syncvar.runtime.work": ("Work",),
+    "syncvar.collectives.send_recv": ("recv", "recv_object", "send", "send_object", "sendrecv"),
+    "syncvar.collectives.reduce": ("exscan", "reduce", "reduce_scatter", "scan"),
+    "syncvar.collectives.shm_arrays": ("empty", "shared_array", "zeros"),
+    "syncvar.runtime.work": ("Work", "wait_all", "wait_any"),
     "syncvar.core.errors": (
         "SharedMemoryFull", "SharedMemoryUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",
@@ -148,30 +137,29 @@ _HOMES = {
     ),
     "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
     "syncvar.runner.local": ("run",),
-    "syncvar.collectives.shared_array": ("shared_array",),
     "syncvar.core.reduce_ops": ("register_op",),
-    "syncvar.collectives.shm_empty": ("empty", "zeros"),
     "syncvar.strategies.base": ("Strategy",),
-    "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
     "syncvar.strategies.contexts": (
         "ReplicaContext", "get_replica_context", "get_strategy", "has_strategy",
         "in_cross_replica_context",
     ),
     "syncvar.parameter_server.task_coordinator": ("ClusterCoordinator", "RemoteValue"),
-    "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
-    "syncvar.strategies.replica_group": ("InputContext", "ValueContext"),
-    "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
+    "syncvar.strategies.distributed_dataset": (
+        "DistributedDataset", "DistributedIterator", "InputContext",
+    ),
+    "syncvar.strategies.value_reduction": ("ReduceOp", "ValueContext"),
+    "syncvar.strategies.mirrored": (
+        "CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy",
+    ),
     "syncvar.parameter_server.strategy": ("ParameterServerStrategy",),
-    "syncvar.strategies.value_reduction": ("ReduceOp",),
     "syncvar.parameter_server.server_variables": ("ShardedVariable",),
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
-    "syncvar.variables.sharded_init": ("ShardInfo",),
-    "syncvar.variables.check_equal": ("check_equal",),
-    "syncvar.variables.mode_explanation": ("Explanation",),
+    "syncvar.variables.create": ("ShardInfo",),
+    "syncvar.variables.replica_check": ("check_equal",),
     "syncvar.variables.assign_all": ("assign_add_all", "assign_all", "assign_sub_all"),
     "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
-    "syncvar.variables.variable": ("Variable",),
+    "syncvar.variables.variable": ("Explanation", "Variable"),
 }  # fmt: skip
 _MODULES = {
     "data": "syncvar.data",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import syncvar
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
-from syncvar.core.exit_codes import CONFIGURATION, LIMITS
+from syncvar.core.exit_status import CONFIGURATION, LIMITS
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,

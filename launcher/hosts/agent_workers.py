@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
-from syncvar.core.exit_codes import INTERNAL, exit_code_of
+from syncvar.core.exit_status import INTERNAL, exit_code_of
+from syncvar.core.output_files import RECORDS, TOTALS
 from syncvar.core.process_ids import SERVER_0, is_server
-from syncvar.core.state_folder import RECORDS, TOTALS
-from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
+from syncvar.parameter_server.discovery import put_tallies, take_tallies
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
 from syncvar_launcher.hosts.file_transfer import result_parts
 from syncvar_launcher.io.standard_streams import open_terminal, resize

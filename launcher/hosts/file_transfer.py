@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
-from syncvar.core.output_files import EVIDENCE, LostFile, write_error_text
-from syncvar.core.private_files import PRIVATE, create_file
+from syncvar.core.output_files import EVIDENCE, PRIVATE, LostFile, create_file, write_error_text
 from syncvar_launcher.hosts.agent_connection import poll_hosts
 from syncvar_launcher.hosts.agent_protocol import CALL_PART_NBYTES
 from syncvar_launcher.local.local_workers import LocalWorkers
@@ -393,7 +392,7 @@ class ReceivedFiles:
 
     def keep_record(self, name: str, data: bytes, host: str) -> None:
         """Write a flight record, or totals of calls."""
-        from syncvar.core.state_folder import is_record, write_record  # only after failures
+        from syncvar.core.output_files import is_record, write_record  # only after failures
 
         origin, folder = "--stats", str(self._folder)
         if is_record(name):

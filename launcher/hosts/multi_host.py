@@ -18,9 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable, WireError
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar_launcher.hosts.agent_connection import (
     AGENT,
@@ -147,7 +147,7 @@ class JobHosts:
         self._joined: JoinGroup | None = None
         self._started: StartedHosts | None = None
         self._collection: Collection | None = None
-        self.exit_code = exit_codes.RENDEZVOUS
+        self.exit_code = exit_status.RENDEZVOUS
 
     def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Log in to all hosts, or wait until hosts have joined; check them and place the workers.

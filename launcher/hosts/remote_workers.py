@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from syncvar.core.errors import WireError
-from syncvar.core.exit_codes import INTERNAL
+from syncvar.core.exit_status import INTERNAL
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, poll_hosts

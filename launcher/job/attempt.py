@@ -14,15 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.process_ids import process_name
-from syncvar.protocol.failure_detector import Health
+from syncvar.protocol.membership import Health
 from syncvar_launcher.io.standard_streams import await_readers, patience_s
 from syncvar_launcher.job.attempt_report import StatusSocket
 from syncvar_launcher.job.attempt_workers import WorkerSet
-from syncvar_launcher.job.failure_report import ending_sentence, mask_arguments
+from syncvar_launcher.job.failure_report import (
+    ending_sentence,
+    mask_arguments,
+)
 from syncvar_launcher.job.start_progress import clock
-from syncvar_launcher.local.local_workers import Spared
+from syncvar_launcher.job.supervisor import (
+    JobOutcome,
+)
+from syncvar_launcher.local.local_workers import (
+    Spared,
+)
 
 if TYPE_CHECKING:
     from syncvar.bootstrap.job_directory import JobDirectory
@@ -164,7 +172,7 @@ class Attempt:
         return rank != self.options.ranks.debug and not self.console.forwarder.is_forwarded(rank)
 
     def _show_notices(self) -> None:
-        for sentence in (*self.store.take_said(), *self.workers.take_messages()):
+        for sentence in (*self.store.take_messages(), *self.workers.take_messages()):
             self.report.has_notice = True
             kind = "stall" if sentence in self.store.stalls else "notice"
             self.console.events.add(kind, text=sentence)
@@ -209,7 +217,7 @@ class Attempt:
             if spared:
                 self.set.show_spared(Spared(number, spared))
             elif self.options.output.verbose:
-                name = exit_codes.signal_name(number) or number
+                name = exit_status.signal_name(number) or number
                 self.console.show(f"{name} passed on to all ranks")
 
     def _stop(self) -> None:
@@ -263,7 +271,7 @@ class Attempt:
             ]
         else:
             states = [f"{server.describe()} has not imported NumPy and syncvar"]
-        sentence = overdue.sentence(states, set(self.store.coordinator.roll.members))
+        sentence = overdue.sentence(states, set(self.store.coordinator.handshake.members))
         if not overdue.has_failed:
             self.report.has_notice = True
             self.console.events.add("stall", text=sentence)
@@ -275,7 +283,7 @@ class Attempt:
             return
         self.set.server = None
         server.close()
-        self.supervisor.never_began(sentence, exit_codes.RENDEZVOUS)
+        self.supervisor.never_began(sentence, exit_status.RENDEZVOUS)
 
     def _about(self) -> dict[str, Any]:
         return {

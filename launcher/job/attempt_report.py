@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.process_ids import is_server
 from syncvar.core.restart_policy import Ending
 from syncvar.core.stack_dump import activity_text
@@ -71,13 +71,13 @@ class JobConsole(NamedTuple):
 
     def log_signal(self, event: str, number: int) -> None:
         """Add an event about a signal."""
-        self.events.add(event, signal=number, name=exit_codes.signal_name(number))
+        self.events.add(event, signal=number, name=exit_status.signal_name(number))
 
     def drop_passing(self, when: str) -> None:
         """Drop signals to forward, because no rank runs, and show that."""
         while self.watch.passing:
             number = self.watch.passing.popleft()
-            name = exit_codes.signal_name(number) or number
+            name = exit_status.signal_name(number) or number
             self.show(f"{name} came {when}, and is dropped")
 
 
@@ -147,11 +147,11 @@ class AttemptReport:
     def show(self, outcome: JobOutcome, *, is_last: bool) -> None:
         """Show how the attempt ended; the last one also advises what to do."""
         cause = outcome.cause
-        if outcome.exit_code == exit_codes.PREEMPTED and cause is None:
+        if outcome.exit_code == exit_status.PREEMPTED and cause is None:
             number = outcome.interrupted
-            after = f" after {exit_codes.signal_name(number)}" if number else ""
+            after = f" after {exit_status.signal_name(number)}" if number else ""
             advice = "; run it again to go on" if is_last else ""
-            code = f"(exit code {exit_codes.PREEMPTED})"
+            code = f"(exit code {exit_status.PREEMPTED})"
             self._console.show(f"the ranks stopped as asked{after} {code}{advice}")
         elif outcome.interrupted:
             self._show_interruption(outcome.interrupted)
@@ -165,7 +165,7 @@ class AttemptReport:
         has_reader = number != signal.SIGPIPE
         places = self._others(-1) if self._positions and has_reader else []
         raised = [one for one in self._raised(_LOST_PEER) if one.is_own]
-        name = exit_codes.signal_name(number)
+        name = exit_status.signal_name(number)
         self._forwarder.say(interrupted_block(name, places, raised, is_whole=self._is_whole))
 
     def _show_failure(
@@ -180,7 +180,7 @@ class AttemptReport:
             arguments=self._job.arguments if is_last and not outcome_file else [],
             remedies=self._remedies(cause),
             files=EvidenceFiles(str(log_dir) if log_dir else "", records),
-            raised=self._raised(exit_codes.ERRORS_ABOUT_OTHERS),
+            raised=self._raised(exit_status.ERRORS_ABOUT_OTHERS),
             is_whole=self._is_whole,
         )
         if not outcome_file or not is_last:

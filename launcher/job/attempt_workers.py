@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import syncvar
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
+from syncvar.core.exit_status import STARTED
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
-from syncvar.core.status_pipe import STARTED
 from syncvar_launcher.job.attempt_report import AttemptReport, RankStates
 from syncvar_launcher.job.failure_report import SecondaryFailure, spared_block
 from syncvar_launcher.job.start_progress import StartProgress, clock
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.workers import WorkersFactory
     from syncvar_launcher.local.worker_start import ForkServer
 
-_CLEAN_STATUSES = (0, exit_codes.PREEMPTED)
+_CLEAN_STATUSES = (0, exit_status.PREEMPTED)
 _LAST_MESSAGE_S = 5.0  # a rank's last messages may arrive this long after the news of its end
 _STACKS_S = 0.25  # for ranks to show their stacks before SIGTERM; most need microseconds
 
@@ -157,7 +157,7 @@ class WorkerSet:
     @property
     def next_generation(self) -> int:
         """The first generation that no rank of this attempt can have joined."""
-        coming = self.store.coordinator.next_roll
+        coming = self.store.coordinator.next_handshake
         return coming.generation + 1 if coming.members else coming.generation
 
     # -- starting ----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class WorkerSet:
         if refusal is not None:
             self.supervisor.never_began(
                 f"{refusal.reason}; --start-method spawn does without it",
-                exit_codes.exit_code_of(refusal.status or exit_codes.INTERNAL),
+                exit_status.exit_code_of(refusal.status or exit_status.INTERNAL),
             )
 
     def _fork_from(self, server: ForkServer) -> ForkUnsupported | None:
@@ -230,7 +230,7 @@ class WorkerSet:
             self.console.events.add("server_copy", server=server, of=of)
             self.console.show(f"server {server} has a new copy of the variables of server {of}")
         coordinator = self.store.coordinator
-        roll = coordinator.roll
+        roll = coordinator.handshake
         if roll.is_complete and roll.generation != self._met:
             self.has_met, self._met = True, roll.generation
             self.console.events.add("met", generation=self._met, after_s=now - self.began)
@@ -325,12 +325,12 @@ class WorkerSet:
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
             if self.options.ranks.servers:
-                reason = exit_codes.describe_exit(event.status) if event.status else ""
+                reason = exit_status.describe_exit(event.status) if event.status else ""
                 self.store.servers.ended(rank, reason)
 
     def _is_member(self, rank: int) -> bool:
         coordinator = self.store.coordinator
-        return rank in coordinator.roll.members and rank not in coordinator.left
+        return rank in coordinator.handshake.members and rank not in coordinator.left
 
     # -- actions of the supervisor -----------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from syncvar.core.rank_text import rank_spans
+from syncvar.core.process_ids import rank_spans
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import mask_environment
@@ -59,7 +59,7 @@ def dry_run(job: Job) -> str:
         notes=(
             job.binding.reason,
             transport,
-            _native.told(options.runtime.call_runner),
+            _native.runner_text(options.runtime.call_runner),
             f"workers: {_checked_start(job.beginning)}",
         ),
         servers=[

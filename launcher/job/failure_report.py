@@ -12,9 +12,8 @@ import re
 import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.exit_codes import describe_exit, signal_name
-from syncvar.core.process_ids import is_server, process_name
-from syncvar.core.rank_text import process_list
+from syncvar.core.exit_status import describe_exit, signal_name
+from syncvar.core.process_ids import is_server, process_list, process_name
 from syncvar_launcher.io.output import escape
 
 if TYPE_CHECKING:

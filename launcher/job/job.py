@@ -9,8 +9,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any, Protocol
 
-from syncvar.core.environment import RankEnvironment
-from syncvar.core.host_topology import HostMap, split_evenly
+from syncvar.core.environment import HostMap, RankEnvironment, split_evenly
 from syncvar.core.process_ids import (
     SERVER_0,
     failover_order,

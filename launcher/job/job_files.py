@@ -10,27 +10,24 @@ import stat
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.bus_bandwidth import bus_factor
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import (
     AUTO_LOG,
     EVIDENCE,
+    RECORDS,
+    REQUESTED,
+    TOTALS,
     LostFile,
     check_file,
     check_folder,
-    write_error_text,
-)
-from syncvar.core.private_files import REQUESTED
-from syncvar.core.process_ids import process_name
-from syncvar.core.rank_text import process_list
-from syncvar.core.state_folder import (
-    RECORDS,
-    TOTALS,
     job_name,
     keep_newest,
     remove_job,
     state_folder,
+    write_error_text,
 )
+from syncvar.core.process_ids import process_list, process_name
+from syncvar.runtime.call_record import bus_factor
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.io.standard_streams import NonblockingWriter
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import syncvar
 from syncvar.bootstrap.job_directory import JobDirectory
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
-from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
+from syncvar.parameter_server.discovery import put_tallies, take_tallies
 from syncvar_launcher.io.output import OutputForwarder, Sink
 from syncvar_launcher.io.standard_streams import (
     Outlets,
@@ -95,7 +95,7 @@ class _RestartLoop:
         self.limit = self.began + self.options.limits.timeout_s
         self.restarting = Restarting(self.options.limits.max_restarts, self.config.restart_delay_s)
         self.start = AttemptStart(0, 0, self.began, has_met=False, make_workers=make_workers)
-        self.code = exit_codes.RENDEZVOUS
+        self.code = exit_status.RENDEZVOUS
         self.culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
         self.totals: dict[int, list[dict[str, Any]]] = {}
         self.tallies: dict[str, bytes] = {}
@@ -153,7 +153,7 @@ class _RestartLoop:
             return JobDirectory(self.job.environ, waits=self._raise_if_signalled)
         except _StartInterrupted:
             number = self.watch.pending[0]
-            name = exit_codes.signal_name(number)
+            name = exit_status.signal_name(number)
             reason = f"{name} while the launcher waited for the lock of the runtime directory"
             self.code, self.culprit = 128 + number, {"rank": None, "why": reason}
             self.console.show(f"interrupted by {reason}")
@@ -171,7 +171,7 @@ class _RestartLoop:
             if self.job.host_group is not None:
                 self.job.host_group.renew(self.limit - self.watch.now())
         except HostUnreachable as error:
-            self.code = exit_codes.TIMEOUT if isinstance(error, TimePassed) else self.code
+            self.code = exit_status.TIMEOUT if isinstance(error, TimePassed) else self.code
             self.console.show(f"the ranks cannot be started again: {error}")
             return False
         return True
@@ -185,7 +185,7 @@ class _RestartLoop:
         decision = self.restarting.after(ending)
         attempt.report.show(outcome, is_last=not decision.restarts)
         self.culprit = _culprit(outcome, ending.why)
-        if self.code == exit_codes.PREEMPTED and outcome.cause is None:
+        if self.code == exit_status.PREEMPTED and outcome.cause is None:
             console.events.add("preempted", signal=outcome.interrupted or None)
         if not decision.restarts:
             if decision.reason and not outcome.interrupted:
@@ -217,7 +217,7 @@ class _RestartLoop:
         while True:
             if self.watch.pending:
                 number = self.watch.pending.popleft()
-                name = exit_codes.signal_name(number)
+                name = exit_status.signal_name(number)
                 self._end_in_pause(
                     128 + number, f"syncvar: interrupted by {name} before the restart\n"
                 )
@@ -228,7 +228,7 @@ class _RestartLoop:
                 limit_s = self.options.limits.timeout_s
                 reason = f"the time limit of {limit_s:g} s passed before the restart"
                 failure = FailureReport(-1, None, elapsed_s=now - self.began, reason=reason)
-                self._end_in_pause(exit_codes.TIMEOUT, failure_block(failure))
+                self._end_in_pause(exit_status.TIMEOUT, failure_block(failure))
                 return False
             if now >= until:
                 return True
@@ -240,7 +240,7 @@ class _RestartLoop:
             )
 
     def _end_in_pause(self, code: int, text: str) -> None:
-        self.code = self.code if self.code == exit_codes.PREEMPTED else code
+        self.code = self.code if self.code == exit_status.PREEMPTED else code
         self.culprit = {"rank": None, "why": text.split("\n", 1)[0]}
         self.console.forwarder.say(text)
 
@@ -262,13 +262,13 @@ class _RestartLoop:
         if watch.is_orphan:  # the caller of `sv.run` cannot remove its folder for results
             shutil.rmtree(job.environ.get("SYNCVAR_RESULT_DIR", ""), ignore_errors=True)
         if outlets.dropped and not code:  # the ranks succeeded, and some of their output is lost
-            code = 128 + watch.pending[0] if watch.pending else exit_codes.TIMEOUT
+            code = 128 + watch.pending[0] if watch.pending else exit_status.TIMEOUT
         elapsed_s = watch.now() - self.began
         events.add("job_end", exit_code=code, elapsed_s=elapsed_s, **self.culprit)
         events.close(0.0 if watch.pending else patience_s(self.config))
         if not code and events.lost_files() and not self._has_caller:
             # The last event was the first one that did not fit.
-            code = exit_codes.LOST_FILE
+            code = exit_status.LOST_FILE
         return code
 
     @property
@@ -284,7 +284,7 @@ class _RestartLoop:
             self.console.show(line)
         if code or not lost.has_result or self._has_caller:
             return code
-        code = exit_codes.LOST_FILE
+        code = exit_status.LOST_FILE
         self.console.show(f"all ranks succeeded, and files are lost: exit code {code}")
         return code
 

@@ -134,7 +134,7 @@ class Overdue(NamedTuple):
             >>> overdue.sentence(["process 77 (state S)"], [0]).partition(": ")[2]
             'rank 1 has not reached its script (process 77 (state S)); rank 0 waits'
         """
-        from syncvar.core.rank_text import process_list
+        from syncvar.core.process_ids import process_list
 
         has = "has not reached its" if len(self.missing) == 1 else "have not reached their"
         shown = list(states)[:_SHOWN_MISSING]

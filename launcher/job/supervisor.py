@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.exit_codes import (
+from syncvar.core.exit_status import (
     INTERNAL,
     PREEMPTED,
     RENDEZVOUS,

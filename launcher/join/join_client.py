@@ -21,7 +21,7 @@ import zmq
 
 import syncvar
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
@@ -235,9 +235,9 @@ class _Host:
             self._agent.end_input()
         elif kind == JoinFrame.REJECTED:
             _show(f"refused by the launcher at {self._place}: {data.decode('utf-8', 'replace')}")
-            self._code = exit_codes.RENDEZVOUS
+            self._code = exit_status.RENDEZVOUS
         elif kind == JoinFrame.JOB_ENDED:
-            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_codes.INTERNAL
+            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_status.INTERNAL
             if self._code:
                 _show(f"the job has ended with {self._code}; the launcher says why")
 
@@ -257,12 +257,12 @@ class _Host:
                         f"{self._chosen.join.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
-                    self._code = exit_codes.KEY
+                    self._code = exit_status.KEY
 
     def _lose(self, reason: str) -> None:
         if self._code is None:
             _show(f"{reason}; its workers here are ended")
-            self._code = exit_codes.INTERNAL
+            self._code = exit_status.INTERNAL
 
     def _handle_signal(self, number: int) -> None:
         """Forward the first SIGTERM to the agent; other signals end the workers.
@@ -277,7 +277,7 @@ class _Host:
             self._leave(number)
 
     def _leave(self, number: int) -> None:
-        name = exit_codes.signal_name(number)
+        name = exit_status.signal_name(number)
         _show(f"ended by {name}")
         self._code = 128 + number
         if self._has_joined:

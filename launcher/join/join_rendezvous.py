@@ -23,7 +23,7 @@ from syncvar.bootstrap.kv_store import shared_folder
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import ConfigError, HostUnreachable, WireError
 from syncvar.core.network import address_towards_any, bracket_ipv6
-from syncvar.core.private_files import PRIVATE, create_file
+from syncvar.core.output_files import PRIVATE, create_file
 from syncvar.protocol.auth_keys import KEY_BYTES, derive
 from syncvar_launcher.hosts.agent_connection import (
     NOT_UNDERSTOOD,

@@ -211,7 +211,7 @@ class OutOfMemory:
 
 # Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
-_COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.disconnect_reasons`
+_COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.zeromq_sockets`
 _TASKS_OF_A_RANK = 4  # the script, two threads of ZeroMQ, and the one that makes progress
 _TASKS = 5  # the launcher with its threads, the cleanup process, and the fork server
 OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)

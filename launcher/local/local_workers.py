@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
 
-from syncvar.core.parent_death import libc
-from syncvar.core.private_files import PRIVATE, create_file
+from syncvar.core.fork_cleanup import libc
+from syncvar.core.output_files import PRIVATE, create_file
 from syncvar.core.process_ids import is_server
 from syncvar_launcher.local.host_resources import OutOfMemory
 from syncvar_launcher.local.process_sessions import (
@@ -147,7 +147,7 @@ class WorkerProcess:
     status_pipe: int
     unread: bytearray = field(default_factory=bytearray)  # the begin of a status message
     status: int | None = None
-    # Whether SIGTERM asks it to save and to end in order, see `syncvar.core.status_pipe`.
+    # Whether SIGTERM asks it to save and to end in order, see `syncvar.core.exit_status`.
     takes_notice: bool = False
 
 

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar.core.parent_death import end_with, libc
+from syncvar.core.fork_cleanup import end_with, libc
 from syncvar_launcher.local.process_sessions import process_state
 from syncvar_launcher.options.worker_environment import WITHHELD
 
@@ -54,10 +54,10 @@ def server_command(kind: str, target: str, server: int) -> list[str]:
 
     Example:
         >>> server_command("script", "train.py", 1)[2:]
-        ['syncvar.parameter_server.server.server_main', 'server', '1', 'train.py']
+        ['syncvar.parameter_server.server_main', 'server', '1', 'train.py']
     """
     program = {"module": ["-m", target], "script": [target], "command": []}[kind]
-    command = command_of("syncvar.parameter_server.server.server_main")
+    command = command_of("syncvar.parameter_server.server_main")
     return [*command, "server", str(server), *program]
 
 
@@ -416,7 +416,7 @@ class ForkServer:
             self.waits()
             waited_s = time.monotonic() - began
             if waited_s >= self.limit_s:
-                from syncvar.core.exit_codes import RENDEZVOUS
+                from syncvar.core.exit_status import RENDEZVOUS
 
                 sentence = f"{self.describe()} has not answered for {waited_s:.0f} s"
                 self._process.kill()
@@ -457,6 +457,6 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _ended(status: int) -> str:
-    from syncvar.core.exit_codes import describe_exit
+    from syncvar.core.exit_status import describe_exit
 
     return describe_exit(status)

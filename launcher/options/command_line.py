@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import nearest
 from syncvar_launcher.options.option_table import (
@@ -155,7 +155,7 @@ class CommandLine(NamedTuple):
 def usage_error(message: str) -> NoReturn:
     """End with the exit code for a wrong command line, after a message on standard error."""
     sys.stderr.write(f"{PROGRAM}: {message}\nSee {PROGRAM} --help.\n")
-    sys.exit(exit_codes.USAGE)
+    sys.exit(exit_status.USAGE)
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.core.environment import split_evenly
 from syncvar.core.errors import ConfigError
-from syncvar.core.host_topology import split_evenly
 from syncvar_launcher.options.option_table import (
     COUNT_MAX,
     is_ip_address,

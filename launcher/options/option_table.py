@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
-from syncvar.core.exit_codes import signal_name
-from syncvar.core.rank_text import ranks_of
+from syncvar.core.exit_status import signal_name
 from syncvar.core.settings import RuntimeConfig, nearest
 from syncvar.core.stack_dump import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
 from syncvar.shm.host_limits import core_quota
@@ -371,6 +370,26 @@ def shown_ranks(which: str, workers: int) -> frozenset[int] | None:
     if which == "first":
         return frozenset({0})
     return frozenset() if which in OUTPUT_MODES else ranks_of(which, workers)
+
+
+def ranks_of(text: str, most: int) -> frozenset[int]:
+    """Return the ranks below `most` that a text such as "0-2,7" names, or raise ConfigError."""
+    ranks: set[int] = set()
+    for span in text.split(","):
+        ends = [end.strip() for end in span.split("-")]
+        is_valid = all(end.isascii() and end.isdigit() and len(end) < 100 for end in ends)
+        if len(ends) > 2 or not is_valid:
+            raise ConfigError(
+                f"{span.strip()!r} is no rank, such as 3, and no span of ranks, such as 0-3"
+            )
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last:
+            raise ConfigError(f"the span {span.strip()} ends before it begins")
+        if last >= most:
+            ranks_text = "the only rank is 0" if most == 1 else f"ranks are 0 to {most - 1}"
+            raise ConfigError(f"there is no rank {last} among {most} ({ranks_text})")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
 
 
 def parse_address(text: str) -> tuple[str, int]:

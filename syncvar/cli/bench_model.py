@@ -14,7 +14,7 @@ from syncvar.algorithms.builders import ALGORITHMS, build_all
 from syncvar.algorithms.selection import choose
 from syncvar.bootstrap.process import current
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.reduce_ops import reduction
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from syncvar.cli.bench_options import make_plan, parse_arguments
 from syncvar.cli.bench_table import SHOWN, Row, header, line, rate, summary
 from syncvar.cli.collective_registry import has_result_like_input
 from syncvar.cli.selftest_inputs import Case, count_wrong, different_array
-from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, report_lost_file, write_error_text
+from syncvar.runtime.call_record import BUS_FACTORS
 
 if TYPE_CHECKING:
     import argparse

@@ -12,7 +12,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.cli.selftest_inputs import Case, combined, cut, part
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS, identity, reduction
 from syncvar.core.settings import nearest
@@ -58,7 +58,7 @@ class Collective:
     wanted: Callable[[Case], Any] = lambda _: None
     run: Callable[..., Any] | None = None
     in_place: bool = False
-    tests: str = "tests/process/every_collective.py"
+    tests: str = "tests/support/rank_scripts/every_collective.py"
 
     def shape(self, count: int, size: int) -> tuple[int, ...]:
         """Return the shape of a rank's input for `count` elements, rounded up to pieces."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
     from syncvar.cli.record_files import FlightRecord
-    from syncvar.runtime.flight_recorder.call_record import Event
+    from syncvar.runtime.call_record import Event
 
 
 _DEADLOCK = "deadlock: "  # in the error of the deadlock detector

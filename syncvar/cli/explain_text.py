@@ -17,15 +17,14 @@ from syncvar.cli.record_files import (
     newest,
     number_of,
 )
-from syncvar.core.process_ids import is_server, process_name
-from syncvar.core.rank_text import process_list, rank_list
+from syncvar.core.process_ids import is_server, process_list, process_name, rank_list
 from syncvar.core.stack_dump import stack_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncvar.cli.explain import Divergence
-    from syncvar.runtime.flight_recorder.call_record import Event
+    from syncvar.runtime.call_record import Event
 
 _BEFORE = 5
 _OTHERS = 4
@@ -174,8 +173,8 @@ def _awaited(event: Event) -> str:
 def _did(event: Event) -> str:
     if event.state == "failed":
         reason = f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
-        return f"{event.what}, failed with {kind_of(event.detail)}{reason}"
-    return f"{event.what}, {_state(event)}"
+        return f"{event.label}, failed with {kind_of(event.detail)}{reason}"
+    return f"{event.label}, {_state(event)}"
 
 
 def _first_line(detail: str) -> str:
@@ -190,7 +189,7 @@ def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[in
     since = before[-1].began_ns if before else 0
     if before:
         number = number_of([record], one.group, before[-1].call)
-        text = f"its call {number} was {before[-1].what}, {before[-1].state}"
+        text = f"its call {number} was {before[-1].label}, {before[-1].state}"
     else:
         text = "its earlier calls are not known"
         if record.is_whole:
@@ -198,7 +197,7 @@ def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[in
     if after:
         number = number_of([record], one.group, after[0].call)
         at = duration(after[0].began_ns - zero)
-        return f"{text}; its next was call {number}, {after[0].what}, at {at}"
+        return f"{text}; its next was call {number}, {after[0].label}, at {at}"
     others = [event for event in record.events if event.group != one.group]
     later = [event for event in others if event.state != "noted" and event.began_ns > since]
     other = later[0] if before and later else None
@@ -207,7 +206,7 @@ def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[in
         number = number_of([record], other.group, other.call)
         call = f"call {number} of {names[other.group]}" if other.group >= 0 else "a get request"
         at = duration(other.began_ns - zero)
-        return f"{text}; instead it made {call}, {other.what}, {_state(other)}, at {at}"
+        return f"{text}; instead it made {call}, {other.label}, {_state(other)}, at {at}"
     reason = f": {_first(record.reason)}" if record.reason else ""
     return f"{text}; it made no other call{reason}"
 
@@ -238,7 +237,7 @@ def _before(records: Sequence[FlightRecord], group: int, call: int, zero: int) -
     lines = []
     for number in numbers:
         events = calls[number]
-        what = next(iter(events.values())).what
+        what = next(iter(events.values())).label
         states = {_state(event) for event in events.values()}
         ended = max(event.ended_ns for event in events.values())
         state = f"{', '.join(sorted(states))} at {duration(ended - zero)}" if ended else "not ended"
@@ -250,7 +249,7 @@ def _before(records: Sequence[FlightRecord], group: int, call: int, zero: int) -
 def _one_line(records: Sequence[FlightRecord], one: Divergence, zero: int) -> str:
     group = names_of(records)[one.group]
     made = sorted(one.made.items())[:_OTHERS]
-    calls = "; ".join(f"rank {rank} {event.what}" for rank, event in made)
+    calls = "; ".join(f"rank {rank} {event.label}" for rank, event in made)
     absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
     at = duration(one.began - zero)
     return f"call {_number(records, one)} of {group} at {at}: {calls}{absent}"
@@ -269,7 +268,7 @@ def _agreed(records: Sequence[FlightRecord], zero: int) -> list[str]:
             for rank, event in sorted(bad.items()):
                 end = f"failed: {_first(event.detail)}" if event.state == "failed" else "not ended"
                 states.setdefault(end, []).append(rank)
-            what = next(iter(bad.values())).what
+            what = next(iter(bad.values())).label
             began = min(event.began_ns for event in events.values())
             number = number_of(records, group, call)
             at = duration(began - zero)
@@ -296,10 +295,10 @@ def _last(record: FlightRecord, zero: int, names: Mapping[int, str]) -> list[str
             call = f"call {number_of([record], last.group, last.call)} of {names[last.group]}"
         if last.state == "started":
             lasted = duration(record.written - last.began_ns)
-            text = f"{name}: in {call}, {last.what}, for {lasted}"
+            text = f"{name}: in {call}, {last.label}, for {lasted}"
         else:
             at = duration(last.ended_ns - zero)
-            text = f"{name}: after {call}, {last.what}, {last.state} at {at}"
+            text = f"{name}: after {call}, {last.label}, {last.state} at {at}"
     text += _position(record, last)
     lines = [text]
     if record.reason:

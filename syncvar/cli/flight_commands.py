@@ -13,8 +13,8 @@ from syncvar.cli.explain_text import explain_records
 from syncvar.cli.record_files import load
 from syncvar.cli.trace import merge_records, stragglers, unaligned_hosts
 from syncvar.core.errors import ConfigError
+from syncvar.core.output_files import JOBS_MAX, find_job, state_folder
 from syncvar.core.process_ids import is_server
-from syncvar.core.state_folder import JOBS_MAX, find_job, state_folder
 
 if TYPE_CHECKING:
     import argparse

@@ -5,24 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.render import schedule_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
-from syncvar.algorithms.shm_rounds import publications
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds, traffic
-from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
-from syncvar.runtime.programs.block_transfer import cells_of_blocks, fits_slots, is_worth_reading
-from syncvar.runtime.programs.compile_reduce import (
+from syncvar.runtime.block_transfer import (
+    Move,
+    TransferPath,
+    cells_of_blocks,
+    fits_slots,
+    is_worth_reading,
+    lower_move,
+)
+from syncvar.runtime.compile_reduce import (
     BufferPlacement,
     ResultPlacement,
     lower_reduce,
     lower_small,
 )
-from syncvar.runtime.programs.compile_rounds import lower_rounds
-from syncvar.runtime.programs.compile_transfer import Move, TransferPath, lower_move
-from syncvar.runtime.programs.instructions import program_text
-from syncvar.runtime.programs.shm_reduce import cells_of, is_direct
+from syncvar.runtime.instructions import program_text
+from syncvar.runtime.planner import lower_rounds
+from syncvar.runtime.shm_reduce import cells_of, is_direct
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Schedule
     from syncvar.cli.plan_cost import CostModel
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.programs.instructions import Program
+    from syncvar.runtime.instructions import Program
 
 
 _INSTRUCTIONS = 24  # of a program

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,6 +188,6 @@ def _identity(op: str, kind: np.dtype[Any]) -> Any:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+    from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 
     return dtype_from_index(DTYPE_NAMES.index(name))

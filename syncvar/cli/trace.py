@@ -15,7 +15,7 @@ from syncvar.core.process_ids import process_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.runtime.flight_recorder.call_record import Event
+    from syncvar.runtime.call_record import Event
 
 
 _EVENTS_ROW = 0
@@ -110,13 +110,13 @@ def _us(ns: int, zero: int) -> float:
 def _drawn(
     record: FlightRecord, event: Event, pid: int, row: int, zero: int
 ) -> list[dict[str, Any]]:
-    name = event.collective or event.what
+    name = event.collective or event.label
     at: dict[str, Any] = {"name": name, "pid": pid, "tid": row, "ts": _us(event.began_ns, zero)}
     if event.state == "noted":
         return [at | {"ph": "i", "s": "p", "cat": "event", "args": {"detail": event.detail}}]
     number = event.call if event.call < 0 else number_of([record], event.group, event.call)
     arguments: dict[str, Any] = {
-        "what": event.what,
+        "what": event.label,
         "group": event.group,
         "call": number,
         "bytes": event.nbytes,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import even_chunks
 from syncvar.core.array_arguments import as_array
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (
     TreeDef,
@@ -210,3 +211,37 @@ def _dtype_of(name: str) -> np.dtype[Any]:
     if name not in letters:
         raise ConfigError(f"there is no dtype {name!r}")
     return np.dtype(letters[name])
+
+
+def integer_of(name: str, value: Any, at_least: int) -> int:
+    """Return an integer argument of at least `at_least`, or raise ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
+        raise ConfigError(f"{name} must be an integer of at least {at_least}, not {value!r}")
+    return int(value)
+
+
+def read_state(state: Any, expected: Mapping[str, str]) -> tuple[int, int]:
+    """Return (epoch, position) of a saved iterator state.
+
+    Raises:
+        ConfigError: It is no such state, or an entry of `expected`, such as the seed, differs.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"the state of an iterator is a dict, not {type(state).__name__}: pass the result of "
+            f"state_dict()"
+        )
+    missing = sorted({"epoch", "position", *expected} - set(state))
+    if missing:
+        raise ConfigError(
+            f"the state of the iterator has no {', '.join(missing)}: pass the result of "
+            f"state_dict()"
+        )
+    for name, current in expected.items():
+        if state[name] != current:
+            raise ConfigError(
+                f"the state was saved with {name} {state[name]!r}, this iterator has {current!r}: "
+                f"the order of its elements would differ. Create the dataset as before, or begin a "
+                f"new epoch"
+            )
+    return integer_of("epoch", state["epoch"], 0), integer_of("position", state["position"], 0)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from syncvar.collectives import nan_check
-from syncvar.collectives.sharded_all_reduce import shards_request
-from syncvar.collectives.sync_points import meet
+from syncvar.collectives.reduce_args import check_finite
+from syncvar.collectives.sharded_sums import shards_request
+from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin, attribute_hint
+from syncvar.core.migration_hints import MigrationHintsMixin, attribute_hint
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_buckets import (
     BucketPlan,
@@ -26,27 +26,28 @@ from syncvar.optimizers.gradient_call import (
     checked_shards,
     combine_cached,
     combining_request,
+    dense_gradient,
     describe_variables,
     strategy_of_pairs,
 )
-from syncvar.optimizers.hyperparameters import (
+from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
+from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
+from syncvar.optimizers.update_rules import (
     Options,
+    UpdateRule,
     checked_choice,
     checked_count,
     checked_name,
     checked_number,
     checked_rate,
+    compute_dtype,
 )
-from syncvar.optimizers.remote_step import RemoteStep, remote_optimizer_of
-from syncvar.optimizers.rules.update_rule import UpdateRule, compute_dtype
-from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
-from syncvar.optimizers.sparse_gradients import dense_gradient
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.variables.coercion import operand_array
-from syncvar.variables.in_place_update import change_copies, copy_of
+from syncvar.variables.assign_all import change_copies, copy_of
 from syncvar.variables.policy import CallContext
-from syncvar.variables.scope import context_of, current_owner
+from syncvar.variables.values import operand_array
+from syncvar.variables.variable_owner import context_of, current_owner
 from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.hyperparameters import Rate
+    from syncvar.optimizers.update_rules import Rate
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 
@@ -562,9 +563,7 @@ class Optimizer(MigrationHintsMixin):
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
-            nan_check.look(
-                gradient, f"the step, as the gradient of variable {part.variable.name!r}"
-            )
+            check_finite(gradient, f"the step, as the gradient of variable {part.variable.name!r}")
             factor = None if calls == 1 and part.is_replica_local else weight
             part.load(gradient, factor, number, calls, mean=mean)
         if self._nonfinite == "error":

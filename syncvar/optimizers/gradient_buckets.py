@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.optimizers.rules.exact_math import BLOCK, norm
-from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.optimizers.slots import is_replica_local
-from syncvar.variables.coercion import operand_array
-from syncvar.variables.in_place_update import change_copies
+from syncvar.optimizers.update_rules import BLOCK, compute_dtype, is_half, norm
+from syncvar.variables.assign_all import change_copies
 from syncvar.variables.policy import VariableSynchronization
 from syncvar.variables.storage import Storage
+from syncvar.variables.values import operand_array
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:

@@ -9,13 +9,11 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.optimizers.slots import is_replica_local
-from syncvar.optimizers.sparse_gradients import dense_gradient
+from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.variables.coercion import operand_array
-from syncvar.variables.collective_requests import request_of
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -23,8 +21,10 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.scope import current_owner
+from syncvar.variables.replica_call import request_of
+from syncvar.variables.values import check_rows, operand_array
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import current_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,52 @@ if TYPE_CHECKING:
     from syncvar.collectives.reduce_args import ReduceArgs
     from syncvar.optimizers.gradient_buckets import BucketPlan
     from syncvar.variables.variable_owner import VariableOwner
+
+
+def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
+    """Return the indices and values of a sparse gradient, None for a dense one.
+
+    Example:
+        >>> rows_of(([0, 2], np.ones((2, 3))), (5, 3))[0], rows_of(([1, 2], [3, 4]), (2, 2))
+        ([0, 2], None)
+    """
+    pair = getattr(gradient, "indices", None), getattr(gradient, "values", None)
+    # Tensors of PyTorch have methods of these names.
+    if not any(one is None or callable(one) for one in pair):
+        return pair
+    if not isinstance(gradient, tuple) or len(gradient) != 2:
+        return None
+    is_dense = shape[:1] == (2,) and all(_has_shape(one, shape[1:]) for one in gradient)
+    return None if is_dense else gradient
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    try:
+        return bool(np.shape(value) == shape)
+    except ValueError:  # of lists of unlike lengths
+        return False
+
+
+def dense_gradient(gradient: Any, variable: Variable) -> Any:
+    """Return a sparse gradient as an array of the variable's shape; a dense one unchanged.
+
+    Values of a row that is named several times are added.
+
+    Raises:
+        RowOutOfRange: An index outside [0, rows).
+        ConfigError: Indices that are not integers, values of a wrong shape or dtype.
+    """
+    shape = variable.shape
+    pair = rows_of(gradient, shape)
+    if pair is None:
+        return gradient
+    dtype = compute_dtype(variable.dtype)
+    what = f"gradient of variable {variable.name!r}"
+    rows = check_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, what)
+    made = np.zeros(shape, dtype)
+    np.add.at(made, rows.indices, rows.values)
+    return made
+
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
 _SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
@@ -151,9 +197,8 @@ def combining_request(
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
-        request = reduce_request(
-            communicator, value, op, out=value, reproducible=owner.reproducible, name=what
-        )
+        options = ReduceOptions(owner.reproducible)
+        request = reduce_request(communicator, value, op, out=value, name=what, options=options)
     return CollectiveSpec(what, digest, request.body)
 
 
@@ -170,9 +215,8 @@ def combine_cached(
     communicator, array = owner.communicator, _flat_array(plan, weighted=weighted)
 
     def make(x: Any, out: Any) -> ReduceArgs:
-        return reduce_request(
-            communicator, x, op, out=out, reproducible=owner.reproducible, name=_NAME
-        )
+        options = ReduceOptions(owner.reproducible)
+        return reduce_request(communicator, x, op, out=out, name=_NAME, options=options)
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
     return (

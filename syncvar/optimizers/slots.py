@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
+from syncvar.optimizers.update_rules import compute_dtype, is_half
+from syncvar.variables.assign_all import copy_of, create_for_strategy, replace_copy
 from syncvar.variables.create import VariableSpec
-from syncvar.variables.in_place_update import copy_of, create_for_strategy, replace_copy
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.variable import COPIED
 

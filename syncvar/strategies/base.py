@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import MigrationHintsMixin
 from syncvar.runtime.communicator import begin_epochs
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.timeouts import checked_timeout
+from syncvar.runtime.state import send_queued
+from syncvar.runtime.work import checked_timeout
 from syncvar.strategies.distributed_dataset import (
     DistributedDataset,
+    InputContext,
     distributed,
     distributed_from_function,
 )
-from syncvar.strategies.replica_group import InputContext, ValueContext
-from syncvar.strategies.scope_check import model_ids, refuse_new_models
-from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
+from syncvar.strategies.value_reduction import (
+    ValueContext,
+    gather_values,
+    local_part,
+    own_part,
+    reduce_values,
+)
 from syncvar.variables.policy import CallContext
 from syncvar.variables.registry import VariableRegistry
-from syncvar.variables.scope import ScopeEntry, ScopeStack, current_scope, scope_stack, stacks_of
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
+from syncvar.variables.variable_owner import (
+    ScopeEntry,
+    ScopeStack,
+    current_scope,
+    scope_stack,
+    stacks_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from numpy.typing import NDArray
 
@@ -35,6 +48,35 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
+
+# Module and name of the base class of all models, by library.
+_BASES = (("torch.nn", "Module"), ("keras.layers", "Layer"), ("tf_keras.layers", "Layer"))
+
+
+def _models() -> list[Any]:
+    """Return all models of this process. It visits every object of the garbage collector."""
+    loaded = (getattr(sys.modules.get(module), name, None) for module, name in _BASES)
+    bases = tuple(base for base in loaded if isinstance(base, type))
+    return [one for one in gc.get_objects() if issubclass(type(one), bases)] if bases else []
+
+
+def model_ids() -> set[int]:
+    """Return the identities of all models of PyTorch and Keras in this process."""
+    return {id(one) for one in _models()}
+
+
+def refuse_new_models(known: Collection[int]) -> None:
+    """Raise UsageError if this process has made a model since `model_ids` returned `known`."""
+    kinds = {type(one) for one in _models() if id(one) not in known}
+    if kinds:
+        names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)[:4])
+        raise UsageError(
+            f"this block of strategy.scope() makes a model of another library ({names}). A "
+            f"strategy synchronizes variables of sv only, so each rank would train its own copy. "
+            f"Make the model outside the block, and average its gradients: "
+            f'"A module of PyTorch" and "A model of Keras" in docs/migrating.md'
+        )
+
 
 _REPLICA = CallContext.REPLICA
 
@@ -79,6 +121,8 @@ class Strategy(MigrationHintsMixin):
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.registry: VariableRegistry | None = None
+        self.variable_class = self._variable_class  # for variables
+        self.create_storage = self._create_storage
         world = self.context.world
         # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members

@@ -1,33 +1,158 @@
 """Distributed datasets: this replica's batches, in equally many steps on all replicas.
 
 Each `next` is one small all-reduce of the replicas' `BatchHeader`s. If they are equal, nothing more
-is needed; else the replicas exchange the headers and decide alike (`batch_agreement`). So no
+is needed; else the replicas exchange the headers and decide alike (`decide_step`). So no
 replica waits in a step that another never makes, and all get an exception while reading.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from syncvar.collectives.all_reduce import agree
-from syncvar.collectives.stage_builders import exchange
-from syncvar.collectives.sync_points import gather_objects, meet
+from syncvar.collectives.stage_builders import exchange, gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspect_batch, no_rows
+from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.data.batches import (
+    BatchPolicy,
+    content_digest,
+    even_part,
+    inspect_batch,
+    integer_of,
+    no_rows,
+    read_state,
+)
 from syncvar.data.dataset import Dataset
-from syncvar.data.iterator_state import read_state
+from syncvar.protocol.fixed_records import ARRAY, InputRecord
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.strategies.batch_agreement import BatchHeader, is_unanimous, verdict
-from syncvar.strategies.replica_group import InputContext, ReplicaGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
 
+    from syncvar.strategies.value_reduction import ReplicaGroup
+
+_LARGEST = (1 << 64) - 1
 _NEXT = "next batch of a distributed dataset"
 _END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class InputContext:
+    """The replica for which `distribute_datasets_from_function` makes a dataset.
+
+    Args:
+        num_input_pipelines: Number of datasets, one for each process.
+        input_pipeline_id: Number of this dataset.
+        num_replicas_in_sync: Number of replicas of the strategy.
+
+    Example:
+        >>> import syncvar as sv
+        >>> context = sv.InputContext(num_input_pipelines=4, num_replicas_in_sync=4)
+        >>> context.get_per_replica_batch_size(128)
+        32
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the rows of one replica's batch.
+
+        Args:
+            global_batch_size: Rows of all replicas' batches together, at least 0.
+
+        Returns:
+            Rows of one replica's batch.
+
+        Raises:
+            ConfigError: The number of replicas does not divide the batch.
+        """
+        size = integer_of("global_batch_size", global_batch_size, 0)
+        replicas = self.num_replicas_in_sync
+        each, rest = divmod(size, replicas)
+        if rest:
+            raise ConfigError(
+                f"{size} rows cannot be shared evenly by {replicas} replicas; take {size - rest} "
+                f"or {size - rest + replicas}, or distribute global batches with "
+                f"strategy.experimental_distribute_dataset, which cuts any size"
+            )
+        return each
+
+
+class BatchHeader(NamedTuple):
+    """One replica's input for a step."""
+
+    has_batch: bool  # whether it has a batch; else its dataset has ended
+    rows: int  # rows of the batch
+    epoch: int  # epoch that the iterator reads
+    position: int  # batches that it has returned before
+    kind: int  # digest of the batch's pytree and dtypes, or of the last known one; 0 for none
+    content: int = 0  # digest of an iterator's first batch, for global batches; else 0
+
+    def sides(self, *, is_global: bool) -> NDArray[np.uint64]:
+        """Return the fields and their complements, for `is_unanimous`.
+
+        `rows` counts for global batches only.
+        """
+        rows = self.rows if is_global else 0
+        values = (int(self.has_batch), rows, self.epoch, self.position, self.kind, self.content)
+        return np.array((*values, *(_LARGEST - value for value in values)), np.uint64)
+
+    def record(self) -> InputRecord:
+        """Return the header as a record for an exchange."""
+        shape = self.rows, self.epoch, self.position, self.content
+        return InputRecord(ARRAY, int(self.has_batch), shape, self.kind)
+
+    @staticmethod
+    def from_record(record: InputRecord) -> BatchHeader:
+        """Return the header in a record."""
+        rows, epoch, position, content = record.shape
+        return BatchHeader(bool(record.dtype), rows, epoch, position, record.nbytes, content)
+
+
+class BatchDecision(NamedTuple):
+    """What all replicas do in a step."""
+
+    disagreement: str = ""  # why the headers do not fit together; empty if they do
+    is_over: bool = False  # whether all datasets have ended
+    # replica that describes its batch to replicas without one; None if all know it
+    teacher: int | None = None
+    differs: bool = False  # whether replicas read different contents of global batches
+
+
+def is_unanimous(largest: NDArray[Any]) -> bool:
+    """Return whether all replicas have equal headers."""
+    numbers = largest.tolist()
+    half = len(numbers) // 2
+    return all(
+        high + low == _LARGEST for high, low in zip(numbers[:half], numbers[half:], strict=True)
+    )
+
+
+def decide_step(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
+    """Return what all replicas do; a pure function of the headers of all replicas."""
+    if len({(offer.epoch, offer.position) for offer in offers}) > 1:
+        return BatchDecision("the replicas are at different places of their datasets")
+    live = [place for place, offer in enumerate(offers) if offer.has_batch]
+    if not live:
+        return BatchDecision(is_over=True)
+    if is_global and len(live) < len(offers):
+        return BatchDecision("the dataset has ended on some replicas and not on others")
+    kinds = {offers[place].kind for place in live}
+    if len(kinds) > 1:
+        return BatchDecision("the replicas' batches differ in structure, dtype or shape of a row")
+    if is_global and len({offer.rows for offer in offers}) > 1:
+        return BatchDecision("the replicas' global batches differ in length")
+    needed = any(offer.kind not in kinds for offer in offers)
+    differs = is_global and len({offer.content for offer in offers}) > 1
+    return BatchDecision(teacher=live[0] if needed else None, differs=differs)
 
 
 class Feed:
@@ -294,7 +419,7 @@ class DistributedIterator(MigrationHintsMixin):
 
         records = communicator.perform(_NEXT, check, strategy.timeout)
         offers = [BatchHeader.from_record(one) for one in records]
-        decided = verdict(offers, is_global=is_global)
+        decided = decide_step(offers, is_global=is_global)
         if decided.disagreement:
             self._disagree(decided.disagreement, batch, offers)
         if decided.differs:

@@ -9,15 +9,15 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.groups import Group, communicator_of
 from syncvar.collectives.object_collectives import broadcast_object
-from syncvar.collectives.sync_points import gather_objects
-from syncvar.core.array_interop import library_of
+from syncvar.collectives.stage_builders import gather_objects
+from syncvar.core.array_types import library_of
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of
 from syncvar.variables.policy import CallContext
-from syncvar.variables.resync import resynchronize
-from syncvar.variables.scope import current_scope
+from syncvar.variables.registry import resynchronize
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import current_scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,19 +9,105 @@ replicas have agreed on, so all replicas change at the same point. The registry 
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.collectives.sync_points import gather_objects
-from syncvar.core.output_files import AUTO_LOG, check_file
-from syncvar.variables.deferral_log import DeferralChange, ProgramPoint, append, read
+from syncvar.collectives.stage_builders import gather_objects
+from syncvar.core.errors import ConfigError
+from syncvar.core.output_files import (
+    AUTO_LOG,
+    REQUESTED,
+    LostFile,
+    check_file,
+    report_lost_file,
+    write_error_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import RegistryEntry, VariableState
+
+
+class ProgramPoint(NamedTuple):
+    """A point of decision: the end of a run, or an increment of the variable `of` ("write")."""
+
+    at: str
+    step: int
+    of: str = ""
+
+
+class DeferralChange(NamedTuple):
+    """A change of one variable between eager and deferred."""
+
+    point: ProgramPoint
+    variable: str
+    before: str
+    after: str
+    why: str
+
+
+def append_changes(
+    path: str, strategy: int, changes: list[DeferralChange], *, begins: bool
+) -> bool:
+    """Append changes to a log of JSON lines, and return whether that succeeded."""
+    key = f"{strategy:016x}"
+    lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
+    for (at, step, of), name, before, after, why in changes:
+        place = {"strategy": key, "at": at, "step": step, "of": of, "variable": name}
+        lines.append(place | {"from": before, "to": after, "why": why})
+    rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    if not rest:
+        return True
+    try:  # one write to the end of the file, because several groups may share it
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, REQUESTED)
+        try:
+            while rest:  # a full disk takes a part, and raises the error for the next one
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        report_lost_file(LostFile(path, AUTO_LOG, write_error_text(error)))
+        return False
+    return True
+
+
+def read_changes(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
+    """Return a strategy's changes in the last job of a log: (at, step, of, variable, pace)."""
+    key = f"{strategy:016x}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has "
+            "made"
+        ) from error
+    found: list[tuple[str, int, str, str, str]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            if one["strategy"] != key:
+                continue
+            if one.get("begins"):
+                found.clear()
+                continue
+            record = one["at"], one["step"], str(one["of"]), one["variable"], one["to"]
+            at, step, _, variable, pace = record
+            is_known = at in ("run", "write") and pace in ("eager", "deferred")
+            if not is_known or type(step) is not int or not isinstance(variable, str):
+                raise ValueError(line)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}"
+            ) from error
+        found.append(record)
+    return found
+
 
 NEVER = 1 << 62
 IDLE_RUNS = 20  # between two decisions while nothing is incremented
@@ -253,7 +339,7 @@ class DeferralTuner:
             _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
         if self._is_logging:  # stops after a failure: a log with a hole would mislead a replay
             begins = not self._has_logged
-            self._is_logging = append(self._log_path, identity, changes, begins=begins)
+            self._is_logging = append_changes(self._log_path, identity, changes, begins=begins)
             self._has_logged = True
 
     def replay(self, point: ProgramPoint, runs: int) -> None:
@@ -275,7 +361,7 @@ class DeferralTuner:
 
         def mine() -> Any:
             is_first = communicator.member_rank == 0
-            return read(self.replay_path, communicator.identity) if is_first else []
+            return read_changes(self.replay_path, communicator.identity) if is_first else []
 
         what = "recorded decisions of AUTO"
         rows = gather_objects(communicator, what, mine, owner.timeout)[0]

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from syncvar.collectives.buckets import reduce_together
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
+from syncvar.runtime.state import send_queued
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -310,9 +311,8 @@ class WriteQueue:
         sums = self._sums(waiting[:count])
         hows = [reduction(one.op, one.x.dtype) for one in sums]
         arrays = [one.x for one in sums]
-        results = yield from reduce_together(
-            calls, arrays, hows, [None] * len(sums), self._owner.reproducible
-        )
+        options = ReduceOptions(self._owner.reproducible)
+        results = yield from reduce_together(calls, arrays, hows, [None] * len(sums), options)
         return FlushResult(count, list(zip(sums, results, strict=True)))
 
     def _table(self, text: str) -> Generator[Stage, None, dict[int, str]]:

@@ -14,21 +14,21 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar._native import CheckGate
 from syncvar.collectives.all_reduce import agree
+from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import MismatchError
-from syncvar.variables.deferral_log import ProgramPoint
-from syncvar.variables.deferral_tuner import DeferralTuner, SampleWindow
-from syncvar.variables.persistent_access import WRITES_PER_DECISION
+from syncvar.variables.deferral_tuner import DeferralTuner, ProgramPoint, SampleWindow
 from syncvar.variables.replica_check import CheckSchedule, compare
-from syncvar.variables.variable_state import RegistryEntry
+from syncvar.variables.variable_state import WRITES_PER_DECISION, RegistryEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Container, Iterable, Iterator
 
     from syncvar._native import VariableCounters
     from syncvar.variables.variable_owner import VariableOwner
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = -1
 _GONE_MAX = 16  # names of variables that no longer exist, in each creation of another one
-_WHAT = "counters of AUTO variables, and which variables still exist"
+_AGREEMENT = "counters of AUTO variables, and which variables still exist"
 _log = logging.getLogger("syncvar")
 
 
@@ -301,7 +301,7 @@ class VariableRegistry(CheckGate):
             counts += (increments - before[0], turns - before[1] + max(others - before[2], 0))
         owner, mine = self.owner, np.array(counts, np.int64)
         try:
-            largest = agree(owner.communicator, _WHAT, "max", mine, owner.timeout).tolist()
+            largest = agree(owner.communicator, _AGREEMENT, "max", mine, owner.timeout).tolist()
         except MismatchError as error:
             if point.at == "write":
                 raise
@@ -337,3 +337,58 @@ class VariableRegistry(CheckGate):
         ]
         self._looks, self.until = True, _AT_ONCE  # in case `compare` reports a difference
         compare(owner, found, f"{point.at} {point.step}")
+
+
+_RESYNC = "values of variables after sv.uneven"
+_TOGETHER_BYTES = 16 << 20
+
+
+def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) -> None:
+    """Give every replica the values of the one that has made most calls. Collective.
+
+    Cost: an exchange of some bytes; if the numbers of calls differ, a broadcast of all values.
+    """
+    communicator = owner.communicator
+    variables = registry.living()  # keeps them alive until the end
+    counts = {name: [one.tally.writes, one.tally.added] for name, one in variables.items()}
+    mine = [calls, sum(writes for writes, _ in counts.values()), registry.runs, counts]
+    everyone = gather_objects(communicator, _RESYNC, lambda: mine, owner.timeout)
+    ages = [tuple(one[:2]) for one in everyone]
+    if all(age == ages[0] for age in ages):
+        return
+    newest = ages.index(max(ages))
+    _, _, registry.runs, theirs = everyone[newest]
+    shared = [
+        (name, one) for name, one in variables.items() if all(name in told[3] for told in everyone)
+    ]
+    for part in _batches(shared):
+        together = np.concatenate([_bytes_of(one) for _, one in part])
+
+        def check(together: Any = together) -> Any:
+            return broadcast_request(communicator, together, root=newest, name=_RESYNC)
+
+        values = communicator.perform(_RESYNC, check, owner.timeout)
+        start = 0
+        for name, one in part:
+            stop = start + _bytes_of(one).size
+            if communicator.member_rank != newest:
+                one.keep(values[start:stop].view(one.dtype).reshape(one.shape))
+                one.tally.writes, one.tally.added = theirs[name]
+            start = stop
+
+
+def _bytes_of(state: VariableState) -> Any:
+    return np.ascontiguousarray(state.storage.array).reshape(-1).view(np.uint8)
+
+
+def _batches(shared: list[tuple[str, VariableState]]) -> Iterator[list[tuple[str, VariableState]]]:
+    part: list[tuple[str, VariableState]] = []
+    nbytes = 0
+    for name, one in shared:
+        part.append((name, one))
+        nbytes += one.storage.array.nbytes
+        if nbytes >= _TOGETHER_BYTES:
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part

@@ -2,24 +2,227 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.reduce_ops import quiet
-from syncvar.variables.collective_requests import (
-    are_equal,
-    equality_request,
-    is_compared_first,
-    rows_request,
-)
-from syncvar.variables.policy import Action, Travel, VariableAggregation
-from syncvar.variables.scope import scope_stack
+import numpy as np
+
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.buckets import reduce_together
+from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
+from syncvar.collectives.reduce_args import ReduceOptions
+from syncvar.collectives.stage_builders import exchange
+from syncvar.collectives.transfer_args import TransferArgs, moves
+from syncvar.core.errors import InternalError, MismatchError
+from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.call_record import CallFields, CallLabel
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.request import Stage
+from syncvar.variables.policy import Action, Effect, Travel, VariableAggregation
+from syncvar.variables.storage import digest_of
+from syncvar.variables.values import RowSelection
+from syncvar.variables.variable_owner import scope_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable_state import VariableState
+
+# Limit of cached calls of a group: with a large model each new one would evict another.
+_ALIKE_MAX = 256
+
+
+def request_of(
+    action: Action,
+    communicator: Communicator,
+    x: NDArray[Any],
+    what: str,
+    hint: str,
+    *,
+    reproducible: bool,
+    out: NDArray[Any] | None = None,
+    apply: np.ufunc | None = None,
+) -> CollectiveSpec:
+    """Return the request that carries `x`; its result combines the inputs of all replicas."""
+    travel = action.travel
+    if travel is Travel.SUM or travel is Travel.MEAN:
+        op = "sum" if travel is Travel.SUM else "mean"
+        options = ReduceOptions(reproducible, apply=apply)
+        return reduce_request(communicator, x, op, out=out, name=what, options=options)
+    if travel is Travel.FIRST:
+        return broadcast_request(communicator, x, root=communicator.present[0], name=what)
+    if travel is Travel.SAME:
+        return _same_request(communicator, x, what, hint)
+    if travel is Travel.MEETING:
+        return _meeting_request(communicator, x, what)
+    raise InternalError(f"{what}: no request carries {travel}")
+
+
+def grouped_request(
+    communicator: Communicator,
+    name: str,
+    names: tuple[str, ...],
+    arrays: list[NDArray[Any]],
+    ops: list[str],
+    targets: list[NDArray[Any]],
+    apply: np.ufunc | None,
+    *,
+    reproducible: bool,
+    no_overlap: bool,
+) -> CollectiveSpec:
+    """Return the request that writes several variables, one transfer for each dtype and op."""
+    dtypes = [array.dtype for array in arrays]
+    if len(set(dtypes)) == len(set(ops)) == 1:
+        hows = [reduction(ops[0], dtypes[0])] * len(arrays)
+    else:
+        hows = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
+    kinds = (
+        tuple([array.shape for array in arrays]),
+        tuple([how.source for how in hows]),
+        tuple(ops),
+    )
+
+    def body() -> Generator[Stage, None, None]:
+        options = ReduceOptions(reproducible, apply=apply)
+        yield from reduce_together(
+            communicator, arrays, hows, targets, options, no_overlap=no_overlap
+        )
+
+    shown = ", ".join(map(repr, names[:3])) + (
+        f", … ({len(names)} variables)" if len(names) > 3 else ""
+    )
+    return CollectiveSpec(f"{name} of {shown}", _together(name, names, kinds, reproducible), body())
+
+
+@lru_cache(maxsize=64)
+def _together(name: str, names: tuple[str, ...], kinds: tuple[Any, ...], reproducible: bool) -> int:
+    """Return the signature of a grouped write, cached because programs repeat the same ones."""
+    return fingerprint(name, names, kinds, reproducible)
+
+
+def rows_request(
+    action: Action,
+    communicator: Communicator,
+    x: tuple[NDArray[Any], RowSelection],
+    what: str,
+    hint: str,
+    *,
+    reproducible: bool,
+) -> CollectiveSpec:
+    """Return the request that carries rows; its result is (copy to change, rows to apply)."""
+    travel = action.travel
+    copy, rows = x
+    inputs: Any = {"indices": rows.indices, "values": rows.values}
+    if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
+        request: CollectiveSpec = gather_request(communicator, inputs, name=what)
+    elif travel is Travel.FIRST_ROWS:
+        request = broadcast_request(
+            communicator,
+            inputs if communicator.rank == 0 else None,
+            root=communicator.present[0],
+            name=what,
+        )
+    elif travel is Travel.SAME:
+        joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
+        request = _same_request(communicator, joined, what, hint)
+    else:
+        raise InternalError(f"{what}: no request carries {travel}")
+    first = request.body
+    second = None
+    if action.effect is Effect.SPLIT_ANEW:
+        options = ReduceOptions(reproducible)
+        second = reduce_request(communicator, copy, "sum", name=what, options=options).body
+
+    def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
+        together = yield from first
+        total = copy if second is None else (yield from second)
+        return total, rows if travel is Travel.SAME else RowSelection(
+            together["indices"], together["values"]
+        )
+
+    return CollectiveSpec(request.label, request.digest, body())
+
+
+def _same_request(
+    communicator: Communicator, x: NDArray[Any], what: str, hint: str
+) -> CollectiveSpec:
+    """Return the request that compares the digests of all inputs; its result is `x`."""
+    record = array_record(x, digest_of(x))
+
+    def body() -> Generator[Stage, None, NDArray[Any]]:
+        records = yield from exchange(communicator, record)
+        if any(one != records[0] for one in records):
+            table = {
+                communicator.members[replica]: f"{one.describe()} with digest {one.nbytes:016x}"
+                for replica, one in enumerate(records)
+            }
+            raise MismatchError(
+                f"{what}: the replicas pass different values, nothing was written. {hint}", table
+            )
+        return x
+
+    return CollectiveSpec(_same_label(what, x), fingerprint("same", what), body())
+
+
+def _same_label(what: str, x: NDArray[Any]) -> CallLabel:
+    text = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
+    return CallLabel(text, CallFields(what, "", x.dtype.name, x.shape, x.size, x.nbytes))
+
+
+def is_compared_first(communicator: Communicator) -> bool:
+    """Return whether a cached call first compares digests of inputs that must be equal."""
+    return moves(communicator, "all_gather")
+
+
+def equality_request(communicator: Communicator, x: NDArray[Any], what: str) -> TransferArgs:
+    """Return the request whose result is whether all replicas have the same input.
+
+    A cached call can make it. If the inputs differ, another call has to exchange them.
+    """
+    digest = np.array([digest_of(x)], np.uint64)
+    size, rank = communicator.size, communicator.member_rank
+    return TransferArgs(
+        _same_label(what, x),
+        fingerprint("alike", what),
+        gathered_layout(digest, 0, size, rank),
+        arrange=lambda: gathered_blocks(digest, None, size, rank),
+        finish=lambda made: bool((made == digest).all()),
+        general=None,
+        front=lambda digest, out: gathered_blocks(digest, out, size, rank),
+    )
+
+
+def are_equal(
+    communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None
+) -> bool | None:
+    """Return the result of `equality_request` by a cached call; None if nothing was done."""
+    key = "all_gather", "alike", what
+    if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
+        return None
+    digest = np.array([digest_of(x)], np.uint64)
+    found = call_persistent(
+        communicator,
+        key,
+        digest,
+        None,
+        timeout,
+        lambda _x, _out: equality_request(communicator, x, what),
+    )
+    return None if found is None else bool((found == digest).all())
+
+
+def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> CollectiveSpec:
+    def body() -> Generator[Stage, None, NDArray[Any]]:
+        yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
+        return x
+
+    return CollectiveSpec(what, fingerprint("meet", what), body())
 
 
 def combine(

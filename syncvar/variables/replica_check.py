@@ -7,22 +7,37 @@ the replicas, and the last good point of the program.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+import sys
+import weakref
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.collectives.all_reduce import agree
-from syncvar.collectives.stage_builders import exchange_bytes
-from syncvar.core.errors import MismatchError
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.variables.block_digests import (
+from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.stage_builders import exchange_bytes, gather_bytes
+from syncvar.core.array_arguments import as_array
+from syncvar.core.errors import ConfigError, MismatchError
+from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import CollectiveSpec, Communicator, fingerprint
+from syncvar.variables.storage import (
     BLOCK_BYTES,
     block_bytes,
     block_count,
     block_digests,
     combined,
+    digest_of,
 )
+from syncvar.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from numpy.typing import NDArray
+
+    from syncvar.collectives.groups import Group
+    from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -233,5 +248,186 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
         f"{entry.good} and not later than {now}.{more} Memory or hardware may have failed, or the "
         "program has changed copies by itself. Go on from a checkpoint that was saved by "
         f"{entry.good}, or write v.assign(value) with one value on every replica",
+        table,
+    )
+
+
+_CALL = "check_equal"
+_REMEDY = (
+    "Make the ranks equal again, for instance by "
+    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a step that "
+    "used local gradients: sv.all_reduce returns new arrays, and out=grads writes into them"
+)
+_counts: weakref.WeakKeyDictionary[Communicator, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+class NamedArray(NamedTuple):
+    """An array to compare, with its name in the value that holds it."""
+
+    name: str
+    array: NDArray[Any]
+
+
+def check_equal(
+    value: Any,
+    name: str = "value",
+    *,
+    every: int = 1,
+    group: Group | None = None,
+    timeout: float | None = None,
+) -> bool:
+    """Compare a module or arrays with those of the other ranks, byte by byte. Collective.
+
+    Args:
+        value: An array or tensor of any shape and dtype, a number, a text, or a variable (this
+            replica's copy). Also objects with `state_dict()`, as in PyTorch, or `get_weights()`, as
+            in Keras; and dicts, lists and tuples of such values.
+        name: Name of the value in errors.
+        every: Compare at the first call and then at every `every`-th one. Calls from one line with
+            one name count together. Every rank makes each call; the calls between send nothing.
+        group: The ranks that compare; None means the world.
+        timeout: Seconds to wait for the others; None means the job's default.
+
+    Returns:
+        Whether this call compared.
+
+    Raises:
+        MismatchError: The values differ; on all ranks. It names the first array that differs, the
+            index, and each rank's value.
+        ConfigError: `value` holds something that cannot be compared, or `every` is not a whole
+            number of at least 1.
+
+    Cost: 0.1 to 0.2 ns for each byte and an exchange of 16 bytes between all ranks; if values
+        differ, three more exchanges.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.check_equal({"w": np.zeros(3), "step": 7})
+        True
+        >>> [sv.check_equal(np.zeros(3), every=2) for step in range(4)]
+        [True, False, True, False]
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigError(
+            f"every must be a whole number of calls of at least 1, not {every!r}: write every=100"
+        )
+    communicator = communicator_of(group)
+    if every > 1:
+        caller = sys._getframe(1)  # noqa: SLF001  (the public way, inspect.stack, reads files)
+        counts = _counts.setdefault(communicator, {})
+        key = caller.f_code.co_filename, caller.f_lineno, name
+        count = counts[key] = counts.get(key, -1) + 1
+        if count % every:
+            return False
+
+    def request() -> CollectiveSpec:
+        arrays = [NamedArray(place, array) for place, array in _named_arrays(value, name)]
+        return CollectiveSpec(_CALL, fingerprint(_CALL, name), _compare(communicator, arrays, name))
+
+    communicator.perform(_CALL, request, timeout)
+    return True
+
+
+def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield each array in a value with its name, in an order that all ranks share."""
+    if isinstance(value, Variable):
+        yield value.name, np.asarray(value.local_value(), order="C")
+    elif callable(getattr(value, "state_dict", None)):
+        yield from _named_arrays(OrderedDict(value.state_dict()), place)
+    elif callable(getattr(value, "get_weights", None)):
+        names = [getattr(one, "path", None) or one.name for one in getattr(value, "weights", ())]
+        for number, weight in enumerate(value.get_weights()):
+            shown = names[number] if number < len(names) else str(number)
+            yield f"{place}[{shown!r}]", np.asarray(as_array(weight), order="C")
+    elif isinstance(value, dict):
+        for key in value if isinstance(value, OrderedDict) else sorted(value, key=repr):
+            yield from _named_arrays(value[key], f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _named_arrays(item, f"{place}[{number}]")
+    elif value is None or isinstance(value, str | bytes):
+        text = value.encode(errors="surrogatepass") if isinstance(value, str) else value or b""
+        # Two long texts may have the same name, which shows only the beginning.
+        yield f"{place} = {value!r:.60}", np.frombuffer(text, np.uint8)
+    else:
+        yield place, np.asarray(as_array(value, place), order="C")
+
+
+def _compare(
+    communicator: Communicator, arrays: list[NamedArray], what: str
+) -> Generator[Stage, None, None]:
+    """Compare arrays with those of the other ranks: first one digest of all, then what differs."""
+    names = [[one.name, one.array.dtype.name, list(one.array.shape)] for one in arrays]
+    digests = np.array([digest_of(one.array) for one in arrays], np.uint64)
+    mine = np.array([fingerprint(repr(names)), digest_of(digests)], np.uint64)
+    table = _rows((yield from exchange_bytes(communicator, mine.tobytes())), np.uint64)
+    if (table == table[0]).all():
+        return
+    if (table[:, 0] != table[0, 0]).any():
+        everyone = [
+            unpack_object(one)
+            for one in (yield from gather_bytes(communicator, pack_object(names)))
+        ]
+        raise _different_names(communicator, everyone, what)
+    table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
+    differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
+    found = arrays[differing[0]]
+    others = [arrays[number].name for number in differing[1:]]
+    blocks = _rows(
+        (yield from exchange_bytes(communicator, block_digests(found.array).tobytes())), np.uint64
+    )
+    block = int(np.flatnonzero((blocks != blocks[0]).any(axis=0))[0])
+    contents = _rows(
+        (yield from exchange_bytes(communicator, block_bytes(found.array, block).tobytes())),
+        np.uint8,
+    )
+    byte = int(np.flatnonzero((contents != contents[0]).any(axis=0))[0])
+    size = found.array.itemsize
+    # No element crosses two blocks, because sizes are powers of two.
+    flat = (block * BLOCK_BYTES + byte) // size
+    begin = flat * size - block * BLOCK_BYTES
+    values = [row[begin : begin + size].tobytes() for row in contents]
+    raise _different_values(communicator, found, flat, values, others)
+
+
+def _rows(parts: list[bytes], dtype: Any) -> NDArray[Any]:
+    return np.array([np.frombuffer(one, dtype) for one in parts])
+
+
+def _different_names(communicator: Communicator, everyone: list[Any], what: str) -> MismatchError:
+    longest = max(map(len, everyone))
+    padded = [[*one, *[None] * (longest - len(one))] for one in everyone]
+    place = next(
+        number
+        for number in range(longest)
+        if any(one[number] != padded[0][number] for one in padded)
+    )
+    table = {}
+    for rank, one in zip(communicator.members, padded, strict=True):
+        entry = one[place]
+        table[rank] = (
+            f"no array number {place}" if entry is None else f"{entry[0]}: {entry[1]}{entry[2]}"
+        )
+    return MismatchError(
+        f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first "
+        f"difference is array number {place}. Build the same model with the same arguments on "
+        "every rank",
+        table,
+    )
+
+
+def _different_values(
+    communicator: Communicator, found: NamedArray, flat: int, values: list[bytes], others: list[str]
+) -> MismatchError:
+    index = tuple(int(one) for one in np.unravel_index(flat, found.array.shape))
+    shown = f"{found.name}[{', '.join(map(str, index))}]" if index else found.name
+    table = {
+        rank: f"{shown} = {np.frombuffer(one, found.array.dtype)[0]!s} (bytes {one.hex()})"
+        for rank, one in zip(communicator.members, values, strict=True)
+    }
+    more = f" {len(others)} further arrays differ, the next is {others[0]}." if others else ""
+    return MismatchError(
+        f"check_equal: {found.name} differs between the ranks, first at index {index}.{more} "
+        f"{_REMEDY}",
         table,
     )

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from syncvar._native import VariableCounters
+from syncvar._native import VariableCounters, access, which
+from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError
+from syncvar.protocol.object_codec import pack_object
+from syncvar.runtime.communicator import fingerprint
+from syncvar.variables.create import share_of
 from syncvar.variables.deferred_writes import WriteQueue, queue_of
-from syncvar.variables.exact_split import share_of
-from syncvar.variables.persistent_access import cached_look, uncached_look, uncached_write
 from syncvar.variables.policy import (
     AccessKind,
     Action,
@@ -23,16 +27,191 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.remote_read import publish
-from syncvar.variables.scope import context_here, context_of
+from syncvar.variables.variable_owner import context_here, context_of
 
 if TYPE_CHECKING:
-    import weakref
-
     from numpy.typing import NDArray
 
     from syncvar.variables.create import VariableInit
-    from syncvar.variables.persistent_access import Look, Read, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar._native import CheckGate
+    from syncvar.runtime.communicator import PreparedCall
+    from syncvar.variables.storage import Storage
+    from syncvar.variables.variable_owner import VariableOwner
+
+    Look = Callable[[bool], NDArray[Any] | None]
+    Read = Callable[[bool], NDArray[Any] | None]
+    Write = Callable[..., int]
+
+WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
+
+
+class WriteResult(IntEnum):
+    """What a cached write has done; `_native/variable_access.c` returns the same numbers."""
+
+    FALLBACK = 0  # nothing: the write has to follow the policy table
+    STORED = 1
+    STORED_AND_SAMPLE = 2  # stored, and AUTO's next decision is due
+
+
+_FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
+
+
+def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
+    """Stand for a write that is not cached."""
+    del is_seen
+    return _FALLBACK
+
+
+def uncached_look(_copy: bool) -> None:
+    """Stand for a local read that is not cached."""
+
+
+def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
+    """Return a cached local read; its result is None if the policy table has to decide."""
+    local, is_default = owner.places, owner.is_default
+
+    def look(copy: bool) -> NDArray[Any] | None:
+        stack = local.stack
+        if stack and stack[-1].owner is not owner and not is_default:
+            return None
+        added = tally.added
+        if added != tally.turned:
+            tally.turned = added
+            tally.turns += 1
+        tally.reads += 1
+        return storage.expose() if copy else storage.view
+
+    if storage.is_shared or which(owner.context.config.call_runner) == "python":
+        return look
+    form = storage.array.dtype, storage.array.shape
+    made: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
+    return made
+
+
+def cached_write(
+    owner: VariableOwner,
+    storage: Storage,
+    tally: VariableCounters,
+    call: PreparedCall,
+    *,
+    counts: bool,
+) -> Write:
+    """Return a cached write: a function of the operand that returns a `WriteResult`.
+
+    With `is_seen=True` the caller has checked whether a comparison of the copies is due.
+    """
+    local, registry, is_default, communicator = (
+        owner.places,
+        owner.registry,
+        owner.is_default,
+        owner.communicator,
+    )
+    channel, shape, dtype, ndarray, replica = (
+        communicator.channel,
+        storage.array.shape,
+        storage.array.dtype,
+        np.ndarray,
+        CallContext.REPLICA,
+    )
+
+    def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
+        if (
+            type(x) is not ndarray
+            or (x.dtype is not dtype and x.dtype != dtype)
+            or x.shape != shape
+        ):
+            return _FALLBACK
+        stack = local.stack
+        if not stack:
+            if not is_default:
+                return _FALLBACK
+        else:
+            place = stack[-1]
+            if place.owner is not owner or place.context is not replica:
+                return _FALLBACK
+        if communicator.channel is not channel:  # in a block of sv.uneven, or after shutdown
+            return _FALLBACK
+        is_counted = registry is not None and not registry.is_free
+        if is_counted and not is_seen and tally.steps >= registry.until:  # type: ignore[union-attr]
+            return _FALLBACK
+        if not storage.mark():  # another thread is writing
+            return _FALLBACK
+        try:
+            is_made = call(x, storage.writable(), None, owner.timeout) is not None
+        finally:
+            storage.is_being_written = False
+        if not is_made:
+            return _FALLBACK
+        if is_counted:
+            registry.count(tally)  # type: ignore[union-attr]
+        tally.writes += 1
+        tally.collectives += 1
+        if counts:
+            tally.added += 1
+            if not stack and not tally.added % WRITES_PER_DECISION:
+                return _SAMPLE
+        return _STORED
+
+    if which(owner.context.config.call_runner) == "python":
+        return write
+    where = (local, owner, communicator, channel, replica)
+    made: Write = access(
+        "Write",
+        write,
+        where,
+        storage,
+        tally,
+        (dtype, shape),
+        call=call,
+        watch=cast("CheckGate | None", registry),
+        is_default=is_default,
+        is_increment=counts,
+    )
+    return made
+
+
+def cached_reads(
+    owner: VariableOwner, storage: Storage, tally: VariableCounters, call: PreparedCall
+) -> tuple[Read, Look]:
+    """Return two cached collective reads; each returns None if nothing was done.
+
+    The first is for a known context; the second checks the scope of the thread, and counts the
+    read.
+    """
+    communicator = owner.communicator
+    channel = communicator.channel
+
+    def read(_copy: bool) -> NDArray[Any] | None:
+        if communicator.channel is not channel or communicator.uneven is not None:
+            return None
+        array, held = storage.held()  # as long as the second lives, the first is not written
+        value = call(array, None, None, owner.timeout)
+        del held
+        if value is None:
+            return None
+        tally.collectives += 1
+        return read_only(value)
+
+    where = owner, communicator, channel, CallContext.REPLICA
+    form = storage.array.dtype, storage.array.shape
+    made: Read = access("Read", read, (None, *where), storage, tally, form, call=call)
+    look: Look = access(
+        "Read", uncached_look, (owner.places, *where), storage, tally, form, call=call
+    )
+    return made, look
+
+
+def read_only(value: NDArray[Any]) -> NDArray[Any]:
+    """Return a value as reads return it: nobody can make the view writable."""
+    value.setflags(write=False)
+    return value.view()
+
 
 UFUNCS: dict[AccessKind, Any] = {
     AccessKind.ASSIGN: None,
@@ -109,8 +288,7 @@ class VariableState:
         self.increments: dict[str, tuple[CallContext, str, int]] = {}
         self.changes: list[tuple[int, str, str, str]] = []
         self.decided: tuple[int, str] | None = None  # step and reason of AUTO's last decision
-        make = owner._create_storage  # noqa: SLF001  (part of the protocol of owners)
-        self.storage = make(init.value, self.synchronization)
+        self.storage: Storage = owner.create_storage(init.value, self.synchronization)
         self.look = self._prepared_look()
         action = decide(
             self.synchronization, self.aggregation, CallContext.CROSS, AccessKind.READ_FROM
@@ -245,6 +423,37 @@ class VariableState:
             target = self.storage.writable()
             UFUNCS[operation](target, total, out=target, casting="same_kind")
         self.tally.collectives += 1
+
+
+def copy_key(namespace: Any, name: str) -> int:
+    """Return the key under which a process publishes its copy of a variable."""
+    return fingerprint("copy", namespace, name)
+
+
+def publish(owner: VariableOwner, namespace: Any, state: Any) -> None:
+    """Let other replicas read this process's copy of a variable for as long as its state exists."""
+    context = owner.context
+    if context.engine is None:
+        return
+    published: weakref.WeakValueDictionary[int, Any] | None = context.extras.get("published_copies")
+    if published is None:
+        published = context.extras["published_copies"] = weakref.WeakValueDictionary()
+        context.engine.publish(_finder(published))
+    published[copy_key(namespace, state.name)] = state
+
+
+def _finder(published: weakref.WeakValueDictionary[int, Any]) -> Any:
+    def find(key: int) -> tuple[bytes, memoryview] | None:
+        state = published.get(key)
+        if state is None:
+            return None
+        storage: Storage = state.storage
+        copy = storage.expose().copy()  # it may be under way for longer than the memory is mapped
+        return pack_object([dtype_index(copy.dtype), list(copy.shape)]), copy.reshape(-1).view(
+            np.uint8
+        ).data
+
+    return find
 
 
 def state_of(variable: Any) -> VariableState:

@@ -6,15 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives import nan_check
-from syncvar.collectives.reduce_args import persistent_reduction
+from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
-from syncvar.variables.array_protocol import ArrayProtocol
-from syncvar.variables.coercion import number_array, operand_array
-from syncvar.variables.collective_requests import request_of, rows_request
-from syncvar.variables.persistent_access import WriteResult, cached_write, uncached_write
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -22,12 +17,18 @@ from syncvar.variables.policy import (
     Travel,
     VariableSynchronization,
 )
-from syncvar.variables.replica_call import combine
-from syncvar.variables.row_updates import RowSelection, apply_rows, check_rows
-from syncvar.variables.scope import context_here, context_of
-from syncvar.variables.shared_copy import SharedCopy, write_once
-from syncvar.variables.storage import marked_as_written
-from syncvar.variables.variable_state import UFUNCS
+from syncvar.variables.replica_call import combine, request_of, rows_request
+from syncvar.variables.storage import SharedCopy, marked_as_written, write_once
+from syncvar.variables.values import (
+    ArrayProtocol,
+    RowSelection,
+    apply_rows,
+    check_rows,
+    number_array,
+    operand_array,
+)
+from syncvar.variables.variable_owner import context_here, context_of
+from syncvar.variables.variable_state import UFUNCS, WriteResult, cached_write, uncached_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +63,7 @@ def checked_operand(
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
     if type(x) is np.ndarray and x.dtype == dtype and x.shape == shape and not is_bool:
-        nan_check.look(x, what)
+        check_finite(x, what)
         return x
     if is_bool and operation is not AccessKind.ASSIGN:
         raise ConfigError(
@@ -71,7 +72,7 @@ def checked_operand(
     if is_reduced:
         target.check_sum(what)
     array = operand_array(_value_of(x), shape, dtype, what)
-    nan_check.look(array, what)
+    check_finite(array, what)
     return array
 
 
@@ -214,9 +215,8 @@ class WriteOp(ReplicaWrite):
     def _prepare_next_write(self, *, is_counted: bool) -> None:
         state = self.state
         owner, storage = state.owner, state.storage
-        call = persistent_reduction(
-            owner.communicator, storage.array, self._op, self.what, owner.reproducible, self._ufunc
-        )
+        options = ReduceOptions(owner.reproducible, apply=self._ufunc)
+        call = persistent_reduction(owner.communicator, storage.array, self._op, self.what, options)
         if call is not None:
             state.prepared[self.operation] = cached_write(
                 owner, storage, state.tally, call, counts=is_counted

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.paths import REPOSITORY
+
 SOURCES = sorted(
     [*(REPOSITORY / "syncvar").rglob("*.py"), *(REPOSITORY / "launcher").rglob("*.py")]
 )
@@ -293,7 +293,7 @@ READERS = [
     path
     for path in SOURCES
     if {"protocol", "transports", "runtime", "launcher"} & {*path.relative_to(REPOSITORY).parts}
-    or path.name in ("status_pipe.py", "folder.py", "manifest.py")
+    or path.name in ("exit_status.py", "folder.py", "manifest.py")
 ]
 RECEIVED = {
     "message",
@@ -402,9 +402,9 @@ SHOWN_TIMES = {
     "launcher/job/job_files.py": {"time.time"},
     "launcher/io/output.py": {"datetime"},
     "launcher/job/restart_loop.py": {"time.time"},
-    "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
-    "syncvar/checkpoint/folder_lock.py": {"time.strftime", "time.gmtime"},
-    "syncvar/protocol/standard_type_codec.py": {"datetime"},
+    "syncvar/runtime/recorder.py": {"time.time_ns"},
+    "syncvar/checkpoint/folder.py": {"time.strftime", "time.gmtime"},
+    "syncvar/protocol/object_codec.py": {"datetime"},
 }
 
 
@@ -436,7 +436,7 @@ def test_the_wall_clock_decides_nothing():
     assert {name: words for name, words in found.items() if words} == SHOWN_TIMES
     assert not re.search(
         r"\b(now|utcnow|today|fromtimestamp)\(",
-        (REPOSITORY / "syncvar/protocol/standard_type_codec.py").read_text(),
+        (REPOSITORY / "syncvar/protocol/object_codec.py").read_text(),
     )
 
 
