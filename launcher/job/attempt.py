@@ -45,15 +45,7 @@ _PAUSE_S = 0.01
 
 
 class Attempt:
-    """One start of all ranks.
-
-    Args:
-        job: The job.
-        console: What the launcher reads and writes.
-        directory: The private directory of this attempt.
-        start: How the attempt begins.
-        server: The process from which workers are forked; None for fresh processes.
-    """
+    """One start of all ranks; workers are forked from `server`, or fresh processes without one."""
 
     def __init__(
         self,

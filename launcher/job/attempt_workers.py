@@ -56,33 +56,17 @@ class _Interrupted(Exception):  # noqa: N818  (no error)
 
 
 class AttemptStart(NamedTuple):
-    """How an attempt begins.
+    """How an attempt begins."""
 
-    Args:
-        generation: The first generation of the membership that ranks may join.
-        restarts: How often the launcher has started all ranks again before.
-        job_began: When the job began, in seconds of the clock.
-        has_met: Whether all ranks have met in an earlier attempt.
-        make_workers: Makes the workers.
-    """
-
-    generation: int
-    restarts: int
-    job_began: float
-    has_met: bool
-    make_workers: WorkersFactory
+    generation: int  # first generation of the membership that ranks may join
+    restarts: int  # how often the launcher has started all ranks again before
+    job_began: float  # when the job began, in seconds of the clock
+    has_met: bool  # whether all ranks have met in an earlier attempt
+    make_workers: WorkersFactory  # makes the workers
 
 
 class WorkerSet:
-    """The workers of one attempt: starts them, handles their events, does what the supervisor says.
-
-    Args:
-        job: The job.
-        console: What the launcher reads and writes.
-        directory: The private directory of the attempt.
-        start: How the attempt begins.
-        server: The process from which workers are forked; None for fresh processes.
-    """
+    """The workers of an attempt: starts them, handles their events, obeys the supervisor."""
 
     def __init__(
         self,

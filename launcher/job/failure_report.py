@@ -34,68 +34,40 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
 class FailureReport(NamedTuple):
-    """The first failure of a job.
+    """The first failure of a job."""
 
-    Args:
-        rank: The rank that failed, or -1 for the job as a whole.
-        status: The exit code, or minus the signal, or None before the process ends.
-        host: The host; empty is not shown.
-        reason: What is known beyond the status, for instance "out of memory (kernel)"; may be
-            empty.
-        call: The call in progress, for instance "all_reduce #12 at train.py:40"; may be empty.
-        elapsed_s: The time since the start of the job, or None.
-        traceback: The traceback of the exception, or an empty text.
-        last_lines: The last lines that the rank wrote, shown without a traceback.
-        stands_above: Whether the launcher has just shown these lines.
-    """
-
-    rank: int
-    status: int | None
-    host: str = ""
+    rank: int  # rank that failed, or -1 for the job as a whole
+    status: int | None  # exit code, or minus the signal, or None before the process ends
+    host: str = ""  # host; empty is not shown
+    # what is known beyond the status, for instance "out of memory (kernel)"; may be empty
     reason: str = ""
-    call: str = ""
-    elapsed_s: float | None = None
-    traceback: str = ""
-    last_lines: Sequence[str] = ()
-    stands_above: bool = False
+    call: str = ""  # call in progress, for instance "all_reduce #12 at train.py:40"; may be empty
+    elapsed_s: float | None = None  # time since the start of the job, or None
+    traceback: str = ""  # traceback of the exception, or an empty text
+    last_lines: Sequence[str] = ()  # last lines that the rank wrote, shown without a traceback
+    stands_above: bool = False  # whether the launcher has just shown these lines
 
 
 class WorkerTraceback(NamedTuple):
-    """An exception that ended a rank, the first one of the job or another.
+    """An exception that ended a rank, the first one of the job or another."""
 
-    Args:
-        rank: The rank.
-        traceback: The traceback, or the rank's last text.
-        is_own: Whether it does not follow from the failure of another rank.
-    """
-
-    rank: int
-    traceback: str
-    is_own: bool = True
+    rank: int  # rank
+    traceback: str  # traceback, or the rank's last text
+    is_own: bool = True  # whether it does not follow from the failure of another rank
 
 
 class SecondaryFailure(NamedTuple):
-    """What another rank did when the first one failed.
+    """What another rank did when the first one failed."""
 
-    Args:
-        rank: The rank.
-        activity: A text such as "waiting in all_reduce #12 at train.py:40".
-    """
-
-    rank: int
-    activity: str
+    rank: int  # rank
+    activity: str  # text such as "waiting in all_reduce #12 at train.py:40"
 
 
 class EvidenceFiles(NamedTuple):
-    """Where more of the evidence is.
+    """Where more of the evidence is."""
 
-    Args:
-        log_dir: The folder with the whole output of the ranks, or an empty text.
-        records: The text that names the flight records, or an empty text.
-    """
-
-    log_dir: str = ""
-    records: str = ""
+    log_dir: str = ""  # folder with the whole output of the ranks, or an empty text
+    records: str = ""  # text that names the flight records, or an empty text
 
 
 _NO_FILES = EvidenceFiles()

@@ -54,10 +54,7 @@ if TYPE_CHECKING:
 def run(job: Job, server: ForkServer | None, make_workers: WorkersFactory = DirectWorkers) -> int:
     """Run the job, with restarts, and return the exit code.
 
-    Args:
-        job: The job.
-        server: The fork server of the first attempt; None for fresh processes.
-        make_workers: Makes the workers of each attempt.
+    `server` is the fork server of the first attempt; None for fresh processes.
     """
     chosen = job.options
     clock.enter("looks at the files that it is to write")

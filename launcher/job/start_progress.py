@@ -111,17 +111,11 @@ clock = StartClock()
 
 
 class Overdue(NamedTuple):
-    """A start that makes no progress.
+    """A start that makes no progress."""
 
-    Args:
-        missing: The processes that have not reached their script.
-        waited_s: The seconds since the last process reached its script.
-        has_failed: Whether the deadline has passed.
-    """
-
-    missing: tuple[int, ...]
-    waited_s: float
-    has_failed: bool
+    missing: tuple[int, ...]  # processes that have not reached their script
+    waited_s: float  # seconds since the last process reached its script
+    has_failed: bool  # whether the deadline has passed
 
     def sentence(self, states: Iterable[str], joined: Collection[int]) -> str:
         """Return the sentence to show.

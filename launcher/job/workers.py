@@ -150,16 +150,7 @@ class WorkersFactory(Protocol):
 
 
 class DirectWorkers:
-    """Workers that the launcher starts itself, without agents; implements `job.workers.Workers`.
-
-    Args:
-        job: The job.
-        processes: The processes, none of which is started yet.
-        folder: The private folder of the attempt.
-        rendezvous: The address at which the ranks meet.
-        generation: The first generation of the membership that ranks may join.
-        restarts: How often the launcher has started all ranks again before.
-    """
+    """Workers that the launcher starts itself, without agents; implements `Workers`."""
 
     def __init__(
         self,

@@ -103,35 +103,22 @@ _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "status")
 
 
 class WorkerSpec(NamedTuple):
-    """What starts as one worker.
+    """What starts as one worker."""
 
-    Args:
-        rank: The rank, or the number of the server's process.
-        argv: The command line.
-        environ: The whole environment; `start` adds the descriptor of the status pipe.
-        cwd: The folder in which it starts.
-        cores: The cores that it may use, or None for all.
-        stdin: The descriptor of its standard input.
-        outputs: The descriptors of its standard output and error (of a debugged rank); None for
-            pipes to here.
-        source: The descriptor that reads what it writes to `outputs`; -1 for none. `start` takes
-            ownership.
-        pass_fds: Descriptors that it inherits.
-        named: More of them, by the variable that gets the number.
-        is_fresh: Whether it is a fresh process, even beside forked ones.
-    """
-
-    rank: int
-    argv: Sequence[str]
-    environ: Mapping[str, str]
-    cwd: Path
-    cores: Sequence[int] | None
-    stdin: int
+    rank: int  # rank, or the number of the server's process
+    argv: Sequence[str]  # command line
+    environ: Mapping[str, str]  # whole environment; `start` adds the descriptor of the status pipe
+    cwd: Path  # folder in which it starts
+    cores: Sequence[int] | None  # cores that it may use, or None for all
+    stdin: int  # descriptor of its standard input
+    # Descriptors of its standard output and error (of a debugged rank); None for pipes to here.
     outputs: tuple[int, int] | None = None
+    # descriptor that reads what it writes to `outputs`; -1 for none. `start` takes ownership
     source: int = -1
-    pass_fds: Sequence[int] = ()
+    pass_fds: Sequence[int] = ()  # descriptors that it inherits
+    # more of them, by the variable that gets the number
     named: Mapping[str, int] = MappingProxyType({})
-    is_fresh: bool = False
+    is_fresh: bool = False  # whether it is a fresh process, even beside forked ones
 
 
 @dataclass(slots=True)
@@ -152,13 +139,7 @@ class WorkerProcess:
 
 
 class LocalWorkers:
-    """The worker processes of this host.
-
-    Args:
-        directory: The private directory of the job.
-        lock: The descriptor of its lock, which the cleanup process holds, too.
-        server: The fork server; None for fresh processes.
-    """
+    """The worker processes of this host; `lock` is that of the directory."""
 
     def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
         self._server = server

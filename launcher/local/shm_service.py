@@ -34,16 +34,7 @@ def make_shm_service(
     generation: int = 0,
     hands_over: bool = True,
 ) -> ShmService:
-    """Return the shared memory of this machine, or of the hosts as which it poses.
-
-    Args:
-        options: The options.
-        job_id: The identity of the job.
-        core_count: The number of cores that its ranks may use together.
-        directories: The private folder of each host.
-        generation: The first generation of the ranks that will ask for memory.
-        hands_over: Whether workers will ask for it.
-    """
+    """Return the shared memory of this machine, or of the hosts as which it poses."""
     ranks, runtime = options.ranks, options.runtime
     sizes = split_evenly(ranks.workers, ranks.fake_hosts)
     servers = server_hosts(ranks.servers, len(sizes))
@@ -65,10 +56,7 @@ def make_shm_service(
 def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> str:
     """Return why the ranks of a host share no memory; empty if they do.
 
-    Args:
-        options: The options.
-        machine: The processor type of the host, as `os.uname` names it.
-        size: The number of ranks of the host.
+    `machine` is the processor type of the host, and `size` the number of its ranks.
     """
     if options.runtime.transport == "zmq":
         sources = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}
@@ -84,37 +72,20 @@ def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> s
 
 
 class ShmHost(NamedTuple):
-    """A host here: this machine, or one of the hosts as which it poses.
+    """A host here: this machine, or one of the hosts as which it poses."""
 
-    Args:
-        number: The index of the host in the job.
-        size: The number of its ranks.
-        servers: The number of its servers, which share another memory with its ranks.
-        cores: The number of cores that its ranks may use together.
-        directory: Its private folder.
-    """
-
-    number: int
-    size: int
-    servers: int
-    cores: int
-    directory: Path
+    number: int  # index of the host in the job
+    size: int  # number of its ranks
+    servers: int  # number of its servers, which share another memory with its ranks
+    cores: int  # number of cores that its ranks may use together
+    directory: Path  # its private folder
 
 
 class ShmService:
-    """The shared memory of each host: makes it on request and hands it over.
+    """The shared memory of each host here: makes it on request and hands it over.
 
-    After a failure it wakes the ranks that wait in it.
-
-    Args:
-        job_id: The identity of the job.
-        shm_bytes: The virtual size of each host's memory.
-        hosts: The hosts here.
-        unavailable_reason: Why there is no shared memory; empty if there is.
-        generation: The first generation of the ranks that will ask for it.
-        hands_over: Whether workers will ask for it; not with sockets (`transport`) or for
-            `--dry-run`.
-        between_hosts: The transport between fake hosts, as text.
+    After a failure it wakes the ranks that wait in it. `generation` is the first one of the ranks
+    that will ask for it. None will ask without `hands_over`, as with sockets or for `--dry-run`.
     """
 
     def __init__(

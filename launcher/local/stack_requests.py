@@ -43,38 +43,22 @@ _INSIST_TICKS = 5  # of processor time that it has used meanwhile, if it does no
 
 @dataclass(slots=True, eq=False)
 class StackRequest:
-    """A request to one rank.
+    """A request to one rank."""
 
-    Args:
-        rank: The rank.
-        start: The offset of its answer in its file; -1 if no signal was sent.
-        instead: Why no signal was sent, as text; else empty.
-        all_threads: Whether the answer has all threads, not only the main thread.
-        at: The time of the request, in monotonic seconds.
-        ticks: The processor time of its main thread by then.
-        insisted: Whether its fault handler got a signal, too.
-    """
-
-    rank: int
-    start: int
-    instead: str = ""
-    all_threads: bool = False
-    at: float = 0.0
-    ticks: int = 0
-    insisted: bool = False
+    rank: int  # rank
+    start: int  # offset of its answer in its file; -1 if no signal was sent
+    instead: str = ""  # why no signal was sent, as text; else empty
+    all_threads: bool = False  # whether the answer has all threads, not only the main thread
+    at: float = 0.0  # time of the request, in monotonic seconds
+    ticks: int = 0  # processor time of its main thread by then
+    insisted: bool = False  # whether its fault handler got a signal, too
 
 
 class StackCollector:
     """Requests and reads the stacks of ranks.
 
-    Args:
-        agent: The worker processes.
-        directory: Returns the private folder in which a rank answers.
-        folder: The folder in which the ranks started; paths are relative to it.
-        is_command: Whether the workers are programs that need not be Python.
-
-    Attributes:
-        places: Where each rank that answered stood when `note` asked it, in one line.
+    `directory` returns the private folder in which a rank answers. Paths in answers are relative to
+    `folder`. With `is_command` the workers are programs that need not be Python.
     """
 
     def __init__(

@@ -132,17 +132,11 @@ _NOTHING_TO_RUN = {
 
 
 class CommandLine(NamedTuple):
-    """A command line in its parts.
+    """A command line in its parts."""
 
-    Args:
-        values: The checked values of the options on it, by key.
-        kind: "script", "module" or "command".
-        words: The script, module or command with its arguments; may be empty.
-    """
-
-    values: dict[str, Any]
-    kind: str
-    words: list[str]
+    values: dict[str, Any]  # checked values of the options on it, by key
+    kind: str  # "script", "module" or "command"
+    words: list[str]  # script, module or command with its arguments; may be empty
 
     def check_target(self, folder: Path, *, may_be_empty: bool, is_local: bool) -> None:
         """End with a usage error if there is nothing to run, or no such script."""

@@ -48,15 +48,7 @@ _MOST = 1 << 16
 
 
 class HostfileError(ConfigError):
-    """A host file, or `-H`, with an error.
-
-    Args:
-        source: The name of the file, or the option.
-        line: The line, from 1; 0 for an option.
-        column: The column, from 1.
-        text: The whole line.
-        reason: What is wrong, and what to write.
-    """
+    """A host file, or `-H`, with an error; line and column count from 1, an option has line 0."""
 
     def __init__(self, source: str, line: int, column: int, text: str, reason: str) -> None:
         self.source = source
@@ -70,29 +62,17 @@ class HostfileError(ConfigError):
 
 
 class Host(NamedTuple):
-    """One host as the user named it.
+    """One host as the user named it."""
 
-    Args:
-        name: The name or address for ssh, without brackets.
-        slots: The number of workers that it takes; None for one per usable core.
-        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
-        user: The user for ssh; None for ssh's own choice.
-        port: The port of ssh; None for ssh's own choice.
-        addr: The address for the job's links; None to find one.
-        python: The interpreter; None for the launcher's own path.
-        cwd: The folder in which its workers start; None for the launcher's own.
-        origin: The source for messages: "hosts:3" or "-H".
-    """
-
-    name: str
-    slots: int | None = None
-    max_slots: int | None = None
-    user: str | None = None
-    port: int | None = None
-    addr: str | None = None
-    python: str | None = None
-    cwd: str | None = None
-    origin: str = ""
+    name: str  # name or address for ssh, without brackets
+    slots: int | None = None  # Number of workers that it takes; None for one per usable core.
+    max_slots: int | None = None  # Limit when all slots of all hosts are taken; None for `slots`.
+    user: str | None = None  # User for ssh; None for ssh's own choice.
+    port: int | None = None  # Port of ssh; None for ssh's own choice.
+    addr: str | None = None  # Address for the job's links; None to find one.
+    python: str | None = None  # Interpreter; None for the launcher's own path.
+    cwd: str | None = None  # Folder in which its workers start; None for the launcher's own.
+    origin: str = ""  # source for messages: "hosts:3" or "-H"
 
     def login(self) -> str:
         """Return the host with its user, for the command line of ssh."""
@@ -100,15 +80,10 @@ class Host(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """The result of reading.
+    """The result of reading."""
 
-    Args:
-        hosts: Each host once, in the order of first appearance.
-        notices: Sentences for the user about merged entries.
-    """
-
-    hosts: tuple[Host, ...]
-    notices: tuple[str, ...]
+    hosts: tuple[Host, ...]  # each host once, in the order of first appearance
+    notices: tuple[str, ...]  # sentences for the user about merged entries
 
 
 class _TextPosition(NamedTuple):

@@ -93,34 +93,21 @@ class OptionReader(Protocol):
 
 
 class Option(NamedTuple):
-    """One option.
+    """One option."""
 
-    Args:
-        key: The name in a TOML file, and of the environment variable in lower case.
-        flags: The spellings on the command line; the last one is the long one.
-        group: The group of the help.
-        field: The record and its field, for instance "ranks.workers". "runtime.NAME" sets
-            a runtime setting: such an option has no key in a file and no variable of its own.
-        read: The reader of a value.
-        metavar: The value's name in the help.
-        text: The help.
-        default: The value without the option.
-        choices: The allowed words, or none.
-        in_file: Whether a TOML file may set it.
-        spelling: The spelling in the help, where it is not that of the flags.
-    """
-
-    key: str
-    flags: tuple[str, ...]
-    group: str
+    key: str  # name in a TOML file, and of the environment variable in lower case
+    flags: tuple[str, ...]  # spellings on the command line; the last one is the long one
+    group: str  # group of the help
+    # record and its field, for instance "ranks.workers". "runtime.NAME" sets a runtime setting:
+    # such an option has no key in a file and no variable of its own
     field: str
-    read: OptionReader
-    metavar: str
-    text: str
-    default: Any = None
-    choices: tuple[str, ...] = ()
-    in_file: bool = True
-    spelling: str = ""
+    read: OptionReader  # reader of a value
+    metavar: str  # value's name in the help
+    text: str  # help
+    default: Any = None  # value without the option
+    choices: tuple[str, ...] = ()  # allowed words, or none
+    in_file: bool = True  # whether a TOML file may set it
+    spelling: str = ""  # spelling in the help, where it is not that of the flags
 
     @property
     def section(self) -> str:

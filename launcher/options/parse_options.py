@@ -190,15 +190,7 @@ def parse(
 
 
 class _Layers:
-    """The values of all options from all sources, and where each came from.
-
-    Attributes:
-        base: The folder to which paths are relative.
-        line: The values of the command line, by key.
-        values: The values that count, by key.
-        origin: The source of each.
-        file_settings: The runtime settings of the file.
-    """
+    """The values of all options by key, and where each came from; paths are relative to `base`."""
 
     def __init__(self, line: dict[str, Any], environ: Mapping[str, str], base: Path) -> None:
         self.base = base
@@ -300,13 +292,7 @@ def _host_options(
 def _select_hosts(
     values: Mapping[str, Any], base: Path, job: Allocation | None
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return the hosts to use, and notices about them for the user.
-
-    Args:
-        values: The values of the options, by key.
-        base: The folder to which the path of the host file is relative.
-        job: The job of a scheduler whose hosts limit the choice, or None.
-    """
+    """Return the hosts to use, and notices; those of a scheduler's job limit the choice."""
     from syncvar_launcher.options.hostfile import parse_hosts, select_named  # only several hosts
 
     hostfile, listed = values["hostfile"], values["hosts"]
