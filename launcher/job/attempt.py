@@ -70,7 +70,7 @@ class Attempt:
 
     def run(self) -> JobOutcome:
         """Start the ranks, and return when all have ended."""
-        self.console.drop_passing("before the ranks began")
+        self.console.drop_passing("no rank has begun")
         try:
             if self.set.server is None:
                 self.set.start()
@@ -201,7 +201,7 @@ class Attempt:
     def _forward_signals(self) -> None:
         """Forward signals to the ranks and their children, as mpirun does."""
         if not self.workers.workers:
-            self.console.drop_passing("before the ranks began")
+            self.console.drop_passing("no rank has begun")
         while self.watch.passing:
             number = self.watch.passing.popleft()
             self.console.log_signal("signal_forwarded", number)
@@ -210,7 +210,7 @@ class Attempt:
                 self.set.show_spared(Spared(number, spared))
             elif self.options.output.verbose:
                 name = exit_status.signal_name(number) or number
-                self.console.show(f"{name} passed on to all ranks")
+                self.console.show(f"{name} forwarded to all ranks")
 
     def _stop(self) -> None:
         """Stop all ranks and this process, as Ctrl-Z asks; continue them after SIGCONT.

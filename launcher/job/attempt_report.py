@@ -66,12 +66,12 @@ class JobConsole(NamedTuple):
         """Add an event about a signal."""
         self.events.add(event, signal=number, name=exit_status.signal_name(number))
 
-    def drop_passing(self, when: str) -> None:
+    def drop_passing(self, reason: str) -> None:
         """Drop signals to forward, because no rank runs, and show that."""
         while self.watch.passing:
             number = self.watch.passing.popleft()
             name = exit_status.signal_name(number) or number
-            self.show(f"{name} came {when}, and is dropped")
+            self.show(f"{name} was dropped: {reason}")
 
 
 class AttemptReport:

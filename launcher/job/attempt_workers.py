@@ -192,7 +192,7 @@ class WorkerSet:
             if refusal is None or not refusal.is_certain:
                 refusal = None
                 self.start()
-                clock.enter(f"lets the ranks begin that {server.describe()} has forked")
+                clock.enter(f"releases the ranks that {server.describe()} has forked")
                 server.release()
         except ServerEnded as ended:
             refusal = ForkUnsupported(ended.sentence, is_certain=True, status=ended.status)

@@ -182,12 +182,12 @@ def ending_sentence(number: int, grace_s: float) -> str:
         >>> ending_sentence(2, 10.0)
         'ending the ranks, up to 10 s; Ctrl-C again kills them'
         >>> ending_sentence(15, 0.5)
-        'SIGTERM came: ending the ranks, up to 0.5 s; a second signal kills them'
+        'received SIGTERM: ending the ranks, up to 0.5 s; a second signal kills them'
     """
     if number == _CTRL_C:
         return f"ending the ranks, up to {grace_s:g} s; Ctrl-C again kills them"
     ending = f"ending the ranks, up to {grace_s:g} s; a second signal kills them"
-    return f"{signal_name(number)} came: {ending}"
+    return f"received {signal_name(number)}: {ending}"
 
 
 def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int) -> str:

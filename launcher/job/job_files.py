@@ -196,7 +196,7 @@ class EventLog:
                 break
             self.flush()
         if self._dropped and self._writer is not None:
-            self._warn(f"some events were dropped, for nobody read {self._path}")
+            self._warn(f"some events were dropped, because nobody read {self._path}")
         self._give_up()
 
     def _write(self, data: bytes) -> None:

@@ -188,7 +188,8 @@ class _RestartLoop:
             if decision.reason and not outcome.interrupted:
                 console.show(f"not started again: {decision.reason}")
             return False
-        console.show(f"{decision.reason}, in {decision.pause_s:g} s, as generation {generation}")
+        attempt_name = f"attempt {self.restarting.number + 1}"
+        console.show(f"{decision.reason}, in {decision.pause_s:g} s, as {attempt_name}")
         console.events.add(
             "restart",
             number=self.restarting.number,
@@ -201,8 +202,8 @@ class _RestartLoop:
             return False
         dropped = console.outlets.renew()
         if dropped:
-            console.show(f"{dropped} bytes of output were dropped, for nobody read them")
-        console.forwarder.begin(f"syncvar: {decision.reason}, generation {generation}")
+            console.show(f"{dropped} bytes of output were dropped, because nobody read them")
+        console.forwarder.begin(f"syncvar: {decision.reason}, {attempt_name}")
         self.start = self.start._replace(
             generation=generation, restarts=self.restarting.number, has_met=has_met
         )
@@ -219,7 +220,7 @@ class _RestartLoop:
                     128 + number, f"syncvar: interrupted by {name} before the restart\n"
                 )
                 return False
-            self.console.drop_passing("between two starts of the ranks")
+            self.console.drop_passing("no rank runs between two attempts")
             now = self.watch.now()
             if now >= self.limit:
                 limit_s = self.options.limits.timeout_s

@@ -118,7 +118,7 @@ class StackCollector:
         start = _size_if_held(pid, path) if _has(status, "SigCgt", number) else -1
         if start < 0:
             return StackRequest(
-                rank, -1, "it shows no stack: its script has not begun, or has taken the means away"
+                rank, -1, "no stack: its script has not begun, or has replaced our signal handler"
             )
         request = StackRequest(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
         self._agent.send([rank], number)

@@ -68,18 +68,18 @@ in -H, as for mpirun, one for each time that the host is named.
 """
 
 _HOSTS_FOOTER = """
-Each host is logged in to by ssh, without a password (with --listen none is: each
-runs --join), and needs this version of syncvar for the same Python, the script at
-the same path or --stage, and open ports above 1023 to the others. Links between
-hosts are encrypted; --encryption control-only leaves the data as it is, and still
-lets nobody else in. What is wrong with any host is told before anything is started.
+The launcher logs in to each host by ssh, without a password; with --listen each
+host runs --join instead. A host needs this version of syncvar for the same Python,
+the script at the same path or --stage, and open ports above 1023 to the others.
+Links between hosts are encrypted; --encryption control-only sends data in plain,
+and still admits members only. The launcher checks all hosts before it starts ranks.
 """
 
 _AFTER_GROUP = {
     RUN: f"  {'-h, --help, --version':<27}show this help, or the version\n",
     WORKERS: (
         f"  {'--hostfile FILE, -H a:2,b:2':<27} workers on several hosts; see --help-hosts\n"
-        "  Forked, they begin sooner with NumPy imported: set BLAS variables by --env.\n"
+        "  Forked ones start sooner, with NumPy imported: set BLAS variables by --env.\n"
     ),
 }
 
@@ -262,7 +262,7 @@ def _check_script(script: str, folder: Path) -> None:
     path = folder / script
     if _is_interpreter(path):
         usage_error(
-            f"{script} is no script: leave out {script}, because the launcher starts Python by "
+            f"{script} is not a script: leave out {script}, because the launcher starts Python by "
             f"itself: {PROGRAM} --workers 2 train.py"
         )
     if path.exists():

@@ -261,7 +261,7 @@ def _line(
     for word, where in tokens[1:]:
         key, value = _option(word, where)
         if fields.get(key) is not None:
-            where.fail(f"{key} of this host is given twice; leave one away")
+            where.fail(f"{key} of this host is given twice; leave one out")
         fields[key] = value
     slots, most = fields.get("slots"), fields.get("max_slots")
     if isinstance(slots, int) and isinstance(most, int) and most < slots:
@@ -420,7 +420,7 @@ def _joined(
             if old is not None and new is not None and old != new:
                 place.fail(
                     f"{host.name} is named with {key}={old} in {before.origin} and with "
-                    f"{key}={new} here; leave one away"
+                    f"{key}={new} here; leave one out"
                 )
         both = {key: (getattr(before, key), getattr(host, key)) for key in Host._fields}
         merged = {key: new if old is None else old for key, (old, new) in both.items()}

@@ -161,7 +161,7 @@ class HostOptions(NamedTuple):
         """Check that fake hosts and staging fit the hosts."""
         if self.entries and fake_hosts > 1:
             raise ConfigError(
-                "--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out"
+                "--fake-hosts simulates hosts, and --hostfile or -H name real hosts; leave one out"
             )
         if self.stage and origin["stage"] == "command line" and not has_hosts:
             raise ConfigError(
@@ -170,8 +170,8 @@ class HostOptions(NamedTuple):
             )
         if self.stage and origin["cwd"] != "default":
             raise ConfigError(
-                "--stage starts the ranks in the copy of the script's folder, and --cwd says "
-                "otherwise: leave one of them out"
+                "--stage starts the ranks in the copy of the script's folder, and --cwd names "
+                "another folder: leave one of them out"
             )
 
 
@@ -297,7 +297,7 @@ class JoinOptions(NamedTuple):
             if origin[key] == "command line":
                 raise ConfigError(
                     f"--{key.replace('_', '-')} is for hosts that the launcher logs in to, and "
-                    "with --listen they come by themselves; leave one out"
+                    "with --listen hosts join by themselves; leave one out"
                 )
         if self.slots is not None:
             raise ConfigError(

@@ -435,7 +435,7 @@ OPTIONS = (
     Option("server_replicas", ("--server-replicas",), ASIDE, "ranks.server_replicas",
            read_number, "K", "copies of each on other servers", 0),
     Option("fake_hosts", ("--fake-hosts",), ASIDE, "ranks.fake_hosts", read_count, "K",
-           "pose as K hosts joined by tcp, for tests", 1),
+           "act as K hosts joined by TCP, for tests", 1),
     Option("hostfile", ("--hostfile",), HOSTS, "hosts.hostfile", read_path, "FILE",
            "hosts and slots, one a line"),
     Option("hosts", ("-H", "--hosts"), HOSTS, "hosts.entries", read_text, "LIST",

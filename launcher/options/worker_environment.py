@@ -93,13 +93,13 @@ def check_assignment(text: str) -> None:
     if not equals and text.endswith("*"):
         if not _NAME.fullmatch(text[:-1]):
             raise ConfigError(
-                f"{text!r} is no beginning of names of variables (letters, digits and _, no digit "
-                "first) with a * after it"
+                f"{text!r} is not a prefix of variable names (letters, digits and _, no digit "
+                "first) followed by *"
             )
         return
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is no name of a variable (letters, digits and _, no digit first)"
+            f"{name!r} is not a variable name (letters, digits and _, no digit first)"
         )
     if "\0" in text:
         raise ConfigError(f"the value of {name} has a zero byte")
