@@ -96,8 +96,8 @@ if TYPE_CHECKING:
     )
     from syncvar.strategies.value_reduction import ReduceOp, ValueContext
     from syncvar.variables import partitioners
-    from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
     from syncvar.variables.create import ShardInfo
+    from syncvar.variables.grouped_writes import assign_add_all, assign_all, assign_sub_all
     from syncvar.variables.policy import VariableAggregation, VariableSynchronization
     from syncvar.variables.replica_check import check_equal
     from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
@@ -156,7 +156,7 @@ _HOMES = {
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
     "syncvar.variables.create": ("ShardInfo",),
     "syncvar.variables.replica_check": ("check_equal",),
-    "syncvar.variables.assign_all": ("assign_add_all", "assign_all", "assign_sub_all"),
+    "syncvar.variables.grouped_writes": ("assign_add_all", "assign_all", "assign_sub_all"),
     "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
     "syncvar.variables.variable": ("Explanation", "Variable"),

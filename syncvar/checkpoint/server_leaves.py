@@ -259,7 +259,7 @@ class _IterationsLeaf(_ArrayLeaf):
 
     def put(self, staged: Any) -> None:
         """Set the number of this worker's steps."""
-        remote = self._optimizer.elsewhere
+        remote = self._optimizer.remote_step
         assert remote is not None, "it steps server-side variables"
         remote.steps = staged
         self._optimizer.slots.expect_iterations(staged)
@@ -282,7 +282,7 @@ class ServerOptimizerLeaf:
     @property
     def rule(self) -> RuleKey:
         """Key of the optimizer's update rule on servers."""
-        remote = self.optimizer.elsewhere
+        remote = self.optimizer.remote_step
         assert remote is not None, "it steps server-side variables"
         return rule_key(*remote.rule)
 
@@ -420,7 +420,7 @@ def restore_record(path: str | None) -> dict[str, Any]:
 def _require_variables(steppers: Iterable[ServerOptimizerLeaf], names: Collection[str]) -> None:
     """Raise ConfigError if an optimizer steps server-side variables outside `names`."""
     for stepper in steppers:
-        remote = stepper.optimizer.elsewhere
+        remote = stepper.optimizer.remote_step
         left_out = [] if remote is None else sorted(set(remote.variables) - set(names))
         if left_out:
             name = re.sub("[^a-zA-Z0-9_]", "_", left_out[0])
@@ -436,15 +436,15 @@ def snapshot_for_file(
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes its own file (`sv.save`)."""
     steppers = [
-        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None
+        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.remote_step is not None
     ]
     steppers = [(one, leaf) for one, leaf in steppers if leaf.is_supported]
     found = {id(one): one for one in variables}
     for one, _ in steppers:
-        assert one.elsewhere is not None
+        assert one.remote_step is not None
         found |= {
             id(variable): variable
-            for variable in one.elsewhere.variables.values()
+            for variable in one.remote_step.variables.values()
             if isinstance(variable, ServerVariable)
         }
     if not found:
@@ -502,7 +502,7 @@ def sort_leaves(
     steppers_there = [
         one
         for one in steppers
-        if variables and one.optimizer.elsewhere is not None and one.is_supported
+        if variables and one.optimizer.remote_step is not None and one.is_supported
     ]
     for stepper in steppers:
         leaves.append(RuleLeaf(stepper.key, stepper.optimizer))

@@ -26,8 +26,8 @@ from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator
-from syncvar.variables.assign_all import are_parts, replace_copy
 from syncvar.variables.create import share_of
+from syncvar.variables.grouped_writes import are_parts, replace_copy
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
