@@ -24,10 +24,11 @@ from syncvar_launcher.local.local_workers import (
     Event,
     LocalWorkers,
     WorkerOutput,
+    WorkerSpec,
     secret_descriptor,
     write_secret,
 )
-from syncvar_launcher.local.shm_service import ShmService
+from syncvar_launcher.local.shm_service import ShmHost, ShmService
 from syncvar_launcher.local.stack_requests import ANSWER_S, StackCollector, StackRequest
 from syncvar_launcher.local.worker_start import (
     ForkServer,
@@ -125,17 +126,15 @@ class HostRanks:
 
     @staticmethod
     def _share(order: StartRequest, folder: Path) -> ShmService:
+        index = int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"])
+        workers = len(order.ranks) - order.server_count
         return ShmService(
             order.job,
             order.shm_bytes,
-            [len(order.ranks) - order.server_count],
-            [order.core_count],
-            [folder],
-            why_not=order.shm_unavailable_reason,
+            [ShmHost(index, workers, order.server_count, order.core_count, folder)],
+            unavailable_reason=order.shm_unavailable_reason,
             generation=order.generation,
             hands_over=order.requests_shm,
-            servers=[order.server_count],
-            first_host=int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"]),
         )
 
     def writable(self) -> list[int]:
@@ -327,17 +326,19 @@ class HostRanks:
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
                 self.agent.start(
-                    one.rank,
-                    argv,
-                    own,
-                    Path(order.cwd),
-                    one.cores,
-                    stdin=stdin,
-                    outputs=outputs,
-                    source=source,
-                    pass_fds=self._call,
-                    named={} if is_program else {KEY_FD: secret},
-                    is_fresh=is_fresh or serves,
+                    WorkerSpec(
+                        one.rank,
+                        argv,
+                        own,
+                        Path(order.cwd),
+                        one.cores,
+                        stdin=stdin,
+                        outputs=outputs,
+                        source=source,
+                        pass_fds=self._call,
+                        named={} if is_program else {KEY_FD: secret},
+                        is_fresh=is_fresh or serves,
+                    )
                 )
                 self._started[one.rank] = self.agent.workers[one.rank].process.pid
         except OSError as error:

@@ -54,10 +54,7 @@ if TYPE_CHECKING:
 def run(job: Job, server: ForkServer | None, make_workers: WorkersFactory = DirectWorkers) -> int:
     """Run the job, with restarts, and return the exit code.
 
-    Args:
-        job: The job.
-        server: The fork server of the first attempt; None for fresh processes.
-        make_workers: Makes the workers of each attempt.
+    `server` is the fork server of the first attempt; None for fresh processes.
     """
     chosen = job.options
     clock.enter("looks at the files that it is to write")
@@ -193,7 +190,8 @@ class _RestartLoop:
             if decision.reason and not outcome.interrupted:
                 console.show(f"not started again: {decision.reason}")
             return False
-        console.show(f"{decision.reason}, in {decision.pause_s:g} s, as generation {generation}")
+        attempt_name = f"attempt {self.restarting.number + 1}"
+        console.show(f"{decision.reason}, in {decision.pause_s:g} s, as {attempt_name}")
         console.events.add(
             "restart",
             number=self.restarting.number,
@@ -206,8 +204,8 @@ class _RestartLoop:
             return False
         dropped = console.outlets.renew()
         if dropped:
-            console.show(f"{dropped} bytes of output were dropped, for nobody read them")
-        console.forwarder.begin(f"syncvar: {decision.reason}, generation {generation}")
+            console.show(f"{dropped} bytes of output were dropped, because nobody read them")
+        console.forwarder.begin(f"syncvar: {decision.reason}, {attempt_name}")
         self.start = self.start._replace(
             generation=generation, restarts=self.restarting.number, has_met=has_met
         )
@@ -224,7 +222,7 @@ class _RestartLoop:
                     128 + number, f"syncvar: interrupted by {name} before the restart\n"
                 )
                 return False
-            self.console.drop_passing("between two starts of the ranks")
+            self.console.drop_passing("no rank runs between two attempts")
             now = self.watch.now()
             if now >= self.limit:
                 limit_s = self.options.limits.timeout_s
@@ -339,8 +337,8 @@ def _digest(chosen: LaunchOptions) -> str:
 
 def _make_forwarder(chosen: LaunchOptions, servers: range, outlets: Outlets) -> OutputForwarder:
     sinks = [
-        Sink(outlet, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
-        for stream, outlet in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
+        Sink(writer, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
+        for stream, writer in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
     ]
     return OutputForwarder(
         sinks[0],

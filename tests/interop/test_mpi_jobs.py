@@ -54,7 +54,7 @@ def test_ranks_meet_by_mpi_and_join_anew(mpi, path, tmp_path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_collective_gives_what_it_must(mpi, path):
-    code, text = run(mpi, 4, ["-m", "syncvar.cli.selftest_worker"], limit_s=200.0, **placed(path))
+    code, text = run(mpi, 4, ["-m", "syncvar.cli.selftest"], limit_s=200.0, **placed(path))
     assert code == 0, text
     assert "FAIL" not in text
     assert len(re.findall(r"^\w+ +OK ", text, re.MULTILINE)) > 15, text

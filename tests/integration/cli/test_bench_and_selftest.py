@@ -106,7 +106,7 @@ def test_benchmarks_inside_a_job(launch):
     script = """
     import sys
     import syncvar as sv
-    from syncvar.cli.bench_worker import parse_arguments, work
+    from syncvar.cli.bench import parse_arguments, work
     for line in sys.argv[1:]:
         if sv.rank() == 0:
             print("#", line)
@@ -148,7 +148,7 @@ sv.all_reduce = all_reduce
 def test_wrong_elements_are_counted(launch):
     script = (
         PLANTED
-        + "from syncvar.cli.bench_worker import parse_arguments, work\nsys.exit(work(parse_arguments()))"
+        + "from syncvar.cli.bench import parse_arguments, work\nsys.exit(work(parse_arguments()))"
     )
     job = launch(
         script, arguments=["all_reduce", "-b", "8", "-e", "16", "-d", "int16", "-n", "2", "-c", "2"]
@@ -186,7 +186,7 @@ def test_the_proof_of_a_few_collectives(syncvar):
 def test_what_a_failed_proof_says(launch):
     script = (
         PLANTED
-        + "from syncvar.cli.selftest_worker import parse_arguments, work\nsys.exit(work(parse_arguments()))"
+        + "from syncvar.cli.selftest import parse_arguments, work\nsys.exit(work(parse_arguments()))"
     )
     job = launch(script, arguments=["all_reduce", "broadcast"])
     assert job.wait() == 1, str(job)
@@ -204,7 +204,7 @@ def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
     """Prepared in-place calls did once, where one rank's array is private; only calls that are repeated with such show it."""
     script = """
     import sys
-    from syncvar.cli.selftest_worker import parse_arguments, work
+    from syncvar.cli.selftest import parse_arguments, work
     from syncvar.runtime import shm_reduce as shared_reduce
     shared_reduce._are_known = lambda places: True
     sys.exit(work(parse_arguments()))

@@ -58,7 +58,7 @@ def test_a_rule_is_told_the_step_of_the_variable():
     for strategy in (None, servers(staleness=None)):
         assert (
             stepped(
-                sv.optimizers.Custom("rules_of_users:counted"), GRADIENTS, strategy=strategy
+                sv.optimizers.Custom(f"{rules.__name__}:counted"), GRADIENTS, strategy=strategy
             ).tolist()
             == [4] * 4
         )
@@ -131,7 +131,7 @@ def test_a_rule_that_does_not_keep_to_its_form_is_told_so(rule, kind, words):
     [
         (rules.unregistered, "write @sv.optimizers.update_rule before its def"),
         ("no_such_module:rule", "cannot be imported.*put it beside the script"),
-        ("rules_of_users:unregistered", "registers no update rule 'unregistered'"),
+        (f"{rules.__name__}:unregistered", "registers no update rule 'unregistered'"),
         ("adagrad", "named 'module:function'"),
     ],
 )

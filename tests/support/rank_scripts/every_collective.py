@@ -9,7 +9,7 @@ import sys
 import numpy as np
 
 import syncvar as sv
-from syncvar.cli.selftest_inputs import Case, combined, cut, part
+from syncvar.cli.collective_registry import Case, combined, cut, part
 
 RANK, SIZE = sv.rank(), sv.world_size()
 COUNTS = sorted({0, 1, max(0, SIZE - 1), SIZE, SIZE + 1, 10_007})

@@ -6,11 +6,11 @@ the sizes reach all of these ways. `--few` leaves out half of the collectives' d
 
 import sys
 
+import every_collective
 import numpy as np
+from every_collective import RANK, SIZE, same
 
 import syncvar as sv
-from tests.support.rank_scripts import every_collective
-from tests.support.rank_scripts.every_collective import RANK, SIZE, same
 
 NBYTES = (8, 64 << 10, 1 << 20)
 TOTAL = SIZE * (SIZE + 1) // 2  # what one addition of (rank + 1) by every rank adds

@@ -5,7 +5,7 @@ import pytest
 from syncvar.algorithms.builders import ALGORITHMS, build, build_all, unsuited
 from syncvar.algorithms.schedule import ScheduleArgs
 from syncvar.algorithms.selection import choose, parse_forced
-from syncvar.cli.plan_cost import predicted_seconds
+from syncvar.cli.plan import predicted_seconds
 from syncvar.core.errors import ConfigError
 from tests.verification.schedules.collective_contracts import contract_of
 from tests.verification.schedules.schedule_checker import verify

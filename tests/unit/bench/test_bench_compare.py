@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support import host_testbed
 from tests.support.paths import BENCH
 
 
@@ -334,10 +335,8 @@ def test_every_part_and_every_kind_is_described(bench):
 
 
 def test_where_there_can_be_no_hosts_their_parts_say_why(bench, monkeypatch):
-    namespaces, part = bench("comparison.namespaces"), bench("comparison.part")
-    monkeypatch.syspath_prepend(namespaces.TESTBED)
-    testbed = importlib.import_module("testbed")
-    monkeypatch.setattr(testbed, "why_none", lambda: "only root may")
+    part = bench("comparison.part")
+    monkeypatch.setattr(host_testbed, "why_none", lambda: "only root may")
     library = bench("comparison.libraries").library("syncvar", sys.executable, Path("none"))
     setting = part.Setting(
         {"syncvar": library}, (2,), bench("comparison.rounds").Effort(0.1, 1, 10.0), 2

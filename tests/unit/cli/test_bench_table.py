@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.selection import choose
-from syncvar.cli.bench_model import fit_constants
+from syncvar.cli.bench import fit_constants
 from syncvar.cli.bench_options import add_options, make_plan
 from syncvar.cli.bench_table import (
     Half,
@@ -20,7 +20,7 @@ from syncvar.cli.bench_table import (
     summary,
 )
 from syncvar.cli.collective_registry import COLLECTIVES
-from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds
+from syncvar.cli.plan import LINKS, SHM, predicted_seconds
 from syncvar.core.errors import ConfigError
 from syncvar.runtime.call_record import BUS_FACTORS
 
@@ -262,7 +262,7 @@ def test_times_that_no_constants_explain():
 
 
 def test_a_picture_needs_a_package(monkeypatch):
-    monkeypatch.setattr("syncvar.cli.bench_plot.find_spec", lambda _: None)
+    monkeypatch.setattr("syncvar.cli.bench_table.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install matplotlib"):
         make_plan(chosen("all_reduce", "--plot", "x.png"))
 

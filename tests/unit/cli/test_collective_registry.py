@@ -10,20 +10,23 @@ import pytest
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
-from syncvar.cli.collective_registry import COLLECTIVES, available, dtypes, ops_of
-from syncvar.cli.collectives_table import cost_of, signature_of
-from syncvar.cli.selftest_inputs import (
+from syncvar.cli.collective_registry import (
+    COLLECTIVES,
     FOLDED_OPS,
     PERIOD,
     Case,
+    available,
     combined,
     count_wrong,
     cut,
     different_array,
+    dtypes,
     first_wrong,
+    ops_of,
     part,
 )
-from syncvar.cli.selftest_options import SelfTestResult, outcome_lines
+from syncvar.cli.printed_tables import cost_of, signature_of
+from syncvar.cli.selftest import SelfTestResult, outcome_lines
 from syncvar.core.reduce_ops import OPS
 from syncvar.runtime.call_record import BUS_FACTORS
 from tests.support.paths import REPOSITORY

@@ -8,10 +8,9 @@ import pytest
 
 import syncvar
 from syncvar.cli.commands import main
-from syncvar.cli.explain import divergences
-from syncvar.cli.explain_text import explain_records
+from syncvar.cli.explain import divergences, explain_records
+from syncvar.cli.flight_commands import merge_records, unaligned_hosts
 from syncvar.cli.record_files import as_record, calls_of, load
-from syncvar.cli.trace import merge_records, unaligned_hosts
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import SERVER_0
 from syncvar.runtime.call_record import COLUMNS, Event

@@ -15,7 +15,7 @@ from syncvar.algorithms.schedule import (
     Send,
 )
 from syncvar.algorithms.tree import PIECES
-from syncvar.cli.plan_cost import LINKS, SHM, CostModel, predicted_seconds
+from syncvar.cli.plan import LINKS, SHM, CostModel, predicted_seconds
 
 A, B, G = (
     1000.0,

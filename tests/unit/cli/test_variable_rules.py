@@ -1,4 +1,4 @@
-from syncvar.cli.variable_rules import rules_text
+from syncvar.cli.printed_tables import rules_text
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,

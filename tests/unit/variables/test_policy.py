@@ -1,4 +1,4 @@
-"""The whole table of the variable layer, against a second writing of the contract."""
+"""The whole table of the variable layer. What programs see of it is in tests/verification/programs/reference_model.py."""
 
 from itertools import product
 
@@ -18,19 +18,6 @@ from syncvar.variables.policy import (
     resolve,
     table,
 )
-
-ASSIGNS = ("ASSIGN", "ASSIGN_ADD", "ASSIGN_SUB")
-SCATTERS = tuple(name for name in AccessKind.__members__ if name.startswith("SCATTER"))
-
-
-def cell(synchronization, aggregation, context, operation):
-    action = decide(
-        VariableSynchronization[synchronization],
-        VariableAggregation[aggregation],
-        CallContext[context],
-        AccessKind[operation],
-    )
-    return action.error.__name__ if action.error else f"{action.travel.name} {action.effect.name}"
 
 
 def test_every_call_matches_exactly_one_row():
@@ -78,86 +65,6 @@ def test_reading_on_write_and_local_values_never_sends():
         for synchronization in VariableSynchronization:
             action = decide(synchronization, aggregation, context, AccessKind.LOCAL)
             assert (action.travel, action.effect) == (Travel.NOTHING, Effect.RETURN)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        ("SUM", "SUM RETURN"),
-        ("MEAN", "MEAN RETURN"),
-        ("ONLY_FIRST_REPLICA", "FIRST RETURN"),
-        ("NONE", "NoAggregation"),
-    ],
-)
-def test_reading_on_read_combines_outside_replica_context(aggregation, expected):
-    assert cell("ON_READ", aggregation, "REPLICA", "READ") == "NOTHING RETURN"
-    for context in ("CROSS", "MERGE", "SPMD"):
-        assert cell("ON_READ", aggregation, context, "READ") == expected
-    for context in CallContext.__members__:
-        assert cell("ON_READ", aggregation, context, "SYNC") == expected
-
-
-def test_read_from_asks_one_replica_where_copies_differ():
-    for aggregation, context in product(VariableAggregation.__members__, CallContext.__members__):
-        assert cell("ON_WRITE", aggregation, context, "READ_FROM") == "NOTHING RETURN"
-        for mode in ("ON_READ", "NONE"):
-            assert cell(mode, aggregation, context, "READ_FROM") == "QUESTION RETURN"
-
-
-def test_sync_of_on_write_is_a_meeting():
-    assert cell("ON_WRITE", "NONE", "REPLICA", "SYNC") == "MEETING RETURN"
-
-
-@pytest.mark.parametrize("operation", ASSIGNS)
-def test_writes_of_own_values(operation):
-    for context in ("REPLICA", "SPMD"):
-        assert cell("ON_WRITE", "SUM", context, operation) == "SUM CHANGE"
-        assert cell("ON_WRITE", "MEAN", context, operation) == "MEAN CHANGE"
-        assert cell("ON_WRITE", "ONLY_FIRST_REPLICA", context, operation) == "FIRST CHANGE"
-        for aggregation in VariableAggregation.__members__:
-            assert cell("ON_READ", aggregation, context, operation) == "NOTHING CHANGE"
-    assert cell("ON_WRITE", "NONE", "REPLICA", operation) == "NoAggregation"
-    assert cell("ON_WRITE", "NONE", "SPMD", operation) == "SAME CHANGE"
-
-
-@pytest.mark.parametrize("operation", ASSIGNS)
-@pytest.mark.parametrize("context", ["CROSS", "MERGE"])
-def test_writes_of_the_value(operation, context):
-    for aggregation in VariableAggregation.__members__:
-        assert cell("ON_WRITE", aggregation, context, operation) == "SAME CHANGE"
-        share = "SAME SHARE" if aggregation == "SUM" else "SAME CHANGE"
-        assert cell("ON_READ", aggregation, context, operation) == share
-
-
-@pytest.mark.parametrize("operation", SCATTERS)
-def test_scatter(operation):
-    kind = operation.removeprefix("SCATTER_")
-    in_sum = {
-        "ADD": "ALL_ROWS CHANGE",
-        "SUB": "ALL_ROWS CHANGE",
-        "MIN": "ALL_ROWS CHANGE",
-        "MAX": "ALL_ROWS CHANGE",
-    }
-    in_mean = {**in_sum, "ADD": "MEAN_ROWS CHANGE", "SUB": "MEAN_ROWS CHANGE"}
-    for context in ("REPLICA", "SPMD"):
-        assert cell("ON_WRITE", "SUM", context, operation) == in_sum.get(kind, "UsageError")
-        assert cell("ON_WRITE", "MEAN", context, operation) == in_mean.get(kind, "UsageError")
-        assert cell("ON_WRITE", "ONLY_FIRST_REPLICA", context, operation) == "FIRST_ROWS CHANGE"
-        assert cell("ON_READ", "SUM", context, operation) == "NOTHING CHANGE"
-    assert cell("ON_WRITE", "NONE", "REPLICA", operation) == "NoAggregation"
-    for context in ("CROSS", "MERGE"):
-        assert cell("ON_WRITE", "SUM", context, operation) == "SAME CHANGE"
-        assert cell("ON_READ", "SUM", context, operation) == "SAME SPLIT_ANEW"
-        assert cell("ON_READ", "MEAN", context, operation) == "SAME CHANGE"
-
-
-def test_creation():
-    for context in CallContext.__members__:
-        for aggregation in VariableAggregation.__members__:
-            assert cell("ON_WRITE", aggregation, context, "CREATE") == "FIRST CHANGE"
-            assert cell("NONE", aggregation, context, "CREATE") == "NOTHING CHANGE"
-        assert cell("ON_READ", "SUM", context, "CREATE") == "FIRST SHARE"
-        assert cell("ON_READ", "MEAN", context, "CREATE") == "FIRST CHANGE"
 
 
 def test_every_refusal_says_what_to_write_instead():

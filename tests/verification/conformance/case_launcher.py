@@ -159,14 +159,13 @@ class _Launch:
         self.log.close()
 
 
-def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="auto", start=None):
+def conduct(cases, *, case_s=CASE_S, launches=None, transport="auto", start=None):
     """Run cases, all of the same number of replicas, over real processes; return their outcomes by id.
 
     Args:
         cases: As `collection.load` gives them.
         case_s: Seconds allowed for one case.
         launches: A list that gets one entry for each launch: the id of the first case.
-        sabotage: To test the conductor: id of a case -> (rank, "hang" or "exit").
         transport: "auto": what this host offers, shared memory; "zmq": links; "hosts": two hosts, each with shared memory.
         start: Given the number of ranks, a folder and an environment, returns what starts them instead of syncvar-launch, as a
             command line, and its environment.
@@ -178,13 +177,13 @@ def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="au
         while left:
             if launches is not None:
                 launches.append(left[0]["id"])
-            _conduct_launch(left, outcomes, folder, case_s, sabotage or {}, transport, start)
+            _conduct_launch(left, outcomes, folder, case_s, transport, start)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return outcomes
 
 
-def _conduct_launch(left, outcomes, folder, case_s, sabotage, transport, start):
+def _conduct_launch(left, outcomes, folder, case_s, transport, start):
     """Run cases from the front of `left` until none is left or the launch cannot go on."""
     try:
         launch = _Launch(left[0]["replicas"], folder, case_s, transport, start)
@@ -198,10 +197,7 @@ def _conduct_launch(left, outcomes, folder, case_s, sabotage, transport, start):
             case = left.pop(0)
             began = time.monotonic()
             prefix = f"case{len(outcomes)}"
-            harm = sabotage.get(case["id"])
-            answers = launch.order(
-                do="case", case=without_category(case), prefix=prefix, sabotage=harm
-            )
+            answers = launch.order(do="case", case=without_category(case), prefix=prefix)
             differences = _differences(answers, launch, case_s)
             outcome = outcomes[case["id"]] = Outcome(case, differences, time.monotonic() - began)
             if outcome.passed:

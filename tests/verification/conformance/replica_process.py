@@ -1,21 +1,22 @@
-"""One rank of a launch: connects to the conductor's socket and does what it is told, case by case.
+"""One rank of a launch: connects to the launcher's socket and does what it is told, case by case.
 
 syncvar-launch --workers N tests/verification/conformance/replica_process.py SOCKET FOLDER
 """
 
 import json
-import os
 import socket
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import syncvar as sv
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a rank starts in this folder
+from tests.verification.conformance import case_interpreter  # noqa: E402
+
 
 def main(path, folder):
-    from tests.verification.conformance import case_interpreter
-
     warnings.simplefilter("ignore")  # that initial values differ is said, and not compared
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(path)
@@ -32,8 +33,6 @@ def main(path, folder):
             match order["do"]:
                 case "case":
                     began = time.monotonic()
-                    if order["sabotage"] and order["sabotage"][0] == sv.rank():
-                        harm(order["sabotage"][1])
                     differences, broken = case_interpreter.run_case(
                         order["case"], order["prefix"], folder
                     )
@@ -45,13 +44,6 @@ def main(path, folder):
                 case "end":
                     break
         sv.shutdown()
-
-
-def harm(how):
-    """Do what a broken case might do, to test the conductor."""
-    if how == "hang":
-        time.sleep(3600)
-    os._exit(3)
 
 
 if __name__ == "__main__":

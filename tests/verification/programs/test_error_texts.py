@@ -31,7 +31,7 @@ def text_of(refusal):
 
     result = run_ranks(refusal.size, program, timeout_s=120)[refusal.rank]
     assert isinstance(result, str), f"{refusal.name}: {result!r}"
-    result = re.sub(r"\S*refusals\.py:\d+ in \S+", "train.py:7 in <module>", result)
+    result = re.sub(r"\S*refused_programs\.py:\d+ in \S+", "train.py:7 in <module>", result)
     result = re.sub(r"digest [0-9a-f]{16}", "digest …", result)
     return re.sub(r"\bcall \d+", "call …", result)
 

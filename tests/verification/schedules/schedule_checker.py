@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.algorithms.render import step_text
 from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Send
-from syncvar.cli.plan_cost import TrafficReport, traffic
+from syncvar.cli.plan import TrafficReport, traffic
 from syncvar.core.errors import PlanError
 from tests.verification.schedules.symbolic_values import UNDEFINED, Expressions
 

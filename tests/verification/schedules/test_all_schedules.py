@@ -8,7 +8,7 @@ import pytest
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Chunk, Copy
-from syncvar.core.errors import PlanError
+from syncvar.core.errors import InternalError, PlanError
 from tests.verification.schedules.collective_contracts import contract_of
 from tests.verification.schedules.schedule_checker import verify
 
@@ -17,6 +17,10 @@ BATCHES = {"1-9": range(1, 10), "10-17": (10, 13, 15, 16, 17)}  # the others are
 PAIRS = [(collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names]
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}
+
+
+def test_a_plan_error_is_a_bug_of_ours():
+    assert issubclass(PlanError, InternalError)
 
 
 def able(collective, algorithm, world_sizes):
