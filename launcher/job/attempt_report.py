@@ -48,6 +48,13 @@ if TYPE_CHECKING:
 
 _OUTCOME_FILE = "SYNCVAR_OUTCOME_FILE"  # `sv.run` reads the failure from this file
 _LOST_PEER = ("PeerLost", "GroupBroken")  # errors that follow from the failure of another rank
+_BUSY_SHARE = 0.2  # of a core
+_SHOWN_RANKS = 4  # ranks that a sentence names
+SOCKET = "inquiries"
+_REQUEST_MAX = 4096
+_OPEN_MAX = 8
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_PATIENCE_S = 10.0  # with a client that asks nothing, or does not read the answer
 
 
 class JobConsole(NamedTuple):
@@ -267,10 +274,6 @@ class AttemptReport:
         return cause.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]
 
 
-_BUSY_SHARE = 0.2  # of a core
-_SHOWN_RANKS = 4  # ranks that a sentence names
-
-
 class RankStates:
     """Describes the processes of an attempt; `starting` ranks have not reached their script."""
 
@@ -314,13 +317,6 @@ class RankStates:
         share = (self._workers.busy_s(rank) - before) / max(1e-3, now - since)
         is_busy = share > _BUSY_SHARE or letter == "R"  # R: runnable, even without a free core
         return f", CPU {'busy' if is_busy else 'idle'} (state {letter})"
-
-
-SOCKET = "inquiries"
-_REQUEST_MAX = 4096
-_OPEN_MAX = 8
-_CREDENTIALS = struct.Struct("=iII")  # process, user, group
-_PATIENCE_S = 10.0  # with a client that asks nothing, or does not read the answer
 
 
 @dataclass(slots=True, eq=False)

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
 _tgkill = getattr(libc, "tgkill", None)  # not in every libc
+_HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
+_FILE_NAME = "key"
 
 
 class WorkerOutput(NamedTuple):
@@ -96,7 +98,6 @@ class Spared(NamedTuple):
 
 Event = WorkerOutput | WorkerStatus | WorkerStarted | WorkerExited | WorkerUnreachable | Spared
 
-_HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
 
 _Role = Literal["pidfd", "out", "err", "status"]
 _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "status")
@@ -434,9 +435,6 @@ class LocalWorkers:
     def _inform_cleanup(self, line: str) -> None:
         with contextlib.suppress(OSError):
             os.write(self._cleanup_pipe, line.encode())
-
-
-_FILE_NAME = "key"
 
 
 def secret_descriptor(secret: bytes, directory: Path) -> int:

@@ -24,6 +24,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+# The start of workers on hosts, as far as it is known before their agents run.
+ON_HOSTS = {
+    "auto": "forked on each host that has several, where that is possible, else fresh processes",
+    "spawn": "fresh processes: --start-method spawn",
+    "fork": "forked: --start-method fork",
+}
+_SCRIPT_MAX = 4 << 20
+SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
+_PR_SET_CHILD_SUBREAPER = 36
+_FORK_FD = "SYNCVAR_FORK_FD"
+_ANSWER_MAX = 4096
+_LENGTH_BYTES = 8
+_PART = 1 << 16  # command lines may be longer than what a socket takes at once
+_SERVER = "the process that workers are forked from"
+_LOOK_S = 0.1  # between two looks at what may end a wait for an answer
+
+# Prefixes of options that rule out a server with our variables and our folder.
+_NOT_AHEAD = (
+    *("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python"),
+    *("--join", "--listen", "-H", "--host", "--env-clear", "--cwd"),
+)
+
+# Prefixes of variables that an interpreter and its libraries read only when they start.
+_AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ", "HOME"),
+    *("COV", "ASAN_", "LSAN_", "UBSAN_"),
+)
+
 
 def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
     """Return the command line of a worker, or of the fork server if `is_forked`.
@@ -59,20 +87,6 @@ def server_command(kind: str, target: str, server: int) -> list[str]:
     program = {"module": ["-m", target], "script": [target], "command": []}[kind]
     command = command_of("syncvar.parameter_server.server_main")
     return [*command, "server", str(server), *program]
-
-
-ON_HOSTS = {
-    "auto": (
-        "forked on each host that has several, where nothing speaks against it, "
-        "else fresh processes"
-    ),
-    "spawn": "fresh processes: --start-method spawn",
-    "fork": "forked: --start-method fork",
-}
-"""What is known before the hosts have been asked."""
-
-_SCRIPT_MAX = 4 << 20
-SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
 
 
 class StartMethod(NamedTuple):
@@ -140,9 +154,6 @@ def _named_in(kind: str, target: str, cwd: str) -> list[str]:
     return []
 
 
-_PR_SET_CHILD_SUBREAPER = 36
-
-
 def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], None]:
     """Return a function for a new child to call before its program.
 
@@ -160,26 +171,6 @@ def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], No
 def adopt_orphans(*, is_on: bool) -> None:
     """Become the parent of descendants whose own parent ends, or stop being it."""
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
-
-
-_FORK_FD = "SYNCVAR_FORK_FD"
-_ANSWER_MAX = 4096
-_LENGTH_BYTES = 8
-_PART = 1 << 16  # command lines may be longer than what a socket takes at once
-_SERVER = "the process that workers are forked from"
-_LOOK_S = 0.1  # between two looks at what may end a wait for an answer
-
-# Prefixes of options that rule out a server with our variables and our folder.
-_NOT_AHEAD = (
-    *("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python"),
-    *("--join", "--listen", "-H", "--host", "--env-clear", "--cwd"),
-)
-
-# Prefixes of variables that an interpreter and its libraries read only when they start.
-_AT_START = (
-    *("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ", "HOME"),
-    *("COV", "ASAN_", "LSAN_", "UBSAN_"),
-)
 
 
 class ServerEnded(Exception):

@@ -84,6 +84,14 @@ _AFTER_GROUP = {
 }
 
 
+_FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)
+_NOTHING_TO_RUN = {
+    "script": "nothing to run: give a script, -m module or --no-python command",
+    "module": "-m needs the name of a module",
+    "command": "--no-python needs a command",
+}
+
+
 def help_text() -> str:
     """Return the help: examples, then the options in groups, at most 80 columns wide."""
     groups = (RUN, WORKERS, OUTPUT, LIMITS)
@@ -117,17 +125,11 @@ def _option_line(option: Option) -> str:
     return f"  {option.usage:<27}{option.description}\n"
 
 
-_FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)
 _TEXTS: dict[str, Callable[[], str]] = {
     "-h": help_text,
     "--help": help_text,
     "--help-hosts": hosts_help_text,
     "--version": version_text,
-}
-_NOTHING_TO_RUN = {
-    "script": "nothing to run: give a script, -m module or --no-python command",
-    "module": "-m needs the name of a module",
-    "command": "--no-python needs a command",
 }
 
 

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar_launcher.options.hostfile import Host
 
+_HOSTS_MAX = 1 << 16
+_WITH_JOIN = frozenset(
+    (
+        *("join", "key_file", "slots", "cwd", "config"),
+        *("verbose", "start_timeout", "rendezvous_timeout_s", "color"),
+    )
+)
+_WITHOUT_LISTEN = ("hostfile", "include", "exclude", "ssh_always", "ssh_port", "remote_python")
+
 
 class ProgramOptions(NamedTuple):
     """The program that the ranks run, and its environment."""
@@ -175,6 +184,65 @@ class HostOptions(NamedTuple):
             )
 
 
+class JoinOptions(NamedTuple):
+    """How hosts join a job by themselves."""
+
+    listen: str | None  # Address at which hosts join, perhaps with a port; None without `--listen`.
+    address: str | None  # Launcher that this host joins, with the port; None to launch a job.
+    key_file: Path  # absolute path of the key that both sides need
+    slots: int | None  # Slots that this host offers when it joins; None for one per usable core.
+    # Number of hosts that `--listen` waits for; None for as many hosts as offer slots for all
+    # workers.
+    host_count: int | None = None
+
+    def validate(self, origin: Mapping[str, str], words: list[str]) -> None:
+        """Check the other options beside `--join` or `--listen`; `words` are the program's."""
+        if self.address is not None:
+            self._validate_join(self.address, origin, words)
+        elif self.listen is not None:
+            self._validate_listen(self.listen, origin)
+
+    def _validate_join(self, address: str, origin: Mapping[str, str], words: list[str]) -> None:
+        if not parse_address(address)[1]:
+            raise ConfigError(
+                f"--join {address}: the port is missing; syncvar-launch --listen prints it"
+            )
+        if words:
+            raise ConfigError(
+                f"--join runs the program that syncvar-launch --listen names: leave {words[0]} out"
+            )
+        for key, source in origin.items():
+            if source == "command line" and key not in _WITH_JOIN and not key.startswith("env."):
+                raise ConfigError(
+                    f"--{key.replace('_', '-')} is for syncvar-launch --listen, which sends "
+                    "its options to the hosts that join: leave it out here"
+                )
+
+    def _validate_listen(self, listen: str, origin: Mapping[str, str]) -> None:
+        for key in _WITHOUT_LISTEN:
+            if origin[key] == "command line":
+                raise ConfigError(
+                    f"--{key.replace('_', '-')} is for hosts that the launcher logs in to, and "
+                    "with --listen hosts join by themselves; leave one out"
+                )
+        if self.slots is not None:
+            raise ConfigError(
+                "--slots is an option of each host that joins; here --workers gives the number "
+                "of workers"
+            )
+        host, _ = parse_address(listen)
+        if is_ip_address(host) and ipaddress.ip_address(host).is_unspecified:
+            raise ConfigError(
+                f"--listen {listen} would listen on all networks of this machine: "
+                "name one of its addresses"
+            )
+        if self.host_count is None and origin["workers"] == "default":
+            raise ConfigError(
+                "--listen does not know how many hosts to wait for: give --hosts N, or "
+                "--workers N for as many as have the slots"
+            )
+
+
 class OutputOptions(NamedTuple):
     """What the user sees of the job."""
 
@@ -239,82 +307,6 @@ def check_debugged(rank: int | None, workers: int) -> None:
     if rank is not None and rank >= workers:
         others = "the only rank is 0" if workers == 1 else f"ranks are 0 to {workers - 1}"
         raise ConfigError(f"--debug {rank}: there is no such rank among {workers} ({others})")
-
-
-_HOSTS_MAX = 1 << 16
-_WITH_JOIN = frozenset(
-    (
-        "join",
-        "key_file",
-        "slots",
-        "cwd",
-        "config",
-        "verbose",
-        "start_timeout",
-        "rendezvous_timeout_s",
-        "color",
-    )
-)
-_WITHOUT_LISTEN = ("hostfile", "include", "exclude", "ssh_always", "ssh_port", "remote_python")
-
-
-class JoinOptions(NamedTuple):
-    """How hosts join a job by themselves."""
-
-    listen: str | None  # Address at which hosts join, perhaps with a port; None without `--listen`.
-    address: str | None  # Launcher that this host joins, with the port; None to launch a job.
-    key_file: Path  # absolute path of the key that both sides need
-    slots: int | None  # Slots that this host offers when it joins; None for one per usable core.
-    # Number of hosts that `--listen` waits for; None for as many hosts as offer slots for all
-    # workers.
-    host_count: int | None = None
-
-    def validate(self, origin: Mapping[str, str], words: list[str]) -> None:
-        """Check the other options beside `--join` or `--listen`; `words` are the program's."""
-        if self.address is not None:
-            self._validate_join(self.address, origin, words)
-        elif self.listen is not None:
-            self._validate_listen(self.listen, origin)
-
-    def _validate_join(self, address: str, origin: Mapping[str, str], words: list[str]) -> None:
-        if not parse_address(address)[1]:
-            raise ConfigError(
-                f"--join {address}: the port is missing; syncvar-launch --listen prints it"
-            )
-        if words:
-            raise ConfigError(
-                f"--join runs the program that syncvar-launch --listen names: leave {words[0]} out"
-            )
-        for key, source in origin.items():
-            if source == "command line" and key not in _WITH_JOIN and not key.startswith("env."):
-                raise ConfigError(
-                    f"--{key.replace('_', '-')} is for syncvar-launch --listen, which sends "
-                    "its options to the hosts that join: leave it out here"
-                )
-
-    def _validate_listen(self, listen: str, origin: Mapping[str, str]) -> None:
-        for key in _WITHOUT_LISTEN:
-            if origin[key] == "command line":
-                raise ConfigError(
-                    f"--{key.replace('_', '-')} is for hosts that the launcher logs in to, and "
-                    "with --listen hosts join by themselves; leave one out"
-                )
-        if self.slots is not None:
-            raise ConfigError(
-                "--slots is an option of each host that joins; here --workers gives the number "
-                "of workers"
-            )
-        host, _ = parse_address(listen)
-        if is_ip_address(host) and ipaddress.ip_address(host).is_unspecified:
-            raise ConfigError(
-                f"--listen {listen} would listen on all networks of this machine: "
-                "name one of its addresses"
-            )
-        if self.host_count is None and origin["workers"] == "default":
-            raise ConfigError(
-                "--listen does not know how many hosts to wait for: give --hosts N, or "
-                "--workers N for as many as have the slots"
-            )
 
 
 def host_count_of(text: str | None) -> int | None:

@@ -42,6 +42,24 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.hostfile import Host, Hosts
     from syncvar_launcher.options.launch_options import Allocation
 
+_KEY_FILE = ".syncvar-key"
+_HOSTFILE_NBYTES_MAX = 1 << 20
+_LAYERS = ("default", "file", "environment", "command line")
+_PATH_SETTINGS = ("trace", "auto_log", "auto_replay")
+
+# The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
+# breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
+# job ends, and a failed job must end.
+_DEBUG_SETTINGS: dict[str, Any] = {
+    "rendezvous_timeout_s": math.inf,
+    "handshake_timeout_s": math.inf,
+    "suspect_after_s": math.inf,
+    "lost_after_s": math.inf,
+    "stall_warning_s": math.inf,
+    "collective_timeout_s": math.inf,
+    "check_shm": "on",
+}
+
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the checked options and the checked runtime settings of a file."""
@@ -109,25 +127,6 @@ def _setting(name: str, value: Any, source: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     return kind(getattr(checked, name))
-
-
-_KEY_FILE = ".syncvar-key"
-_HOSTFILE_NBYTES_MAX = 1 << 20
-_LAYERS = ("default", "file", "environment", "command line")
-_PATH_SETTINGS = ("trace", "auto_log", "auto_replay")
-
-# The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
-# breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
-# job ends, and a failed job must end.
-_DEBUG_SETTINGS: dict[str, Any] = {
-    "rendezvous_timeout_s": math.inf,
-    "handshake_timeout_s": math.inf,
-    "suspect_after_s": math.inf,
-    "lost_after_s": math.inf,
-    "stall_warning_s": math.inf,
-    "collective_timeout_s": math.inf,
-    "check_shm": "on",
-}
 
 
 def parse(
