@@ -7,7 +7,7 @@ import operator
 import re
 import warnings
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,14 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
 
-_PARAMETER = "shard_info"
+_NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
+# Binary digits of the significand, and the exponent of the smallest place, by dtype.
+_PLACES = {
+    "float16": (11, -24),
+    "bfloat16": (8, -133),
+    "float32": (24, -149),
+    "float64": (53, -1074),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ def takes_shard_info(value: Any) -> bool:
     if not callable(value) or isinstance(value, ArrayProtocol):
         return False
     try:
-        return _PARAMETER in inspect.signature(value).parameters
+        return "shard_info" in inspect.signature(value).parameters
     except (TypeError, ValueError):  # of a function that tells nothing about itself
         return False
 
@@ -114,15 +121,6 @@ def require_shape(
 def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
     """Return a function that makes the whole variable as one part."""
     return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
-
-
-# Binary digits of the significand, and the exponent of the smallest place, by dtype.
-_PLACES = {
-    "float16": (11, -24),
-    "bfloat16": (8, -133),
-    "float32": (24, -149),
-    "float64": (53, -1074),
-}
 
 
 def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
@@ -179,7 +177,10 @@ def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
 
 
 class Names:
-    """The names of one namespace.
+    """The used names of one namespace, in constant memory for each base name.
+
+    A name is never free again: garbage is collected at different times on the replicas, so they
+    would not agree which names are free.
 
     Example:
         >>> names = Names()
@@ -213,14 +214,8 @@ class Names:
     def take(self, base: str) -> str:
         """Mark what `free` returns as used, and return it."""
         name = self.free(base)
-        if name == base:
-            self._next[base] = 1
-        else:
-            self._next[base] = int(name[len(base) + 1 :]) + 1
+        self._next[base] = 1 if name == base else int(name[len(base) + 1 :]) + 1
         return name
-
-
-_NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
 
 class VariableProposal(NamedTuple):
@@ -283,13 +278,10 @@ def agree_on_variable(
     """Check the arguments, compare them with the other replicas', and return the initial state.
 
     Collective, except under NONE. A replica with a wrong argument informs the others.
-
-    Raises:
-        ConfigError: A wrong argument.
-        MismatchError: The replicas ask for different variables.
     """
     communicator = owner.communicator
-    if not _is_local(spec.synchronization):
+    is_local = _is_local(spec.synchronization)
+    if not is_local:
         communicator.require_all(
             "making a variable",
             "for the slots of an optimizer write optimizer.build([v, …]) before the block",
@@ -300,7 +292,6 @@ def agree_on_variable(
         checked = _checked(owner, spec)
     except Exception as error:  # the call below informs the other replicas
         failure = error
-    is_local = _is_local(spec.synchronization)
     namespace = "NONE" if is_local else communicator.members
     names = _names(namespace)
 
@@ -309,33 +300,30 @@ def agree_on_variable(
             raise failure or InternalError("the arguments were neither checked nor rejected")
         return _create_request(owner, names.free(checked.base), checked, own=own)
 
-    value: Any
-    value, differ = (
-        (None, []) if is_local else communicator.perform("create variable", check, owner.timeout)
-    )
+    value: Any = None
+    differ: list[int] = []
+    if not is_local:
+        value, differ = communicator.perform("create variable", check, owner.timeout)
     if checked is None:
         raise failure or InternalError("the arguments were neither checked nor rejected")
     value = checked.value if is_local else value
     name = names.take(checked.base)
-    registry = owner.registry
-    if registry is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
-        combines = (
-            checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-            and value.dtype.kind != "b"
-        )
-        registry.enter(
-            name,
-            value.nbytes,
-            is_auto=combines and checked.requested is VariableSynchronization.AUTO,
-        )
+    _register(owner, name, checked, value)
     if checked.action.effect is Effect.SHARE and not own:
         value = share_of(value, communicator.size, communicator.member_rank)
     if differ and communicator.rank == 0:
         _warn_of_differences(name, differ, stacklevel + 1)
-    start = np.array(value, copy=True)
-    return VariableInit(
-        owner, namespace, name, start, checked.trainable, checked.requested, checked.aggregation
-    )
+    start, mode = np.array(value, copy=True), (checked.requested, checked.aggregation)
+    return VariableInit(owner, namespace, name, start, checked.trainable, *mode)
+
+
+def _register(owner: VariableOwner, name: str, checked: _CheckedSpec, value: NDArray[Any]) -> None:
+    """Enter an ON_WRITE variable into the registry of its strategy."""
+    requested, registry = checked.requested, owner.registry
+    if registry is not None and resolve(requested)[0] is VariableSynchronization.ON_WRITE:
+        is_sum = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        is_auto = is_sum and requested is VariableSynchronization.AUTO and value.dtype.kind != "b"
+        registry.enter(name, value.nbytes, is_auto=is_auto)
 
 
 def _is_local(synchronization: Any) -> bool:
@@ -351,15 +339,10 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
     base = checked_name(spec.name)
     dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
-    trainable = checked_trainable(
-        spec.trainable, usual=requested is not VariableSynchronization.ON_READ
-    )
-    action = decide(
-        resolve(requested)[0],
-        aggregation,
-        context_of(owner, f"variable {base!r}"),
-        AccessKind.CREATE,
-    )
+    is_weight = requested is not VariableSynchronization.ON_READ
+    trainable = checked_trainable(spec.trainable, usual=is_weight)
+    context = context_of(owner, f"variable {base!r}")
+    action = decide(resolve(requested)[0], aggregation, context, AccessKind.CREATE)
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
     argument, shape = spec.initial_value, checked_shape(base, spec.shape)
     if takes_shard_info(argument):
@@ -452,13 +435,9 @@ def _create_request(
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
         records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
         counts = tuple(record.nbytes for record in records)
-        flat = (
-            yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
-        ).tobytes()
-        ends = list(accumulate(counts))
-        everyone = [
-            unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)
-        ]
+        flat = yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
+        data, ends = flat.tobytes(), accumulate(counts, initial=0)
+        everyone = [unpack_object(data[start:stop]) for start, stop in pairwise(ends)]
         if registry is not None:
             registry.forget(name for _, _, names in everyone for name in names)
         manifests = [_manifest(fields) for fields, _, _ in everyone]
@@ -467,18 +446,14 @@ def _create_request(
             return value, []
         shape, dtype = manifests[0].shape, manifests[0].dtype
         assert shape is not None
-        result = yield from broadcast_flat(
-            communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0
-        )
-        digests = [digest for _, digest, _ in everyone]
-        differ = [
-            replica for replica, digest in enumerate(digests) if digest not in (None, digests[0])
-        ]
+        chief_value = value if communicator.rank == 0 else None
+        result = yield from broadcast_flat(communicator, chief_value, shape, _dtype(dtype), 0)
+        digests = {replica: one[1] for replica, one in enumerate(everyone) if one[1] is not None}
+        differ = [replica for replica, digest in digests.items() if digest != everyone[0][1]]
         if differ and owner.strict:
             table = {
                 communicator.members[replica]: f"initial value with digest {digest:016x}"
-                for replica, digest in enumerate(digests)
-                if digest is not None
+                for replica, digest in digests.items()
             }
             raise MismatchError(
                 f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "

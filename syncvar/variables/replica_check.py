@@ -102,27 +102,16 @@ class CheckSchedule:
 
 
 class ReplicaMismatch(NamedTuple):
-    """A difference between copies.
+    """A difference between copies."""
 
-    Args:
-        entry: The first variable whose copies differ.
-        state: Its state.
-        others: Names of further such variables.
-        strangers: Replicas in the minority.
-        has_majority: More than half of the replicas agree.
-        first: First element that differs.
-        last: Last one.
-        values: Bytes of the first element, by replica.
-    """
-
-    entry: RegistryEntry
+    entry: RegistryEntry  # of the first variable whose copies differ
     state: VariableState
-    others: list[str]
-    strangers: list[int]
-    has_majority: bool
-    first: int
+    others: list[str]  # names of further such variables
+    strangers: list[int]  # replicas in the minority
+    has_majority: bool  # more than half of the replicas agree
+    first: int  # first element that differs
     last: int
-    values: list[bytes]
+    values: list[bytes]  # of the first element, by replica
 
 
 def compare(
@@ -135,14 +124,8 @@ def compare(
 ) -> None:
     """Compare the copies of variables that exist on every replica. Collective.
 
-    Args:
-        owner: The strategy.
-        pairs: Variables with their entries, in the same order on every replica.
-        now: The point of the program: "run 7".
-        good: The point at which the present values were last written; None for `now`.
-        before: Description of the write that follows.
-
-    Cost: each byte is read once, 0.1 to 0.2 ns each; an all-reduce of 16 bytes.
+    `now` is the point of the program ("run 7"), `good` the one at which the present values were
+    last written. `before` describes the write that follows.
     """
     if not pairs:
         return

@@ -176,8 +176,6 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         """Return a copy of the value for another library: `torch.from_dlpack(v)`.
 
         It is a copy, because the value is read-only and arrays of other libraries may not be.
-
-        Cost: that of reading, and one copy.
         """
         if copy is False:
             raise BufferError(
