@@ -1,4 +1,7 @@
-"""Creation of variables: unique names, comparison of the arguments, the chief's value."""
+"""Creation of variables: comparison of the arguments, the chief's value, unique names.
+
+An initial value may be made part by part (`ShardInfo`), or be split over the copies (`share_of`).
+"""
 
 from __future__ import annotations
 
@@ -50,172 +53,6 @@ _PLACES = {
     "float32": (24, -149),
     "float64": (53, -1074),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """The part of a variable for which a function makes the initial value.
-
-    Args:
-        shape: Shape of the part.
-        offset: Where it begins in the variable, by axis; only the first may exceed 0.
-
-    Example:
-        >>> import numpy as np, syncvar as sv
-        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
-        >>> def numbered(shard_info):
-        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
-        >>> with strategy.scope():
-        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
-        >>> table.row_ranges, table.numpy().tolist()
-        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
-    """
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
-def takes_shard_info(value: Any) -> bool:
-    """Return whether an initial value is a function with a parameter named `shard_info`."""
-    if not callable(value) or isinstance(value, ArrayProtocol):
-        return False
-    try:
-        return "shard_info" in inspect.signature(value).parameters
-    except (TypeError, ValueError):  # of a function that tells nothing about itself
-        return False
-
-
-def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
-    """Return the requested shape, or None for that of the value."""
-    if shape is None:
-        return None
-    try:
-        lengths = tuple(
-            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
-        )
-    except TypeError:
-        raise ConfigError(
-            f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}"
-        ) from None
-    if any(length < 0 for length in lengths):
-        raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
-    return lengths
-
-
-def require_shape(
-    base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
-) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of a variable that a function makes part by part."""
-    if shape is None or dtype is None:
-        missing = " and ".join(
-            name for name, value in (("shape=", shape), ("dtype=", dtype)) if value is None
-        )
-        raise ConfigError(
-            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
-            f"so {missing} must say what the whole is: sv.Variable(fn, shape=(1000000, 64), "
-            "dtype='float32')"
-        )
-    return shape, dtype
-
-
-def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
-    """Return a function that makes the whole variable as one part."""
-    return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
-
-
-def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
-    """Return the share of copy `index` of a value that is split over `count` copies.
-
-    Every copy takes value / count truncated: integers toward zero, floats to a multiple of the
-    value's last place. Copy 0 takes the rest. Then every partial sum is a multiple of that place
-    and no larger than the value, so it is exact in any order. Infinities, NaN and zeros (with their
-    sign) go to every copy. For a bool, copy 0 has the value and the others False.
-
-    Example:
-        >>> import numpy as np
-        >>> [int(share_of(np.asarray(-7), 2, copy)) for copy in (0, 1)]
-        [-4, -3]
-        >>> parts = [share_of(np.asarray(0.1), 3, copy) for copy in range(3)]
-        >>> float(sum(parts)) == 0.1
-        True
-    """
-    kind = value.dtype.kind
-    if count == 1:
-        return value
-    if kind == "b":
-        return value if index == 0 else np.zeros_like(value)
-    if kind in "iu":
-        return np.asarray(_integer_share(value, count, index), value.dtype)
-    if kind == "c":
-        result = np.empty_like(value)
-        result.real = _float_share(value.real, count, index)
-        result.imag = _float_share(value.imag, count, index)
-        return result
-    return _float_share(value, count, index)
-
-
-def _integer_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
-    divisor = value.dtype.type(count) if np.iinfo(value.dtype).max >= count else None
-    if divisor is None:  # fewer values than copies: every quotient is 0
-        return value if index == 0 else np.zeros_like(value)
-    quotient = value // divisor
-    quotient = quotient + ((value < 0) & (value % divisor != 0)).astype(value.dtype)
-    rest: NDArray[Any] = value - quotient * value.dtype.type(count - 1)
-    return rest if index == 0 else quotient
-
-
-def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
-    digits, lowest = _PLACES[value.dtype.name]
-    ordinary = np.isfinite(value) & (value != 0)
-    wide = np.where(ordinary, value, np.ones_like(value)).astype(np.float64)
-    exponent = np.frexp(wide)[1]
-    # np.spacing overflows at the largest value.
-    place = np.ldexp(1.0, np.maximum(exponent - digits, lowest))
-    units = np.asarray(wide / place).astype(np.int64)
-    share = _integer_share(units, count, index).astype(np.float64) * place
-    return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)
-
-
-class Names:
-    """The used names of one namespace, in constant memory for each base name.
-
-    A name is never free again: garbage is collected at different times on the replicas, so they
-    would not agree which names are free.
-
-    Example:
-        >>> names = Names()
-        >>> [names.take("w") for _ in range(3)], names.take("w_2"), names.free("w"), len(names)
-        (['w', 'w_1', 'w_2'], 'w_2_1', 'w_3', 2)
-    """
-
-    def __init__(self) -> None:
-        # By base name: the name and all its numbers below this one are used.
-        self._next: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of stored names."""
-        return len(self._next)
-
-    def __contains__(self, name: str) -> bool:
-        if name in self._next:
-            return True
-        base, _, digits = name.rpartition("_")
-        return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
-
-    def free(self, base: str) -> str:
-        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
-        if base not in self:
-            return base
-        number = self._next.get(base, 1)
-        while f"{base}_{number}" in self:
-            number += 1
-        return f"{base}_{number}"
-
-    def take(self, base: str) -> str:
-        """Mark what `free` returns as used, and return it."""
-        name = self.free(base)
-        self._next[base] = 1 if name == base else int(name[len(base) + 1 :]) + 1
-        return name
 
 
 class VariableProposal(NamedTuple):
@@ -500,3 +337,169 @@ def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> Non
                 "to write the same line sv.Variable(…), with a value of the same shape and dtype",
                 table,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """The part of a variable for which a function makes the initial value.
+
+    Args:
+        shape: Shape of the part.
+        offset: Where it begins in the variable, by axis; only the first may exceed 0.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
+        >>> def numbered(shard_info):
+        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
+        >>> with strategy.scope():
+        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
+        >>> table.row_ranges, table.numpy().tolist()
+        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def takes_shard_info(value: Any) -> bool:
+    """Return whether an initial value is a function with a parameter named `shard_info`."""
+    if not callable(value) or isinstance(value, ArrayProtocol):
+        return False
+    try:
+        return "shard_info" in inspect.signature(value).parameters
+    except (TypeError, ValueError):  # of a function that tells nothing about itself
+        return False
+
+
+def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
+    """Return the requested shape, or None for that of the value."""
+    if shape is None:
+        return None
+    try:
+        lengths = tuple(
+            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
+        )
+    except TypeError:
+        raise ConfigError(
+            f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}"
+        ) from None
+    if any(length < 0 for length in lengths):
+        raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
+    return lengths
+
+
+def require_shape(
+    base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of a variable that a function makes part by part."""
+    if shape is None or dtype is None:
+        missing = " and ".join(
+            name for name, value in (("shape=", shape), ("dtype=", dtype)) if value is None
+        )
+        raise ConfigError(
+            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
+            f"so {missing} must say what the whole is: sv.Variable(fn, shape=(1000000, 64), "
+            "dtype='float32')"
+        )
+    return shape, dtype
+
+
+def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
+    """Return a function that makes the whole variable as one part."""
+    return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
+
+
+def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    """Return the share of copy `index` of a value that is split over `count` copies.
+
+    Every copy takes value / count truncated: integers toward zero, floats to a multiple of the
+    value's last place. Copy 0 takes the rest. Then every partial sum is a multiple of that place
+    and no larger than the value, so it is exact in any order. Infinities, NaN and zeros (with their
+    sign) go to every copy. For a bool, copy 0 has the value and the others False.
+
+    Example:
+        >>> import numpy as np
+        >>> [int(share_of(np.asarray(-7), 2, copy)) for copy in (0, 1)]
+        [-4, -3]
+        >>> parts = [share_of(np.asarray(0.1), 3, copy) for copy in range(3)]
+        >>> float(sum(parts)) == 0.1
+        True
+    """
+    kind = value.dtype.kind
+    if count == 1:
+        return value
+    if kind == "b":
+        return value if index == 0 else np.zeros_like(value)
+    if kind in "iu":
+        return np.asarray(_integer_share(value, count, index), value.dtype)
+    if kind == "c":
+        result = np.empty_like(value)
+        result.real = _float_share(value.real, count, index)
+        result.imag = _float_share(value.imag, count, index)
+        return result
+    return _float_share(value, count, index)
+
+
+def _integer_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    divisor = value.dtype.type(count) if np.iinfo(value.dtype).max >= count else None
+    if divisor is None:  # fewer values than copies: every quotient is 0
+        return value if index == 0 else np.zeros_like(value)
+    quotient = value // divisor
+    quotient = quotient + ((value < 0) & (value % divisor != 0)).astype(value.dtype)
+    rest: NDArray[Any] = value - quotient * value.dtype.type(count - 1)
+    return rest if index == 0 else quotient
+
+
+def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    digits, lowest = _PLACES[value.dtype.name]
+    ordinary = np.isfinite(value) & (value != 0)
+    wide = np.where(ordinary, value, np.ones_like(value)).astype(np.float64)
+    exponent = np.frexp(wide)[1]
+    # np.spacing overflows at the largest value.
+    place = np.ldexp(1.0, np.maximum(exponent - digits, lowest))
+    units = np.asarray(wide / place).astype(np.int64)
+    share = _integer_share(units, count, index).astype(np.float64) * place
+    return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)
+
+
+class Names:
+    """The used names of one namespace, in constant memory for each base name.
+
+    A name is never free again: garbage is collected at different times on the replicas, so they
+    would not agree which names are free.
+
+    Example:
+        >>> names = Names()
+        >>> [names.take("w") for _ in range(3)], names.take("w_2"), names.free("w"), len(names)
+        (['w', 'w_1', 'w_2'], 'w_2_1', 'w_3', 2)
+    """
+
+    def __init__(self) -> None:
+        # By base name: the name and all its numbers below this one are used.
+        self._next: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of stored names."""
+        return len(self._next)
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._next:
+            return True
+        base, _, digits = name.rpartition("_")
+        return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
+
+    def free(self, base: str) -> str:
+        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
+        if base not in self:
+            return base
+        number = self._next.get(base, 1)
+        while f"{base}_{number}" in self:
+            number += 1
+        return f"{base}_{number}"
+
+    def take(self, base: str) -> str:
+        """Mark what `free` returns as used, and return it."""
+        name = self.free(base)
+        self._next[base] = 1 if name == base else int(name[len(base) + 1 :]) + 1
+        return name
