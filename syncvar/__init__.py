@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.lazy_import import attributes_of
+from syncvar.core.migration_hints import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers
@@ -24,33 +24,26 @@ if TYPE_CHECKING:
         world_size,
     )
     from syncvar.bootstrap.process import init, is_initialized, shutdown
-    from syncvar.checkpoint.async_save import PendingSave
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
+    from syncvar.checkpoint.save import PendingSave
     from syncvar.checkpoint.single_file import load, save
-    from syncvar.collectives.all_gather import all_gather
     from syncvar.collectives.all_reduce import all_reduce
-    from syncvar.collectives.all_to_all import all_to_all
     from syncvar.collectives.barrier import barrier
     from syncvar.collectives.broadcast import broadcast
-    from syncvar.collectives.gather import gather
-    from syncvar.collectives.groups import Group, new_group
-    from syncvar.collectives.mesh import Mesh, mesh
+    from syncvar.collectives.gather import all_gather, gather
+    from syncvar.collectives.groups import Group, Mesh, mesh, new_group
     from syncvar.collectives.object_collectives import (
         all_gather_object,
         broadcast_object,
         gather_object,
         scatter_object,
     )
-    from syncvar.collectives.reduce import reduce
-    from syncvar.collectives.reduce_scatter import reduce_scatter
-    from syncvar.collectives.scan import exscan, scan
-    from syncvar.collectives.scatter import scatter
+    from syncvar.collectives.reduce import exscan, reduce, reduce_scatter, scan
+    from syncvar.collectives.scatter import all_to_all, scatter
     from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
-    from syncvar.collectives.sharded_all_reduce import all_reduce_shards
-    from syncvar.collectives.shared_array import shared_array
-    from syncvar.collectives.shm_empty import empty, zeros
-    from syncvar.collectives.tree_sum import tree_sum
+    from syncvar.collectives.sharded_sums import all_reduce_shards, tree_sum
+    from syncvar.collectives.shm_arrays import empty, shared_array, zeros
     from syncvar.core.errors import (
         CheckpointError,
         ConfigError,
@@ -81,8 +74,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.task_coordinator import ClusterCoordinator, RemoteValue
     from syncvar.runner import engines
     from syncvar.runner.local import run
-    from syncvar.runtime.wait_many import wait_all, wait_any
-    from syncvar.runtime.work import Work
+    from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.contexts import (
         ReplicaContext,
@@ -117,29 +109,21 @@ _HOMES = {
     "syncvar.checkpoint.single_file": ("load", "save"),
     "syncvar.checkpoint.checkpoint": ("Checkpoint",),
     "syncvar.checkpoint.manager": ("CheckpointManager",),
-    "syncvar.checkpoint.async_save": ("PendingSave",),
-    "syncvar.collectives.all_gather": ("all_gather",),
+    "syncvar.checkpoint.save": ("PendingSave",),
+    "syncvar.collectives.gather": ("all_gather", "gather"),
     "syncvar.collectives.all_reduce": ("all_reduce",),
-    "syncvar.collectives.sharded_all_reduce": ("all_reduce_shards",),
-    "syncvar.collectives.all_to_all": ("all_to_all",),
+    "syncvar.collectives.sharded_sums": ("all_reduce_shards", "tree_sum"),
+    "syncvar.collectives.scatter": ("all_to_all", "scatter"),
     "syncvar.collectives.barrier": ("barrier",),
     "syncvar.collectives.broadcast": ("broadcast",),
-    "syncvar.collectives.gather": ("gather",),
-    "syncvar.collectives.groups": ("Group", "new_group"),
-    "syncvar.collectives.mesh": ("Mesh", "mesh"),
+    "syncvar.collectives.groups": ("Group", "Mesh", "mesh", "new_group"),
     "syncvar.collectives.object_collectives": (
         "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
     ),
-    "syncvar.collectives.send_recv": (
-        "recv", "recv_object", "send", "send_object", "sendrecv",
-    ),
-    "syncvar.collectives.reduce": ("reduce",),
-    "syncvar.collectives.reduce_scatter": ("reduce_scatter",),
-    "syncvar.collectives.scan": ("exscan", "scan"),
-    "syncvar.collectives.scatter": ("scatter",),
-    "syncvar.collectives.tree_sum": ("tree_sum",),
-    "syncvar.runtime.wait_many": ("wait_all", "wait_any"),
-    "syncvar.runtime.work": ("Work",),
+    "syncvar.collectives.send_recv": ("recv", "recv_object", "send", "send_object", "sendrecv"),
+    "syncvar.collectives.reduce": ("exscan", "reduce", "reduce_scatter", "scan"),
+    "syncvar.collectives.shm_arrays": ("empty", "shared_array", "zeros"),
+    "syncvar.runtime.work": ("Work", "wait_all", "wait_any"),
     "syncvar.core.errors": (
         "SharedMemoryFull", "SharedMemoryUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",
@@ -153,9 +137,7 @@ _HOMES = {
     ),
     "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
     "syncvar.runner.local": ("run",),
-    "syncvar.collectives.shared_array": ("shared_array",),
     "syncvar.core.reduce_ops": ("register_op",),
-    "syncvar.collectives.shm_empty": ("empty", "zeros"),
     "syncvar.strategies.base": ("Strategy",),
     "syncvar.strategies.contexts": (
         "ReplicaContext", "get_replica_context", "get_strategy", "has_strategy",

@@ -46,13 +46,13 @@ def _differs(native: Any) -> str:
     left = np.arange(6.0).reshape(2, 3)
     for array in (left, left[:, 1:], left.astype(np.int16), np.array(1.0)):
         flags = array.flags
-        told = (
+        expected = (
             array.__array_interface__["data"][0],
             array.shape,
             array.dtype,
             flags.c_contiguous | flags.aligned << 8 | flags.writeable << 10,
         )
-        if native.describe(array) != told:
+        if native.describe(array) != expected:
             return "the form of arrays"
     for ufunc in (np.add, np.subtract, np.divide, np.maximum):
         one, other, out = np.arange(1.0, 9.0), np.full(8, 3.0), np.zeros(8)
@@ -196,7 +196,7 @@ if _native is not None:  # classes with the same attributes, which C reads direc
     CheckGate = _native.CheckGate  # type: ignore[misc]
 
 
-def why_not_native() -> str:
+def missing_reason() -> str:
     """Return why this process has no C extension; empty if it has one."""
     return _missing
 
@@ -221,11 +221,11 @@ def which(wanted: str) -> str:
     return "python" if wanted == "python" or _native is None else "c"
 
 
-def told(wanted: str) -> str:
+def runner_text(wanted: str) -> str:
     """Return a text that says what runs persistent calls under a setting, and why.
 
     Example:
-        >>> told("python")
+        >>> runner_text("python")
         'persistent calls run in Python: call_runner = python asks for it'
     """
     if wanted == "python":
@@ -257,26 +257,26 @@ def program(*parts: Any) -> Any:
 
 
 def open_program(
-    made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
+    code: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> None:
     """Run a program's opening; see `run`. Arrays may be None for memories that it does not use."""
-    _native.Run(made, channel, arrays, offsets, keeps_lock, True)  # type: ignore[union-attr]
+    _native.Run(code, channel, arrays, offsets, keeps_lock, True)  # type: ignore[union-attr]
 
 
 def run(
-    made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
+    code: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> Iterator[int]:
     """Run a program in C; yield the publications to wait for.
 
     Args:
-        made: Result of `program`.
+        code: Result of `program`.
         channel: This rank's channel.
         arrays: The memories that are arrays; anything for the others.
         offsets: Offsets of the others in shared memory, in bytes, or with bit 60 addresses in the
             process of the memory's rank; -1 for arrays.
         keeps_lock: Keep the GIL.
     """
-    found: Iterator[int] = _native.Run(made, channel, arrays, offsets, keeps_lock, False)  # type: ignore[union-attr]
+    found: Iterator[int] = _native.Run(code, channel, arrays, offsets, keeps_lock, False)  # type: ignore[union-attr]
     return found
 
 
@@ -416,16 +416,16 @@ def note_change() -> None:
         _native.note_change()
 
 
-def remember(function: Any, *what: Any) -> None:
+def remember(function: Any, *entry: Any) -> None:
     """Cache a persistent call, or an endpoint, in a C dispatch; ignore Python ones.
 
     Args:
         function: Result of `entrance` or `message_entrance`.
-        what: (second argument, call, persistent calls of its group), or (endpoint, other rank,
+        entry: (second argument, call, persistent calls of its group), or (endpoint, other rank,
             tag).
     """
     if _native is not None and isinstance(function, (_native.Entrance, _native.MessageEntrance)):
-        function.remember(*what)
+        function.remember(*entry)
 
 
 def recall(function: Any, call: Any) -> None:

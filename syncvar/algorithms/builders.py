@@ -21,14 +21,13 @@ from syncvar.algorithms.direct import (
     direct_reduce_scatter,
     direct_scan,
     direct_scatter,
-)
-from syncvar.algorithms.dissemination import dissemination_all_gather, dissemination_barrier
-from syncvar.algorithms.double_tree import (
-    double_tree_broadcast,
-    double_tree_reduce,
+    owners_all_reduce,
+    owners_reduce,
 )
 from syncvar.algorithms.pairwise import (
     bruck_all_to_all,
+    dissemination_all_gather,
+    dissemination_barrier,
     pairwise_all_to_all,
     pairwise_reduce_scatter,
 )
@@ -39,8 +38,7 @@ from syncvar.algorithms.recursive_doubling import (
     doubling_scan,
     halving_all_reduce,
 )
-from syncvar.algorithms.reproducible import reproducible_all_reduce
-from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
+from syncvar.algorithms.ring import reproducible_all_reduce, ring_all_gather, ring_all_reduce
 from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule, ScheduleArgs
 from syncvar.algorithms.tree import (
     binomial_all_reduce,
@@ -48,9 +46,10 @@ from syncvar.algorithms.tree import (
     binomial_gather,
     binomial_reduce,
     binomial_scatter,
+    double_tree_broadcast,
+    double_tree_reduce,
     scattered_broadcast,
 )
-from syncvar.algorithms.two_stage import owners_all_reduce, owners_reduce
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,50 +146,35 @@ def unsuited(collective: str, algorithm: str, world_size: int, *, even: bool) ->
     return None
 
 
-def build(
-    collective: str,
-    algorithm: str,
-    rank: int,
-    world_size: int,
-    *,
-    count: int = 0,
-    counts: Sequence[int] | None = None,
-    root: int = 0,
-    matrix: Sequence[Sequence[int]] | None = None,
-) -> Schedule:
+def build(collective: str, algorithm: str, args: ScheduleArgs) -> Schedule:
     """Build the schedule of one rank; raise ConfigError if the algorithm cannot do this.
 
     Args:
         collective: A key of `ALGORITHMS`.
         algorithm: One of `ALGORITHMS[collective]`.
-        rank: The rank in the group.
-        world_size: Ranks of the group.
-        count: Elements of the vector; of each block, if `counts` or `matrix` is None.
-        counts: Elements of each rank's block, for collectives in `OF_BLOCKS`.
-        root: Root of a broadcast, reduce, gather or scatter.
-        matrix: matrix[s][d] elements go from rank s to rank d, for all_to_all.
+        args: The rank, the root and the sizes. Without `counts` and `matrix` all blocks have
+            `count` elements.
 
     Example:
-        >>> schedule = build("all_reduce", "ring", rank=0, world_size=4, count=10)
+        >>> schedule = build("all_reduce", "ring", ScheduleArgs(rank=0, world_size=4, count=10))
         >>> len(schedule.rounds), schedule.work_count, schedule.scratch_count
         (6, 10, 0)
     """
     check_algorithm(collective, algorithm)
+    rank, world_size, count, counts, root, matrix = args
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a group of {world_size}")
     if not 0 <= root < world_size:
         raise ConfigError(f"root {root} is not in a group of {world_size}")
     in_blocks = collective in OF_BLOCKS
-    if counts is not None and (not in_blocks or len(counts) != world_size):
+    if counts and (not in_blocks or len(counts) != world_size):
         raise ConfigError(f"{collective} on {world_size} ranks cannot take {len(counts)} counts")
-    if matrix is not None and (
-        collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}
-    ):
+    if matrix and (collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}):
         raise ConfigError(
             f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows"
         )
-    blocks = tuple(counts) if counts is not None else (count,) * world_size
-    pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
+    blocks = tuple(counts) or (count,) * world_size
+    pairs = tuple(map(tuple, matrix)) or (blocks,) * world_size
     lowest = min(map(min, (blocks, *pairs)))
     if lowest < 0:
         raise ConfigError(f"a count is negative: {lowest}")
@@ -198,9 +182,7 @@ def build(
     fault = unsuited(collective, algorithm, world_size, even=even)
     if fault is not None:
         raise ConfigError(fault)
-    rounds = tuple(
-        _BUILDERS[collective][algorithm](ScheduleArgs(rank, world_size, count, blocks, root, pairs))
-    )
+    rounds = tuple(_BUILDERS[collective][algorithm](args._replace(counts=blocks, matrix=pairs)))
     if in_blocks:
         work_count = sum(blocks)
     elif collective == "all_to_all":
@@ -218,22 +200,14 @@ def build_all(
     world_size: int,
     *,
     count: int = 0,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[int] = (),
     root: int = 0,
-    matrix: Sequence[Sequence[int]] | None = None,
+    matrix: Sequence[Sequence[int]] = (),
 ) -> list[Schedule]:
-    """Build the schedules of all ranks, in rank order; arguments as for `build`."""
+    """Build the schedules of all ranks, in rank order; arguments as for `ScheduleArgs`."""
+    sizes = (count, tuple(counts), root, tuple(map(tuple, matrix)))
     return [
-        build(
-            collective,
-            algorithm,
-            rank,
-            world_size,
-            count=count,
-            counts=counts,
-            root=root,
-            matrix=matrix,
-        )
+        build(collective, algorithm, ScheduleArgs(rank, world_size, *sizes))
         for rank in range(world_size)
     ]
 

@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.algorithms.builders import build, build_all, sums_by_the_tree
-from syncvar.algorithms.chunks import even_chunks
 from syncvar.algorithms.schedule import (
     Buffer,
     Chunk,
@@ -23,7 +22,9 @@ from syncvar.algorithms.schedule import (
     RecvReduce,
     Reduce,
     Schedule,
+    ScheduleArgs,
     Send,
+    even_chunks,
 )
 from syncvar.algorithms.selection import choose
 
@@ -42,22 +43,16 @@ _NOWHERE = Chunk(0, 0)
 
 
 class StagePart(NamedTuple):
-    """The part of one rank in one stage.
+    """The part of one rank in one stage."""
 
-    Args:
-        on_host: Whether the members are ranks of this rank's host; else they are ranks of different
-            hosts.
-        members: Ranks of the group in the order of the schedule's ranks; empty if this rank is
-            idle.
-        chunk: The elements of WORK that are the schedule's WORK.
-        plan: The schedule of this rank; None if it is idle.
-        plans: On a host the schedules of all members, from which publications follow.
-    """
-
+    # Whether the members are ranks of this rank's host; else they are ranks of different
+    # hosts.
     on_host: bool
+    # Ranks of the group in the order of the schedule's ranks; empty if this rank is idle.
     members: tuple[int, ...] = ()
-    chunk: Chunk = _NOWHERE
-    plan: Schedule | None = None
+    chunk: Chunk = _NOWHERE  # the elements of WORK that are the schedule's WORK
+    plan: Schedule | None = None  # the schedule of this rank; None if it is idle
+    # On a host the schedules of all members, from which publications follow.
     plans: tuple[Schedule, ...] = ()
 
 
@@ -78,19 +73,16 @@ def keeps_the_tree(sizes: Sequence[int]) -> bool:
 def stages(
     collective: str,
     sizes: Sequence[int],
-    rank: int,
+    args: ScheduleArgs,
     *,
-    count: int = 0,
-    counts: Sequence[int] | None = None,
     itemsize: int = 1,
-    root: int = 0,
     reproducible: bool = False,
 ) -> tuple[StagePart, ...] | None:
     """Return the part of a rank in each stage of a collective over several hosts.
 
-    `sizes` are the ranks of the group on each host, in the group's order; the other arguments are
-    those of `build`. All ranks have the same number of stages. The result is None if `reproducible`
-    demands a tree that no composition keeps.
+    `sizes` are the ranks of the group on each host, in the group's order; `args` are those of
+    `build`. All ranks have the same number of stages. The result is None if `reproducible` demands
+    a tree that no composition keeps.
 
     Cost: an all-reduce on h hosts with s ranks and s links each costs a reduce-scatter and an
         all-gather of the vector in shared memory. Each link carries 2(h-1)/h of the vector's s-th
@@ -101,15 +93,14 @@ def stages(
         Collective Operation Performance"), multilevel collectives; Jia et al. 2018 (section 3.3),
         the two-level all-reduce.
     """
-    composer = _Stages(tuple(sizes), rank, itemsize)
+    composer = _Stages(tuple(sizes), args.rank, itemsize)
     if collective == "all_reduce":
-        return composer.all_reduce(count, reproducible=reproducible)
+        return composer.all_reduce(args.count, reproducible=reproducible)
     if collective == "broadcast":
-        return composer.broadcast(count, root)
+        return composer.broadcast(args.count, args.root)
     if collective == "barrier":
         return composer.barrier()
-    blocks = (count,) * sum(sizes) if counts is None else tuple(counts)
-    return composer.all_gather(blocks)
+    return composer.all_gather(args.counts or (args.count,) * args.world_size)
 
 
 class _Stages:
@@ -196,12 +187,12 @@ class _Stages:
         return tuple(shard.count for shard in shards) + (0,) * (self.sizes[self.host] - len(shards))
 
     def _on_host(
-        self, collective: str, chunk: Chunk, counts: tuple[int, ...] | None = None, root: int = 0
+        self, collective: str, chunk: Chunk, counts: tuple[int, ...] = (), root: int = 0
     ) -> StagePart:
         size = self.sizes[self.host]
         if size == 1:
             return StagePart(on_host=True)
-        count = chunk.count if counts is None else 0
+        count = 0 if counts else chunk.count
         plans = tuple(build_all(collective, "direct", size, count=count, counts=counts, root=root))
         return StagePart(
             on_host=True, members=self.neighbours, chunk=chunk, plan=plans[self.local], plans=plans
@@ -222,15 +213,14 @@ class _Stages:
         collective: str,
         algorithm: str,
         chunk: Chunk,
-        counts: tuple[int, ...] | None = None,
+        counts: tuple[int, ...] = (),
         root: int = 0,
     ) -> StagePart:
         if self.rank not in members:
             return StagePart(on_host=False)
-        count = chunk.count if counts is None and collective != "barrier" else 0
-        plan = build(
-            collective, algorithm, self.host, len(members), count=count, counts=counts, root=root
-        )
+        count = 0 if counts or collective == "barrier" else chunk.count
+        args = ScheduleArgs(self.host, len(members), count, counts, root)
+        plan = build(collective, algorithm, args)
         return StagePart(on_host=False, members=members, chunk=chunk, plan=plan)
 
 
@@ -239,7 +229,7 @@ def flattened(
     sizes: Sequence[int],
     *,
     count: int = 0,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[int] = (),
     itemsize: int = 1,
     root: int = 0,
     reproducible: bool = False,
@@ -251,20 +241,12 @@ def flattened(
     n = sum(sizes)
     everyone = []
     for rank in range(n):
-        parts = stages(
-            collective,
-            sizes,
-            rank,
-            count=count,
-            counts=counts,
-            itemsize=itemsize,
-            root=root,
-            reproducible=reproducible,
-        )
+        args = ScheduleArgs(rank, n, count, tuple(counts), root)
+        parts = stages(collective, sizes, args, itemsize=itemsize, reproducible=reproducible)
         assert parts is not None
         everyone.append(parts)
     blocks = n if collective in ("all_gather", "header_exchange") else 1
-    work_count = blocks * count if counts is None else sum(counts)
+    work_count = sum(counts) if counts else blocks * count
     rounds: list[list[Round]] = [[] for _ in range(n)]
     scratch = [0] * n
     for number in range(len(everyone[0])):

@@ -1,16 +1,24 @@
-"""Pairwise exchange and Bruck's algorithm: one peer at a time.
+"""Pairwise exchange, dissemination and Bruck's algorithms: one peer per round.
 
-Pairwise: in round d every rank sends to the rank d to the right, each block once. Bruck: few
-rounds, in which blocks travel together and ranks forward them.
+Pairwise: in round d every rank sends to the rank d to the right, each block once. Dissemination and
+Bruck: in round k the peer is 2**k away, and blocks that a rank knows travel on together. This takes
+the fewest rounds for any number of ranks, and no rank is special.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.algorithms.chunks import consecutive_chunks, exchange_blocks
-from syncvar.algorithms.reproducible import tree_steps
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Send
+from syncvar.algorithms.reproducible_tree import tree_steps
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    Send,
+    consecutive_chunks,
+    exchange_blocks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -71,14 +79,12 @@ def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
         communications in multiport message-passing systems", section 3; figure:
         tests/golden/bruck_3.txt.
     """
-    rank, world_size, count_per_block = args.rank, args.world_size, args.matrix[0][0]
-    count = count_per_block
+    rank, world_size, count = args.rank, args.world_size, args.matrix[0][0]
     outgoing, incoming = exchange_blocks([[count] * world_size] * world_size, rank)
     held = [outgoing[(rank + distance) % world_size] for distance in range(world_size)]
-    levels = (world_size - 1).bit_length()
     free = 0
     transfers: tuple[Step, ...] = ()
-    for level in range(levels):
+    for level in range((world_size - 1).bit_length()):
         span = 1 << level
         moved = [distance for distance in range(world_size) if distance & span]
         parts = consecutive_chunks([count] * len(moved), Buffer.SCRATCH, free)
@@ -122,3 +128,55 @@ def _copies(pairs: Iterable[tuple[Chunk, Chunk]]) -> list[Copy]:
         else:
             copies.append(Copy(source, target))
     return copies
+
+
+def dissemination_barrier(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a dissemination barrier for one rank.
+
+    Cost: ceil(log2 n) rounds and as many messages per rank, no elements; no scratch.
+    Order: nothing is combined; every rank ends after every rank has begun.
+    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization", section
+        3; figure: tests/golden/dissemination_barrier_5.txt.
+    """
+    rank, world_size = args.rank, args.world_size
+    nothing = Chunk(0, 0)
+    for level in range((world_size - 1).bit_length()):
+        span = 1 << level
+        yield (Send((rank + span) % world_size, nothing), Recv((rank - span) % world_size, nothing))
+
+
+def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of Bruck's all-gather for one rank, for equal blocks.
+
+    SCRATCH holds the blocks rotated: block j is that of rank + j. So the known blocks are always
+    one chunk, and one message per round is enough. Copies at the end undo the rotation.
+
+    Cost: ceil(log2 n) rounds and as many messages per rank; n-1 blocks sent per rank; scratch n
+        blocks.
+    Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
+        communications in multiport message-passing systems", section 4; figure:
+        tests/golden/dissemination_5.txt.
+    """
+    rank, world_size, count = args.rank, args.world_size, args.counts[0]
+    own = Chunk(rank * count, (rank + 1) * count)
+    levels = (world_size - 1).bit_length()
+    for level in range(levels):
+        span = 1 << level
+        blocks = min(span, world_size - span)
+        # A single block is the own one, which is in WORK already.
+        known = own if blocks == 1 else Chunk(0, blocks * count, Buffer.SCRATCH)
+        room = Chunk(span * count, (span + blocks) * count, Buffer.SCRATCH)
+        target, source = (rank - span) % world_size, (rank + span) % world_size
+        steps: list[Step] = [Send(target, known), Recv(source, room)]
+        if level == 0 and world_size > 3:
+            # Some later round sends several blocks, and the first of them is the own one.
+            steps.append(Copy(own, Chunk(0, count, Buffer.SCRATCH)))
+        if level == levels - 1:
+            wrap = world_size - rank
+            if wrap > 1:
+                upper = Chunk((rank + 1) * count, world_size * count)
+                steps.append(Copy(Chunk(count, wrap * count, Buffer.SCRATCH), upper))
+            if rank > 0:
+                rest = Chunk(wrap * count, world_size * count, Buffer.SCRATCH)
+                steps.append(Copy(rest, Chunk(0, rank * count)))
+        yield tuple(steps)

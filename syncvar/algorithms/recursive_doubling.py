@@ -2,7 +2,7 @@
 
 Doubling takes the fewest rounds and sends the whole vector in each; halving (Rabenseifner) also
 sends few bytes. All sums are those of aligned blocks of 1, 2, 4, ... ranks, the subtrees of
-`syncvar.algorithms.reproducible.tree_order`.
+`syncvar.algorithms.reproducible_tree.tree_order`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    consecutive_chunks,
+    even_chunks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,10 +35,6 @@ class _Folding(NamedTuple):
     rank sends its vector to the even one, waits, and receives the result. The other P ranks keep
     their order, so neighbours stay neighbours.
 
-    Args:
-        levels: log2 of P.
-        folded: Pairs that fold.
-
     Example:
         >>> folding = _Folding.of(5)
         >>> folding.levels, [folding.number(rank) for rank in range(5)]
@@ -38,8 +43,8 @@ class _Folding(NamedTuple):
         [0, 2, 3, 4]
     """
 
-    levels: int
-    folded: int
+    levels: int  # log2 of P
+    folded: int  # pairs that fold
 
     @classmethod
     def of(cls, world_size: int) -> _Folding:

@@ -1,20 +1,27 @@
-"""Ring algorithms: every rank sends to the right and receives from the left.
+"""Ring algorithms, and the reproducible all-reduce, whose sums go around a ring.
 
-Bandwidth-optimal for long vectors, and only two links per rank; the number of rounds grows with the
-ranks.
+In a ring every rank sends to the right and receives from the left: bandwidth-optimal for long
+vectors, and only two links per rank. The number of rounds grows with the ranks.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
-from syncvar.algorithms.schedule import Recv, RecvReduce, Send
+from syncvar.algorithms.reproducible_tree import tree_steps
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Recv,
+    RecvReduce,
+    Send,
+    consecutive_chunks,
+    even_chunks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs
+    from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs, Step
 
 
 def ring_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
@@ -59,6 +66,37 @@ def ring_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     if world_size == 1:
         return
     yield from _circulate(rank, world_size, consecutive_chunks(counts), rank)
+
+
+def reproducible_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of an all-reduce whose result is the tree T(0, n) for every element.
+
+    Every rank sends its raw contribution to chunk c to rank c, one peer per round; rank c sums by
+    the tree; the sums go around a ring.
+
+    Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer like a
+        ring, exactly 2 count - chunk(rank) - chunk(rank+1) elements; n-1 reductions of one chunk;
+        scratch n-1 chunks.
+    Order: T(0, n) for every element, whatever the count. Bytes are equal on every rank.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise-exchange reduce-scatter),
+        with the tree applied to raw contributions; figure: tests/golden/reproducible_5.txt.
+    """
+    rank, world_size, count = args.rank, args.world_size, args.count
+    if world_size == 1:
+        return
+    chunks = even_chunks(count, world_size)
+    own = chunks[rank]
+    # Where each rank's contribution to the own chunk lies: the own one in WORK, which this rank
+    # never sends before the sum is there, the others in SCRATCH.
+    places = consecutive_chunks([own.count] * (world_size - 1), Buffer.SCRATCH)
+    places.insert(rank, own)
+    for distance in range(1, world_size):
+        source, target = (rank - distance) % world_size, (rank + distance) % world_size
+        steps: list[Step] = [Send(target, chunks[target]), Recv(source, places[source])]
+        if distance == world_size - 1:
+            steps += tree_steps(places, own)
+        yield tuple(steps)
+    yield from ring_all_gather(args._replace(counts=tuple(chunk.count for chunk in chunks)))
 
 
 def _circulate(rank: int, world_size: int, chunks: Sequence[Chunk], first: int) -> Iterator[Round]:

@@ -1,4 +1,4 @@
-"""Schedules as data: chunk, step, round, schedule.
+"""Schedules as data: chunk, step, round, schedule; and the cutting of a buffer into chunks.
 
 A schedule says which ranges of a flat buffer a rank sends, receives, reduces and copies, in which
 order. It knows neither dtypes nor sockets. The tests run schedules on symbols, the runtime runs
@@ -8,7 +8,10 @@ them on arrays.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 _StepType = TypeVar("_StepType", bound=tuple[Any, ...])
 
@@ -114,42 +117,68 @@ received it.
 
 
 class ScheduleArgs(NamedTuple):
-    """The arguments of a builder, for one rank of a group of n ranks.
+    """The arguments of a builder, for one rank of a group of n ranks."""
 
-    Args:
-        rank: The rank in the group, 0 <= rank < n.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the vector; may be 0, or smaller than n.
-        counts: Elements of each rank's block, in rank order; uneven counts and 0 are allowed.
-        root: Root of a broadcast, reduce, gather or scatter.
-        matrix: matrix[s][d] elements go from rank s to rank d in an all-to-all.
-    """
-
-    rank: int
-    world_size: int
+    rank: int  # the rank in the group, 0 <= rank < n
+    world_size: int  # ranks of the group, n >= 1
+    # Elements of the vector; may be 0, or smaller than n.
     count: int = 0  # type: ignore[assignment]  # as in Chunk
+    # Elements of each rank's block, in rank order; uneven counts and 0 are allowed.
     counts: tuple[int, ...] = ()
-    root: int = 0
+    root: int = 0  # root of a broadcast, reduce, gather or scatter
+    # Matrix[s][d] elements go from rank s to rank d in an all-to-all.
     matrix: tuple[tuple[int, ...], ...] = ()
 
 
 class Schedule(NamedTuple):
-    """The rounds of one rank.
+    """The rounds of one rank."""
 
-    Args:
-        collective: For instance "all_reduce".
-        algorithm: For instance "ring".
-        rank: The rank in the group.
-        world_size: Ranks of the group.
-        work_count: Elements of the WORK buffer; in an all-to-all it differs from rank to rank.
-        scratch_count: Elements of the SCRATCH buffer.
-        rounds: The rounds in order.
+    collective: str  # for instance "all_reduce"
+    algorithm: str  # for instance "ring"
+    rank: int  # the rank in the group
+    world_size: int  # ranks of the group
+    work_count: int  # elements of the WORK buffer; in an all-to-all it differs from rank to rank
+    scratch_count: int  # elements of the SCRATCH buffer
+    rounds: tuple[Round, ...]  # the rounds in order
+
+
+def consecutive_chunks(
+    counts: Iterable[int], buffer: Buffer = Buffer.WORK, start: int = 0
+) -> list[Chunk]:
+    """Return chunks of the given counts; each starts where the one before stops.
+
+    Example:
+        >>> [(c.start, c.stop) for c in consecutive_chunks([2, 0, 3])]
+        [(0, 2), (2, 2), (2, 5)]
     """
+    chunks = []
+    for count in counts:
+        chunks.append(Chunk(start, start + count, buffer))
+        start += count
+    return chunks
 
-    collective: str
-    algorithm: str
-    rank: int
-    world_size: int
-    work_count: int
-    scratch_count: int
-    rounds: tuple[Round, ...]
+
+def even_chunks(count: int, parts: int, buffer: Buffer = Buffer.WORK) -> list[Chunk]:
+    """Cut `count` elements into consecutive chunks whose sizes differ by at most one.
+
+    The longer chunks come first; trailing ones may be empty.
+
+    Example:
+        >>> [c.count for c in even_chunks(7, 3)], [c.count for c in even_chunks(1, 3)]
+        ([3, 2, 2], [1, 0, 0])
+    """
+    base, longer = divmod(count, parts)
+    return consecutive_chunks([base + 1] * longer + [base] * (parts - longer), buffer)
+
+
+def exchange_blocks(matrix: Sequence[Sequence[int]], rank: int) -> tuple[list[Chunk], list[Chunk]]:
+    """Return the WORK buffer of an all-to-all: blocks by destination, then blocks by source.
+
+    Example:
+        >>> outgoing, incoming = exchange_blocks([[1, 2], [0, 3]], 0)
+        >>> [(c.start, c.stop) for c in (*outgoing, *incoming)]
+        [(0, 1), (1, 3), (3, 4), (4, 4)]
+    """
+    world_size = len(matrix)
+    blocks = consecutive_chunks([*matrix[rank], *(row[rank] for row in matrix)])
+    return blocks[:world_size], blocks[world_size:]

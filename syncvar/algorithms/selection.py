@@ -19,35 +19,21 @@ SHARED_DIRECT_LIMITS = ((64 * 1024, 4), (16 * 1024, 16), (4 * 1024, None))  # by
 
 
 class AlgorithmChoice(NamedTuple):
-    """A chosen algorithm.
+    """A chosen algorithm."""
 
-    Args:
-        algorithm: Its name, for `build`.
-        reason: The reason in one sentence.
-    """
-
-    algorithm: str
-    reason: str
+    algorithm: str  # its name, for `build`
+    reason: str  # the reason in one sentence
 
 
 class _Rule(NamedTuple):
-    """One row of a table of rules; the first row that fits decides.
+    """One row of a table of rules; the first row that fits decides."""
 
-    Args:
-        collective: A key of `ALGORITHMS`.
-        algorithm: The algorithm that the rule chooses.
-        reason: The reason for `syncvar plan`.
-        nbytes_max: Largest size in bytes; None for no limit.
-        ranks: Fewest and most ranks; None for no limit.
-        power_of_two: Whether the number of ranks must be a power of two.
-    """
-
-    collective: str
-    algorithm: str
-    reason: str
-    nbytes_max: int | None = None
-    ranks: tuple[int, int | None] = (1, None)
-    power_of_two: bool = False
+    collective: str  # a key of `ALGORITHMS`
+    algorithm: str  # the algorithm that the rule chooses
+    reason: str  # the reason for `syncvar plan`
+    nbytes_max: int | None = None  # largest size in bytes; None for no limit
+    ranks: tuple[int, int | None] = (1, None)  # fewest and most ranks; None for no limit
+    power_of_two: bool = False  # whether the number of ranks must be a power of two
 
     def fits(self, nbytes: int, world_size: int) -> bool:
         fewest, most = self.ranks
@@ -88,7 +74,7 @@ _TWO_LINKS = "for long blocks or many ranks each rank uses two links only"
 
 _MIB = 1024 * 1024
 
-# The limits over links follow `syncvar.cli.plan_cost.predicted_seconds` with its LINKS constants,
+# The limits over links follow `syncvar.cli.plan.predicted_seconds` with its LINKS constants,
 # rounded; a test keeps the table near the best prediction. Ties go to fewer copies, then less
 # scratch, then fewer bytes through one rank.
 _LINK_RULES = (

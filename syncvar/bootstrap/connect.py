@@ -22,7 +22,7 @@ from syncvar.bootstrap.launch_env.detection import (
 )
 from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.exit_codes import error_exit_code, is_interactive
+from syncvar.core.exit_status import error_exit_code, is_interactive
 from syncvar.core.fork_cleanup import hook_exceptions
 from syncvar.core.settings import log_at
 from syncvar.shm.segment import SharedSegment
@@ -137,7 +137,7 @@ def _wired(
 
     from syncvar.core.network import tcp_endpoint
     from syncvar.transports.zeromq_control import ZeromqControl
-    from syncvar.transports.zeromq_transport import ZeromqTransport
+    from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
 
     _keep_freed_memory()
     outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
@@ -163,8 +163,7 @@ def _wired(
                 environment.job_id,
                 config,
                 control,
-                outside=outside,
-                keys=keys if outside else None,
+                HostLinks(outside, keys) if outside else None,
             )
         undoing.callback(transport.close, 0)
         shm = _attach(environment, config, generation)

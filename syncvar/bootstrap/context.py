@@ -12,23 +12,22 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from syncvar._native import told, which
+from syncvar._native import runner_text, which
 from syncvar.algorithms.selection import parse_forced
 from syncvar.bootstrap.handshake import join_handshake
-from syncvar.core.environment import RankEnvironment
+from syncvar.core.environment import HostMap, RankEnvironment
 from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
-from syncvar.core.host_topology import HostMap
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.p2p.endpoints import EndpointTable
+from syncvar.runtime.p2p_endpoints import EndpointTable
 from syncvar.runtime.progress import ProgressEngine
+from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.state import send_queued
 from syncvar.shm.channel_table import ChannelTable
 from syncvar.shm.group_channel import GroupChannel
-from syncvar.shm.ring_table import RingTable
+from syncvar.shm.message_ring import RingTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -117,7 +116,7 @@ class ProcessContext:
         self._have_shm: frozenset[int] = frozenset()  # hosts on which all ranks have shared memory
         if transport is not None and control is not None:
             answer = join_handshake(me, config, transport, control, generation, self.without_shm)
-            self.hosts = HostMap.of_places(answer["places"])
+            self.hosts = HostMap.of_places(answer["host_indices"])
             if self.hosts.ranks(self.host_index) != self.local_ranks:
                 raise RendezvousError(
                     f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
@@ -168,7 +167,7 @@ class ProcessContext:
         if self.shm is not None:
             return (
                 f"shared memory: {self.local_world_size} ranks of this host share "
-                f"memory{between}; {told(self.config.call_runner)}"
+                f"memory{between}; {runner_text(self.config.call_runner)}"
             )
         return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_shm}{between}"
 
@@ -312,7 +311,7 @@ class ProcessContext:
                 and engine.failure is None
             ):
                 # a launcher would notice it by itself
-                self._control.send(pack_message("failed", reason=reason))
+                self._control.send(pack_message("process_failure", reason=reason))
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
             if self._control is not None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncvar.core.errors import HandshakeError, PeerLost, RendezvousError, TransportError
-from syncvar.protocol.compatibility import SETTING
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.frame import PROTOCOL_VERSION
+from syncvar.protocol.membership import SETTING
 
 if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
 # A rank that joins again may still receive news of its last generation.
-_OF_THE_LAST = ("left", "verdict")
+_OF_THE_LAST = ("leave_notice", "decision")
 
 
 def join_handshake(
@@ -76,7 +76,7 @@ def join_handshake(
                 has_warned = True
                 _warn_of_wait(environment, control, now - began)
             transport.wait(min(1.0, deadline - time.monotonic()))
-        elif message["kind"] == "roll":
+        elif message["kind"] == "members":
             transport.open(message["addresses"], message["generation"])
             return message
         elif message["kind"] == "refused":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
-from syncvar.core.exit_codes import exit_error_text, is_failing
+from syncvar.core.exit_status import exit_error_text, is_failing
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.shm.fd_passing import FdServer, fd_socket_path
 from syncvar.shm.host_limits import core_quota
@@ -125,7 +125,7 @@ class HostService:
         """Return the other ranks that have joined, and have neither left nor failed."""
         coordinator = store.coordinator
         return (
-            set(coordinator.roll.members)
+            set(coordinator.handshake.members)
             - {self._info.rank}
             - set(coordinator.left)
             - set(coordinator.gone)
@@ -150,7 +150,7 @@ class HostService:
                 for item in ready:
                     if isinstance(item, int) and item in handed:
                         handing.readable(item)
-                _warn(handing.take_said())
+                _warn(handing.take_messages())
 
     def _serve_rendezvous(self, store: RendezvousServer, ended: list[int], now: float) -> None:
         """Handle messages of the rendezvous and ended processes; `ended` are descriptors."""
@@ -159,7 +159,9 @@ class HostService:
         for (
             rank,
             member,
-        ) in coordinator.roll.members.items():  # no launcher watches the processes of this host
+        ) in (
+            coordinator.handshake.members.items()
+        ):  # no launcher watches the processes of this host
             if (
                 member.host_index == self._info.host_index
                 and rank != self._info.rank
@@ -168,14 +170,19 @@ class HostService:
                 self._watched.add(member.pid)
                 with contextlib.suppress(OSError):
                     self._pidfds[os.pidfd_open(member.pid)] = rank
-        if self._kv_store is not None and len(coordinator.roll.members) == self._info.world_size:
+        if (
+            self._kv_store is not None
+            and len(coordinator.handshake.members) == self._info.world_size
+        ):
             self._kv_store.remove()
             self._kv_store = None
         for rank, reason in store.take_lost(
             now
         ).items():  # no link reports these during the handshake, or after this rank has left
-            is_member = rank in coordinator.roll.members and rank not in coordinator.left
-            if rank != self._info.rank and (is_member or rank in coordinator.next_roll.members):
+            is_member = rank in coordinator.handshake.members and rank not in coordinator.left
+            if rank != self._info.rank and (
+                is_member or rank in coordinator.next_handshake.members
+            ):
                 store.ended(rank, reason, now)
         for descriptor in ended:
             rank = self._pidfds.pop(descriptor)
@@ -185,8 +192,8 @@ class HostService:
                     self._handing.abort()
                 store.ended(rank, _ENDED, now)
         if coordinator.broken_by is not None and self._handing is not None:
-            self._handing.abort(coordinator.roll.generation)
-        _warn(store.take_said())
+            self._handing.abort(coordinator.handshake.generation)
+        _warn(store.take_messages())
 
     def _make(self, generation: int) -> tuple[CreatedSegment | None, str]:
         reason = unsupported_machine(os.uname().machine)

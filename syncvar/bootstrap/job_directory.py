@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.private_files import make_private_folder
+from syncvar.core.output_files import make_private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from syncvar.bootstrap.launch_env.rank_placement import add_host, host_of_each
 from syncvar.core.errors import ConfigError, RendezvousError
-from syncvar.core.exit_codes import is_failing
+from syncvar.core.exit_status import is_failing
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.private_files import PRIVATE, make_private_folder, write_file
+from syncvar.core.output_files import PRIVATE, make_private_folder, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,9 +22,9 @@ from syncvar.bootstrap.launch_env.base import MPI, LaunchInfo
 from syncvar.bootstrap.launch_env.detection import launcher_info, started_with_others
 from syncvar.bootstrap.launch_env.rank_placement import add_host
 from syncvar.core.errors import ConfigError, RendezvousError, UsageError
-from syncvar.core.exit_codes import is_failing
+from syncvar.core.exit_status import is_failing
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.runtime.flight_recorder.recorder import boot_identity
+from syncvar.runtime.recorder import boot_identity
 from syncvar.transports.mpi_transport import Fabric, pause_after
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar._native import entrance, message_entrance, note_change
 from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.exit_codes import exit_error_text
+from syncvar.core.exit_status import exit_error_text
 from syncvar.core.fork_cleanup import register_exit
 
 if TYPE_CHECKING:

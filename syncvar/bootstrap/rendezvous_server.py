@@ -13,10 +13,10 @@ import zmq
 from syncvar.core.errors import ConfigError, RendezvousError, WireError
 from syncvar.protocol.control_messages import Message, pack_message, parse_message
 from syncvar.protocol.coordinator import AbortJob, Action, Coordinator, ShowMessage, Unresponsive
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX
 from syncvar.protocol.server_directory import ServerTable
-from syncvar.transports.zeromq_connections import Connections
 from syncvar.transports.zeromq_control import parse_control_identity
+from syncvar.transports.zeromq_links import Connections
 from syncvar.transports.zeromq_sockets import (
     bound_messages,
     look_for_silence,
@@ -59,7 +59,7 @@ class RendezvousServer:
         self.servers = ServerTable(job_id, generation)
         self._sent_version = 0
         self._asking: dict[bytes, int] = {}  # peers that asked for the servers -> their hosts
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.stalls: set[str] = set()
         self.seen: Callable[[int], str] = lambda _: ""
         self.place: Callable[[int], str] = lambda _: ""
@@ -116,7 +116,7 @@ class RendezvousServer:
                 self._handle([one.bytes for one in frames], now, frames[-1])
             except WireError as error:
                 self.refused_messages += 1
-                self.said.append(f"a control message was refused: {error}")
+                self.messages.append(f"a control message was refused: {error}")
         self._note_closed()
         self._carry_out(self.coordinator.tick(now))
         if self.servers.version != self._sent_version:
@@ -156,9 +156,9 @@ class RendezvousServer:
         self.serve(now)
         return True
 
-    def take_said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Return the messages to show since the last call."""
-        messages, self.said = self.said, []
+        messages, self.messages = self.messages, []
         return messages
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -227,7 +227,7 @@ class RendezvousServer:
         for action in actions:
             if isinstance(action, ShowMessage):
                 text = self._with_absent(action.text, action.absent)
-                self.said.append(text)
+                self.messages.append(text)
                 if action.is_stall:
                     self.stalls.add(text)
             elif isinstance(action, Unresponsive):
@@ -236,7 +236,7 @@ class RendezvousServer:
                 )
                 self.coordinator.stalls.record_silent(action.rank, words)
                 location = self.place(action.rank)
-                self.said.append(
+                self.messages.append(
                     f"rank {action.rank}: {words}" + (f", {location}" if location else "")
                 )
             elif isinstance(action, AbortJob):

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from syncvar.bootstrap.rank_process import claim_rank
 from syncvar.core import stack_dump
-from syncvar.core.exit_codes import error_exit_code
+from syncvar.core.exit_status import StatusPipe, error_exit_code, set_status_pipe
 from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.core.process_ids import server_number
-from syncvar.core.status_pipe import StatusPipe, set_status_pipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +106,7 @@ def _settled(run: Callable[[list[str]], None]) -> None:
     except SystemExit as request:
         if request.code is not None and request.code != 0:
             raise
-    sessions = sys.modules.get("syncvar.parameter_server.client.worker_session")
+    sessions = sys.modules.get("syncvar.parameter_server.worker_session")
     if sessions is not None:
         sessions.settle_all()
 

@@ -17,21 +17,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.checkpoint.checkpoint import Checkpoint
-from syncvar.checkpoint.file_names import MANIFEST, checked_path
-from syncvar.checkpoint.folder import CheckpointFolder, make_folder, read_into
-from syncvar.checkpoint.manifest import DIGEST_BYTES
-from syncvar.checkpoint.safetensors_header import (
+from syncvar.checkpoint.checkpoint_format import (
     CODES,
+    DIGEST_BYTES,
+    MANIFEST,
     Tensor,
+    checked_path,
     header_bytes,
     header_length,
     parse_header,
     stored_shape,
 )
+from syncvar.checkpoint.checkpoint_reader import bytes_of
+from syncvar.checkpoint.folder import CheckpointFolder, make_folder, read_into
 from syncvar.checkpoint.server_leaves import snapshot_for_file
-from syncvar.checkpoint.shard_reader import bytes_of
 from syncvar.core.array_arguments import as_array
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.optimizers import Optimizer
 from syncvar.parameter_server.server_variables import ServerVariable
@@ -157,22 +158,7 @@ def load(path: Any) -> Any:
         if os.path.exists(os.path.join(where, MANIFEST)):
             note = " of a Checkpoint, which all ranks restore together: Checkpoint(…).restore(path)"
         raise CheckpointError(f"{where} is a folder{note}; sv.load reads one file")
-    above, name = os.path.split(os.path.abspath(where))
-    try:
-        folder = CheckpointFolder(above)
-    except NotFound:
-        raise NotFound(f"there is no file {where}: no such folder") from None
-    with folder, folder.reading(name) as (descriptor, nbytes):
-        prefix = bytearray(min(8, nbytes))
-        read_into(descriptor, memoryview(prefix), 0, where)
-        header = bytearray(header_length(bytes(prefix), nbytes))
-        read_into(descriptor, memoryview(header), 0, where)
-        tensors, about = parse_header(bytes(header), nbytes)
-        ordered = sorted(tensors.values(), key=lambda one: (one.start, one.stop))
-        data = {
-            one.name: _read(descriptor, len(header) + one.start, one.stop - one.start, where)
-            for one in ordered
-        }
+    tensors, about, data = _read_file(where)
     if not _KEYS & about.keys():
         return {
             one.name: _array(data[one.name], _DTYPES[one.dtype], one.shape)
@@ -200,6 +186,27 @@ def load(path: Any) -> Any:
             f"{where} is not of the right form: {type(error).__name__}: {str(error)[:200]}"
         ) from None
     return _with_arrays(skeleton, (), found)
+
+
+def _read_file(where: str) -> tuple[dict[str, Tensor], dict[str, str], dict[str, NDArray[Any]]]:
+    """Return the tensors of a safetensors file, the texts of its header, and the tensors' bytes."""
+    above, name = os.path.split(os.path.abspath(where))
+    try:
+        folder = CheckpointFolder(above)
+    except NotFound:
+        raise NotFound(f"there is no file {where}: no such folder") from None
+    with folder, folder.reading(name) as (descriptor, nbytes):
+        prefix = bytearray(min(8, nbytes))
+        read_into(descriptor, memoryview(prefix), 0, where)
+        header = bytearray(header_length(bytes(prefix), nbytes))
+        read_into(descriptor, memoryview(header), 0, where)
+        tensors, about = parse_header(bytes(header), nbytes)
+        ordered = sorted(tensors.values(), key=lambda one: (one.start, one.stop))
+        data = {
+            one.name: _read(descriptor, len(header) + one.start, one.stop - one.start, where)
+            for one in ordered
+        }
+    return tensors, about, data
 
 
 def _on_servers(value: Any) -> dict[int, Any]:

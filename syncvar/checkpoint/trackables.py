@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.manifest import digest_of
+from syncvar.checkpoint.checkpoint_format import digest_of
 from syncvar.checkpoint.save_plan import LeafHeader
-from syncvar.collectives.sync_points import gather_objects
+from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import ManifestEntry, Stored
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
 
+    Reader = Callable[[Stored], NDArray[Any]]
 
 _log = logging.getLogger("syncvar")
 
@@ -65,13 +66,7 @@ class Leaf(Protocol):
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
@@ -121,13 +116,7 @@ class VariableLeaf:
             return self.variable.sync()
         return self.variable.read_value()
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return this replica's new copy."""
         del communicator  # its own replicas count
         variable = self.variable
@@ -168,14 +157,9 @@ def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 class PlainLeaf:
-    """An object whose state is plain data.
+    """An object of `kind` "generator", "state" or "value", whose state is plain data.
 
-    Args:
-        key: Its key.
-        kind: "generator", "state" or "value".
-        get: Returns the state.
-        put: Sets the state.
-        check: Raises CheckpointError if a state does not fit; may be None.
+    `check`, if any, raises CheckpointError for a state that does not fit.
     """
 
     is_optional = False
@@ -208,13 +192,7 @@ class PlainLeaf:
         """Return the packed state."""
         return np.frombuffer(self._packed, np.uint8)
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return the new state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, SoloGroup):
@@ -229,12 +207,7 @@ class PlainLeaf:
         return KEEP if packed_state is None else self.accept(packed_state)
 
     def _read(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        rank: int,
-        ranks: int,
+        self, entry: ManifestEntry, read: Reader, policy: str, rank: int, ranks: int
     ) -> bytes | None:
         stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:
@@ -348,29 +321,24 @@ def _has_state(value: Any) -> bool:
     )
 
 
-def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], what: str) -> None:
+def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], owner: str) -> None:
     """Raise CheckpointError unless a stored array has this dtype and shape."""
     if stored.dtype != dtype or stored.shape != shape:
         raise CheckpointError(
-            f"{key!r}: the checkpoint has {stored.words}, {what} is {dtype}{list(shape)}"
+            f"{key!r}: the checkpoint has {stored.words}, {owner} is {dtype}{list(shape)}"
         )
 
 
-def require_kind(key: str, entry: ManifestEntry, kind: str, what: str) -> None:
+def require_kind(key: str, entry: ManifestEntry, kind: str, owner: str) -> None:
     """Raise CheckpointError unless an entry has this kind."""
     if entry.kind != kind:
         raise CheckpointError(
-            f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}"
+            f"{key!r}: the checkpoint has a {entry.kind}, this program has {owner}"
         )
 
 
 class SoloGroup:
-    """Group of one worker that saves or restores for all, or leaves that to rank 0.
-
-    Args:
-        rank: Rank of this worker.
-        workers: Number of workers of the job.
-    """
+    """Group of one worker that saves or restores for all, or leaves that to rank 0."""
 
     size = 1
 
@@ -379,7 +347,7 @@ class SoloGroup:
         self.workers = workers
         self.members = (rank,)
 
-    def require_all(self, what: str, instead: str = "") -> None:
+    def require_all(self, action: str, instead: str = "") -> None:
         """Do nothing: this group needs no other rank."""
 
 

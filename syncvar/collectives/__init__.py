@@ -20,34 +20,29 @@ direct copy" means that a rank copies a block straight from the memory of anothe
 with the C extension all blocks below 4 MiB, take two copies instead: one into shared memory and one
 out of it. So do all blocks where a rank may not read the memory of the others.
 
-A file of a collective has the public function and two private ones. `_form` returns the input that
-a persistent call takes, or None for the slow path. `_request` checks the arguments before anything
-is sent, and returns a `TransferArgs` or a `ReduceArgs`. `dispatch.make_call` does the rest.
+A collective has a public function and two private ones. The form function returns the input that a
+persistent call takes, or None for the slow path. The request function checks the arguments before
+anything is sent, and returns a `TransferArgs` or a `ReduceArgs`. `dispatch.make_call` does the
+rest.
 """
 
 from __future__ import annotations
 
-from syncvar.collectives.all_gather import all_gather
 from syncvar.collectives.all_reduce import all_reduce
-from syncvar.collectives.all_to_all import all_to_all
 from syncvar.collectives.barrier import barrier
 from syncvar.collectives.broadcast import broadcast
-from syncvar.collectives.gather import gather
-from syncvar.collectives.groups import Group, new_group
-from syncvar.collectives.mesh import Mesh, mesh
+from syncvar.collectives.gather import all_gather, gather
+from syncvar.collectives.groups import Group, Mesh, mesh, new_group
 from syncvar.collectives.object_collectives import (
     all_gather_object,
     broadcast_object,
     gather_object,
     scatter_object,
 )
-from syncvar.collectives.reduce import reduce
-from syncvar.collectives.reduce_scatter import reduce_scatter
-from syncvar.collectives.scan import exscan, scan
-from syncvar.collectives.scatter import scatter
+from syncvar.collectives.reduce import exscan, reduce, reduce_scatter, scan
+from syncvar.collectives.scatter import all_to_all, scatter
 from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
-from syncvar.collectives.sharded_all_reduce import all_reduce_shards
-from syncvar.collectives.tree_sum import tree_sum
+from syncvar.collectives.sharded_sums import all_reduce_shards, tree_sum
 from syncvar.core.reduce_ops import register_op
 
 __all__ = [

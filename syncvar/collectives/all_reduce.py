@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives import nan_check
 from syncvar.collectives.buckets import reduce_one, reduce_together
 from syncvar.collectives.dispatch import call_persistent, make_call, native_dispatch
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
+    ReduceOptions,
+    check_finite,
     checked_scale,
     contribution,
     described_reduction,
     described_together,
     form_of,
+    is_finite_checked,
     outcome,
     reduction_of,
 )
@@ -38,8 +40,11 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
 
 
+_DEFAULT = ReduceOptions()
+
+
 @native_dispatch(second="op", usual="sum", positions=2)
-def all_reduce(
+def all_reduce(  # noqa: PLR0913  (public signature)
     x: Any,
     op: str = "sum",
     *,
@@ -113,23 +118,25 @@ def _form(
     return None
 
 
-def _request(
+def _request(communicator: Communicator, x: Any, out: Any, *how: Any, keep: bool) -> CollectiveSpec:
+    """Return the request of a public call; factors wrap the plain all-reduce."""
+    op, reproducible, scales, algorithm = how
+    options = ReduceOptions(reproducible, algorithm)
+    if scales is not None:
+        return _scaled_request(communicator, x, out, op, scales, options)
+    for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
+        check_finite(as_array(leaf), "all_reduce")
+    return reduce_request(communicator, x, op, out=out, options=options, keep=keep)
+
+
+def _scaled_request(
     communicator: Communicator,
     x: Any,
     out: Any,
-    keep: bool,
     op: str,
-    reproducible: bool,
-    scales: tuple[Any, Any, Any] | None,
-    algorithm: str | None,
+    scales: tuple[Any, Any, Any],
+    options: ReduceOptions,
 ) -> CollectiveSpec:
-    """Return the request of a public call; factors wrap the plain all-reduce."""
-    if scales is None:
-        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if nan_check.is_on() else ():
-            nan_check.look(as_array(leaf), "all_reduce")
-        return reduce_request(
-            communicator, x, op, out=out, reproducible=reproducible, keep=keep, algorithm=algorithm
-        )
     prescale, postscale, weight = scales
     if is_structure(x):
         raise ConfigError(
@@ -144,7 +151,7 @@ def _request(
         raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
     target = None if out is None else checked_output(out, array.shape, how.result)
     if weight is None or weight:  # the input of a rank of weight 0 does not count
-        nan_check.look(array, "all_reduce")
+        check_finite(array, "all_reduce")
     work = contribution(array, how, communicator.home_rank, prescale)
     if how.element_shape:
         work, how = work.view(how.result), how._replace(element_shape=())
@@ -161,9 +168,7 @@ def _request(
     name = f"all_reduce{scaled} of {how.source}" + (
         "" if postscale is None else f" by {postscale!r}"
     )
-    request = reduce_request(
-        communicator, operand, inner, reproducible=reproducible, name=name, algorithm=algorithm
-    )
+    request = reduce_request(communicator, operand, inner, name=name, options=options)
     first = request.body
 
     def body() -> Generator[Stage, None, Any]:
@@ -173,7 +178,7 @@ def _request(
         flat = np.asarray(total).reshape(-1)
         return outcome(how._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
-    return CollectiveSpec(request.what, request.digest, body())
+    return CollectiveSpec(request.label, request.digest, body())
 
 
 def reduce_request(
@@ -182,27 +187,21 @@ def reduce_request(
     op: str,
     *,
     out: Any = None,
-    reproducible: bool = False,
     name: str = "all_reduce",
-    apply: np.ufunc | None = None,
+    options: ReduceOptions = _DEFAULT,
     keep: bool = False,
-    algorithm: str | None = None,
 ) -> ReduceArgs:
-    """Check the arguments of an all-reduce and return the request.
-
-    With `apply`, the single array `out` becomes apply(out, result). Half types are rounded after
-    that.
-    """
+    """Check the arguments of an all-reduce and return the request; `keep` copies the input."""
     if not is_structure(x):
         array = as_array(x)
-        how, digest, what = described_reduction(array, op, name, reproducible, algorithm)
+        how, digest, what = described_reduction(array, op, name, options)
         if how.is_locating and out is not None:
             raise ConfigError(f"{how.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, how.result)
         if keep:
             array = array.copy()
             target = _output_for(communicator, array, how, target)
-        body = reduce_one(communicator, array, how, target, reproducible, apply, algorithm)
+        body = reduce_one(communicator, array, how, target, options)
         return ReduceArgs(what, digest, body, op, is_entered=array.dtype == how.result)
     structure, leaves = flatten(x)
     arrays = arrays_of(x, leaves)
@@ -216,7 +215,7 @@ def reduce_request(
             checked_output(one, array.shape, how.result)
             for one, array, how in zip(outs, arrays, hows, strict=True)
         ]
-    digest, what = described_together(structure, arrays, hows, op, name, reproducible, algorithm)
+    digest, what = described_together(structure, arrays, hows, op, name, options)
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
@@ -226,7 +225,7 @@ def reduce_request(
 
     def together() -> Generator[Stage, None, Any]:
         results = yield from reduce_together(
-            communicator, arrays, hows, targets, reproducible, algorithm=algorithm, opens=True
+            communicator, arrays, hows, targets, options, opens=True
         )
         return unflatten(structure, results, like)
 

@@ -21,9 +21,10 @@ from syncvar.collectives.transfer_args import (
     result_buffer,
 )
 from syncvar.core.array_arguments import deliver
-from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
+    TreeDef,
     arrays_in,
     describe,
     holds_dataclass,
@@ -34,9 +35,9 @@ from syncvar.core.pytree import (
 )
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -104,10 +105,10 @@ def broadcast_request(
     communicator: Communicator,
     x: Any,
     out: Any = None,
-    keep: bool = False,
     root: int = 0,
     algorithm: str | None = None,
     *,
+    keep: bool = False,
     name: str = "broadcast",
 ) -> TransferArgs:
     """Check the arguments of a broadcast and return the request; `keep` copies the root's input."""
@@ -116,16 +117,8 @@ def broadcast_request(
     if x is None and is_root:
         raise ConfigError(f"the root (rank {root}) must pass a value, not None")
     structure, arrays = (None, []) if x is None else arrays_in(x, out)
-    like, record, skeleton = x, InputRecord(), b""
-    if structure is not None:
-        like = private_copy(structure, x) if keep else x
-        kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
-        record = InputRecord(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
-        if is_root:
-            shapes = [[index, list(shape)] for index, shape in kinds]
-            skeleton = pack_object([structure_to_plain(structure), shapes])
-    elif x is not None:
-        record = array_record(arrays[0])
+    record, skeleton = _described(structure, arrays)
+    like = x if structure is None or not keep else private_copy(structure, x)
     if keep and is_root:
         arrays = [array.copy() for array in arrays]
 
@@ -153,17 +146,9 @@ def broadcast_request(
     layout = None
     if moves(communicator, "broadcast", algorithm):
         layout = _layout(arrays[0], root, is_root=is_root) if record.kind == ARRAY else UNMOVED
-    fields = CallFields(name, root=root)
-    if x is None or structure is not None:
-        shown = "None" if x is None else "structure"
-    else:
-        array = arrays[0]
-        shown = f"{array.dtype.name}{list(array.shape)}"
-        fields = CallFields(
-            name, "", array.dtype.name, array.shape, array.size, array.nbytes, root=root
-        )
+    shown = "None" if x is None else "structure"
     return TransferArgs(
-        CallLabel(f"{name}(root {root}, {shown})", fields),
+        _label(name, root, shown if x is None or structure is not None else arrays[0]),
         fingerprint(name, root, algorithm),
         layout,
         arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),
@@ -171,6 +156,25 @@ def broadcast_request(
         general=general,
         front=lambda x, out: fits_out(broadcast_blocks(x, out, is_root=is_root), out),
     )
+
+
+def _described(structure: TreeDef | None, arrays: list[NDArray[Any]]) -> tuple[InputRecord, bytes]:
+    """Return the record of an input, and of a pytree the structure and the shapes as bytes."""
+    if structure is None:
+        return array_record(arrays[0]) if arrays else InputRecord(), b""
+    kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
+    record = InputRecord(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
+    shapes = [[index, list(shape)] for index, shape in kinds]
+    return record, pack_object([structure_to_plain(structure), shapes])
+
+
+def _label(name: str, root: int, value: NDArray[Any] | str) -> CallLabel:
+    """Return the text of a call with an array, or with another value named by a word."""
+    if isinstance(value, str):
+        return CallLabel(f"{name}(root {root}, {value})", CallFields(name, root=root))
+    dtype, shape = value.dtype.name, value.shape
+    fields = CallFields(name, "", dtype, shape, value.size, value.nbytes, root=root)
+    return CallLabel(f"{name}(root {root}, {dtype}{list(shape)})", fields)
 
 
 def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.algorithms.compile_messages import LinkSchedule
+from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.collectives.reduce_args import contribution, kinds_of, outcome, sizes_of
 from syncvar.core.reduce_ops import divide_mean
-from syncvar.runtime.programs.arithmetic import store, store_parts
-from syncvar.runtime.programs.round_runner import Published
-from syncvar.runtime.programs.shm_reduce import ReduceBuffers, flat_of, in_one_exchange
+from syncvar.runtime.arithmetic import store, store_parts
+from syncvar.runtime.planner import Published
 from syncvar.runtime.request import Stage
+from syncvar.runtime.shm_reduce import ReduceBuffers, flat_of, in_one_exchange
 from syncvar.shm.segment import SegmentBlock
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.collectives.reduce_args import ReduceOptions
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
 
@@ -37,19 +38,17 @@ def reduce_together(
     arrays: list[NDArray[Any]],
     hows: list[Reduction],
     targets: Sequence[NDArray[Any] | None],
-    reproducible: bool,
-    apply: np.ufunc | None = None,
-    algorithm: str | None = None,
+    options: ReduceOptions,
     *,
     no_overlap: bool = False,
     opens: bool = False,
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce several arrays with one transfer for each kind of reduction; return the results.
 
-    A target of None means a new array. With `apply` a target becomes apply(target, result).
+    A target of None means a new array.
 
     Args:
-        are_apart: No input overlaps the target of another one.
+        no_overlap: No input overlaps the target of another one.
         opens: These stages are the first of their call; several kinds of short arrays share one
             transfer.
     """
@@ -57,6 +56,7 @@ def reduce_together(
         arrays = _apart(arrays, targets)
     kinds = kinds_of(hows)
     results: list[Any] = [None] * len(arrays)
+    reproducible, algorithm, apply = options
     if opens and len(kinds) > 1 and apply is None and algorithm is None:
         sizes = sizes_of(kinds, arrays)
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
@@ -70,22 +70,24 @@ def reduce_together(
         if len(places) == 1:
             index = places[0]
             results[index] = yield from reduce_one(
-                communicator, arrays[index], how, targets[index], reproducible, apply, algorithm
+                communicator, arrays[index], how, targets[index], options
             )
             continue
         some, outs = [arrays[index] for index in places], [targets[index] for index in places]
-        made = yield from _fused(communicator, some, how, outs, reproducible, apply, algorithm)
+        made = yield from _fused(communicator, some, how, outs, options)
         for index, result in zip(places, made, strict=True):
             results[index] = result
     return results
 
 
-def _plan(
-    communicator: Communicator, count: int, how: Reduction, reproducible: bool, algorithm: Any
-) -> Any:
-    ordered = reproducible or not how.commutes
-    nbytes = how.accumulate.itemsize
-    return communicator.plan("all_reduce", count, nbytes, reproducible=ordered, algorithm=algorithm)
+def _plan(communicator: Communicator, count: int, how: Reduction, options: ReduceOptions) -> Any:
+    return communicator.plan(
+        "all_reduce",
+        count,
+        how.accumulate.itemsize,
+        reproducible=options.reproducible or not how.commutes,
+        algorithm=options.algorithm,
+    )
 
 
 def _fused(
@@ -93,15 +95,13 @@ def _fused(
     arrays: list[NDArray[Any]],
     how: Reduction,
     targets: list[NDArray[Any] | None],
-    reproducible: bool,
-    apply: np.ufunc | None,
-    algorithm: str | None,
+    options: ReduceOptions,
 ) -> Generator[Stage, None, list[Any]]:
     size = communicator.size
     count = sum([how.count(array) for array in arrays])
-    plan = _plan(communicator, count, how, reproducible, algorithm)
+    plan = _plan(communicator, count, how, options)
     if _is_shared(plan, how) or not (how.is_packed or any(target is None for target in targets)):
-        return (yield from _stored(plan, arrays, how, targets, size, apply))
+        return (yield from _stored(plan, arrays, how, targets, size, options.apply))
     rank = communicator.home_rank
     work = np.concatenate([contribution(array, how, rank) for array in arrays])
     yield Stage(plan, work, how.ufunc)
@@ -188,13 +188,11 @@ def reduce_one(
     array: NDArray[Any],
     how: Reduction,
     target: NDArray[Any] | None,
-    reproducible: bool,
-    apply: np.ufunc | None = None,
-    algorithm: str | None = None,
+    options: ReduceOptions,
 ) -> Generator[Stage, None, Any]:
     """Reduce one array, as `reduce_together` does. minloc and maxloc return two arrays."""
-    size = communicator.size
-    plan = _plan(communicator, how.count(array), how, reproducible, algorithm)
+    size, apply = communicator.size, options.apply
+    plan = _plan(communicator, how.count(array), how, options)
     if _is_shared(plan, how):
         if (
             target is not None
@@ -214,10 +212,10 @@ def reduce_one(
     ):
         flat = array.reshape(-1)
         if target is not None and _takes_sums(target, flat, how, size) and apply is None:
-            yield Stage(plan, target.reshape(-1), how.ufunc, brought=flat)
+            yield Stage(plan, target.reshape(-1), how.ufunc, send_buffer=flat)
             return target
         work = np.empty(flat.size, how.accumulate)
-        yield Stage(plan, work, how.ufunc, brought=flat)
+        yield Stage(plan, work, how.ufunc, send_buffer=flat)
     else:
         work = contribution(array, how, communicator.home_rank)
         yield Stage(plan, work, how.ufunc)

@@ -17,11 +17,11 @@ from syncvar._native.constants import NUMBERS_MAX
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
+from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.call_record import own_site
 from syncvar.runtime.communicator import CollectiveSpec
-from syncvar.runtime.flight_recorder.call_sites import own_site
-from syncvar.runtime.programs.block_transfer import NOTHING
-from syncvar.runtime.timeouts import is_seconds
+from syncvar.runtime.work import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import CallLabel
+    from syncvar.runtime.persistent_builder import CallLabel
     from syncvar.runtime.work import Work
 
     Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
@@ -72,14 +72,14 @@ def native_dispatch(**how: Any) -> Callable[[Function], Function]:
     return decorated
 
 
-def make_call(
+def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; hot path)
     public: Callable[..., Any],
     form_of: Callable[..., Any] | None,
     make: Callable[..., Any],
     x: Any,
     out: Any,
     group: Any,
-    async_op: bool,
+    async_op: bool,  # noqa: FBT001  (hot path)
     timeout: float | None,
     foreign: Mapping[str, Any],
     how: tuple[Any, ...] = (),
@@ -91,8 +91,9 @@ def make_call(
         form_of: Function of (communicator, x, out, how). It returns the input of a persistent call,
             which has a dtype and a shape, or None for the slow path. None: all calls have one
             input.
-        make: Function of (communicator, x, out, keep, *how) that checks the arguments and returns a
-            `CollectiveSpec`, or a `Cacheable` where there is a form. `keep` copies the input.
+        make: Function of (communicator, x, out, *how, keep=...) that checks the arguments. It
+            returns a `CollectiveSpec`, or a `Cacheable` where there is a form. `keep` copies the
+            input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
         how: The other arguments; the C extension looks up calls by the first one and the array.
@@ -106,7 +107,7 @@ def make_call(
             key = (make, how) if form_of is None else (make, how, form.dtype, form.shape)
 
             def build(x: Any, out: Any) -> Any:
-                return make(communicator, x, out, False, *how)
+                return make(communicator, x, out, *how, keep=False)
 
             ready = _ready(communicator, key, form, x, out, build, public, how)
             if ready is not None:
@@ -123,11 +124,11 @@ def make_call(
             return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, how)
 
         return call_with_numpy(again, x, out)
-    check = partial(make, communicator, x, out, async_op, *how)
+    check = partial(make, communicator, x, out, *how, keep=async_op)
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
 
 
-def call_persistent(
+def call_persistent(  # noqa: PLR0913  (hot path)
     communicator: Communicator,
     key: Hashable,
     form: Any,
@@ -156,7 +157,7 @@ def call_persistent(
     return ready(form, out, label, timeout)
 
 
-def _ready(
+def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     communicator: Communicator,
     key: Hashable,
     form: Any,

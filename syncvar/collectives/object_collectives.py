@@ -7,13 +7,13 @@ PyTorch and JAX, which arrive as such.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gathered_blocks, other_ranks
 from syncvar.collectives.broadcast import broadcast_blocks
 from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.gather import gathered_blocks, other_ranks
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
 from syncvar.collectives.stage_builders import (
     AT_ONCE,
@@ -25,9 +25,9 @@ from syncvar.collectives.stage_builders import (
 from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, moves
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -66,7 +66,7 @@ def all_gather_object(
         >>> sv.all_gather_object({"rank": sv.rank()})
         [{'rank': 0}]
     """
-    return _call("all_gather_object", _own, _gathering, _each, o, None, group, timeout, async_op)
+    return _call(_ALL_GATHER, o, None, group, timeout, async_op=async_op)
 
 
 def broadcast_object(
@@ -99,9 +99,7 @@ def broadcast_object(
         >>> sv.broadcast_object([1, "two"])
         [1, 'two']
     """
-    return _call(
-        "broadcast_object", _of_root, _broadcasting, _first, o, root, group, timeout, async_op
-    )
+    return _call(_BROADCAST, o, root, group, timeout, async_op=async_op)
 
 
 def gather_object(
@@ -134,7 +132,7 @@ def gather_object(
         >>> sv.gather_object("me")
         ['me']
     """
-    return _call("gather_object", _own, _gathering, _each, o, root, group, timeout, async_op)
+    return _call(_GATHER, o, root, group, timeout, async_op=async_op)
 
 
 def scatter_object(
@@ -168,35 +166,36 @@ def scatter_object(
         >>> sv.scatter_object(["for rank 0"])
         'for rank 0'
     """
-    return _call(
-        "scatter_object", _parts, _scattering, _first, objects, root, group, timeout, async_op
-    )
+    return _call(_SCATTER, objects, root, group, timeout, async_op=async_op)
+
+
+class _ObjectCollective(NamedTuple):
+    """One of the four calls."""
+
+    name: str  # the public call
+    # Function of (communicator, object, root) that returns this rank's packed objects.
+    pack: Callable[[Communicator, Any, int | None], list[bytes]]
+    # Function of (name, communicator, packed, root) that returns the request.
+    make: Callable[[str, Communicator, list[bytes], Any], TransferArgs]
+    # Function of (communicator, packed, root) that returns the result of the call.
+    finish: Callable[[Communicator, list[bytes], int | None], Any]
 
 
 def _call(
-    name: str,
-    bring: Callable[[Communicator, Any, int | None], list[bytes]],
-    make: Callable[[str, Communicator, list[bytes], Any], TransferArgs],
-    finish: Callable[[Communicator, list[bytes], int | None], Any],
-    given: Any,
+    collective: _ObjectCollective,
+    value: Any,
     root: int | None,
     group: Any,
     timeout: float | None,
+    *,
     async_op: bool,
 ) -> Any:
-    """Make a call of objects by its persistent call, which moves small ones, or by the slow path.
-
-    Args:
-        name: The public call.
-        bring: Function of (communicator, object, root) that returns this rank's packed objects.
-        make: Function of (name, communicator, packed, root) that returns the request.
-        finish: Function of (communicator, packed, root) that returns the result of the call.
-        given: The caller's object; so are `root`, `group`, `timeout` (seconds) and `async_op`.
-    """
+    """Make a call by its persistent call, which moves small objects, or by the slow path."""
+    name, pack, make, finish = collective
     communicator = communicator_of(group)
     if not async_op and (root is None or type(root) is int):
         try:
-            heads = _heads(bring(communicator, given, root))
+            heads = _heads(pack(communicator, value, root))
         except Exception:  # of another library's tensor: the slow path raises it, informs the group
             heads = None
         if heads is not None:
@@ -213,12 +212,12 @@ def _call(
 
     def check() -> CollectiveSpec:
         source = _checked(root, communicator)
-        request = make(name, communicator, bring(communicator, given, source), source)
+        request = make(name, communicator, pack(communicator, value, source), source)
 
         def body() -> Generator[Stage, None, Any]:
             return finish(communicator, (yield from request.body), source)
 
-        return CollectiveSpec(request.what, request.digest, body())
+        return CollectiveSpec(request.label, request.digest, body())
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 
@@ -244,9 +243,9 @@ def _parts(communicator: Communicator, objects: Any, root: int | None) -> list[b
     count = len(communicator.whole)
     if not isinstance(objects, list | tuple) or len(objects) != count:
         is_list = isinstance(objects, list | tuple)
-        given = f"{len(objects)} objects" if is_list else type(objects).__name__
+        found = f"{len(objects)} objects" if is_list else type(objects).__name__
         raise ConfigError(
-            f"scatter_object needs a list of {count} objects on the root, not {given}"
+            f"scatter_object needs a list of {count} objects on the root, not {found}"
         )
     if communicator.uneven is not None:
         objects = [objects[rank] for rank in communicator.present]
@@ -272,12 +271,12 @@ def _gathering(
 ) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
     takes = other_ranks(size, rank) if root in (None, rank) else ()
-    return _moving(
+    return _transfer(
         name,
         communicator,
         packed,
         root,
-        takes,
+        _layout(takes),
         lambda head: gathered_blocks(head, None, size, rank, root),
         lambda: gather_bytes(communicator, packed[0], root),
     )
@@ -291,13 +290,12 @@ def _broadcasting(
     def general() -> Generator[Stage, None, list[bytes]]:
         return [(yield from broadcast_bytes(communicator, packed[0], root))]
 
-    takes = () if is_root else ((root, 0),)
-    return _moving(
+    return _transfer(
         name,
         communicator,
         packed,
         root,
-        takes,
+        _layout(() if is_root else ((root, 0),)),
         lambda head: broadcast_blocks(head, None, is_root=is_root),
         general,
     )
@@ -322,38 +320,29 @@ def _scattering(
         whole = np.frombuffer(b"".join(packed), np.uint8).copy() if is_root else None
         return [(yield from scatter_flat(communicator, whole, _BYTE, counts, root)).tobytes()]
 
-    return _moving(
-        name,
-        communicator,
-        packed,
-        root,
-        () if is_root else ((root, rank),),
-        blocks_of,
-        general,
-        blocks=size,
-    )
+    layout = _layout(() if is_root else ((root, rank),), blocks=size)
+    return _transfer(name, communicator, packed, root, layout, blocks_of, general)
 
 
-def _moving(
+def _layout(takes: tuple[tuple[int, int], ...], blocks: int = 1) -> TransferLayout:
+    detail = detail_of(_BYTE, (_HEAD_BYTES,), "objects")
+    return TransferLayout(detail, _BYTE, (_HEAD_BYTES,), blocks, takes)
+
+
+def _transfer(
     name: str,
     communicator: Communicator,
     packed: list[bytes],
     root: int | None,
-    takes: tuple[tuple[int, int], ...],
+    small: TransferLayout,
     blocks_of: Callable[[NDArray[Any]], Blocks],
     general: Callable[[], Generator[Stage, None, list[bytes]]],
-    *,
-    blocks: int = 1,
 ) -> TransferArgs:
     """Return the request of a call of objects; one long object sends all ranks to the slow path."""
     heads = _heads(packed)
-    layout: TransferLayout | None = TransferLayout(
-        detail_of(_BYTE, (_HEAD_BYTES,), "objects"), _BYTE, (_HEAD_BYTES,), blocks, takes
-    )
-    if not (layout.is_small and moves(communicator, name)):  # type: ignore[union-attr]
-        layout = None
-    elif heads is None:
-        layout = UNMOVED
+    layout = None
+    if small.is_small and moves(communicator, name):
+        layout = UNMOVED if heads is None else small
     what, digest = name, fingerprint(name)
     if root is not None:
         what = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
@@ -384,3 +373,9 @@ def _in_heads(made: NDArray[Any] | list[bytes]) -> list[bytes]:
     if isinstance(made, list):
         return made
     return [data[:count] for count, data in HEAD.iter_unpack(made.data)]
+
+
+_ALL_GATHER = _ObjectCollective("all_gather_object", _own, _gathering, _each)
+_BROADCAST = _ObjectCollective("broadcast_object", _of_root, _broadcasting, _first)
+_GATHER = _ObjectCollective("gather_object", _own, _gathering, _each)
+_SCATTER = _ObjectCollective("scatter_object", _parts, _scattering, _first)

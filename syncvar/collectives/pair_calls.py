@@ -1,7 +1,7 @@
 """Messages between an ordered pair of ranks with one tag: the requests of both ends.
 
 Over a link a message has two stages: a record of fixed length with dtype and shape, then the array.
-Ranks of one host use a message ring instead; see `runtime/p2p/endpoints.py`.
+Ranks of one host use a message ring instead; see `runtime/p2p_endpoints.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native import MessageCounter
-from syncvar.algorithms.compile_messages import compile_for_links
+from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
-from syncvar.core.dtypes import dtype_from_index
+from syncvar.core.array_types import dtype_from_index
 from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,
@@ -24,11 +24,11 @@ from syncvar.protocol.fixed_records import (
     pack_record,
     unpack_record,
 )
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.p2p.channel import P2PChannel
-from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
-from syncvar.runtime.p2p.message_requests import Receiving, Sending
+from syncvar.runtime.p2p_channel import P2PChannel
+from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
+from syncvar.runtime.p2p_requests import Receiving, Sending
 from syncvar.runtime.request import Stage
 from syncvar.shm.message_ring import array_code
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_messages import LinkSchedule
+    from syncvar.algorithms.compile_schedule import LinkSchedule
     from syncvar.algorithms.schedule import Step
     from syncvar.runtime.communicator import Communicator
-    from syncvar.runtime.p2p.endpoints import Landing
+    from syncvar.runtime.p2p_endpoints import Landing
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
 _STREAMS_MAX = 128  # channels of a group; beyond that, idle ones are dropped
 
 
-def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2PChannel:
+def channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2PChannel:
     """Return the channel of a pair and tag: send k meets receive k.
 
     A tag may be the number of a step. An unused channel keeps only the number of its next message.
@@ -79,17 +79,17 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2P
 
 
 def _let_go(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
-    for key, line in list(streams.items()):
-        stream, engine = line.stream, line.stream.engine
+    for key, channel in list(streams.items()):
+        stream, engine = channel.stream, channel.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
             streams.pop(key, None)  # another thread may have dropped it
-            line.retire()
+            channel.retire()
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
-def send_text(name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
+def send_text(name: str, channel: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
     """Return the text of a send."""
-    peer = line.stream.members[_DEST]
+    peer = channel.stream.members[_DEST]
     fields = CallFields(name, size=array.nbytes, peer=peer, tag=tag)
     shown = f"{array.nbytes} bytes"
     if kind != BYTES:
@@ -99,9 +99,9 @@ def send_text(name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: 
     return CallLabel(f"{name}({shown} to rank {peer}, tag {tag})", fields)
 
 
-def to_send(
+def send_request(
     name: str,
-    line: P2PChannel,
+    channel: P2PChannel,
     array: NDArray[Any],
     kind: int,
     tag: int,
@@ -110,7 +110,7 @@ def to_send(
     copies: bool,
 ) -> CollectiveSpec:
     """Return the call that sends an array, or an object as bytes; `waits` for its receiver."""
-    stream = line.stream
+    stream = channel.stream
     work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(
         -1
     )
@@ -124,24 +124,24 @@ def to_send(
 
     what = array_code(kind, told.dtype, array.ndim)
     message = (
-        Sending(line.end, what, work.reshape(array.shape), waits=waits)
-        if isinstance(line.end, SendEndpoint)
+        Sending(channel.end, what, work.reshape(array.shape), waits=waits)
+        if isinstance(channel.end, SendEndpoint)
         else None
     )
     return CollectiveSpec(
-        send_text(name, line, array, kind, tag), fingerprint("message"), body(), message
+        send_text(name, channel, array, kind, tag), fingerprint("message"), body(), message
     )
 
 
-def to_receive(
+def receive_request(
     name: str,
-    line: P2PChannel,
+    channel: P2PChannel,
     tag: int,
     landing: Landing,
     finish: Callable[[int, NDArray[Any]], Any],
 ) -> CollectiveSpec:
     """Return the call that receives a message."""
-    stream = line.stream
+    stream = channel.stream
 
     def body() -> Generator[Stage, None, Any]:
         data = np.empty(RECORD_BYTES, np.uint8)
@@ -156,15 +156,17 @@ def to_receive(
     peer = stream.members[_SOURCE]
     fields = CallFields(name, peer=peer, tag=tag)
     what = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
-    message = Receiving(line.end, landing, finish) if isinstance(line.end, RecvEndpoint) else None
+    message = (
+        Receiving(channel.end, landing, finish) if isinstance(channel.end, RecvEndpoint) else None
+    )
     return CollectiveSpec(what, fingerprint("message"), body(), message)
 
 
-def _begun(tag: int, line: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
+def _begun(tag: int, channel: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
     """Return the call of a long message that the C extension has begun, with its array."""
-    if isinstance(line.end, SendEndpoint):
-        return to_send("send", line, array, ARRAY, tag, waits=True, copies=False)
-    return to_receive("recv", line, tag, lambda *_: None, lambda _kind, made: made)
+    if isinstance(channel.end, SendEndpoint):
+        return send_request("send", channel, array, ARRAY, tag, waits=True, copies=False)
+    return receive_request("recv", channel, tag, lambda *_: None, lambda _kind, made: made)
 
 
 def _plan(stream: Communicator, *steps: Step) -> LinkSchedule:

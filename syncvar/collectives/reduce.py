@@ -1,39 +1,52 @@
-"""Reduce: the root ends with the combination of all ranks' values."""
+"""Reduce, reduce-scatter, scan and exclusive scan.
+
+The root ends with the combination of all ranks' values, or each rank with its piece of it. In a
+scan rank r ends with the combination of the ranks up to r (before r).
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives import nan_check
+import numpy as np
+
+from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
+    check_finite,
     contribution,
     described,
     outcome,
     release_others,
     run_plan,
 )
-from syncvar.core.array_arguments import checked_output
+from syncvar.collectives.transfer_args import TransferArgs, fits_out, moves, place_of, result_buffer
+from syncvar.core.array_arguments import as_array, checked_output, deliver
+from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
-from syncvar.core.reduce_ops import op_name
+from syncvar.core.reduce_ops import OPS, identity, op_name
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.compile_reduce import ResultPlacement
+from syncvar.runtime.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
+    from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
-def reduce(
+def reduce(  # noqa: PLR0913  (public signature)
     x: Any,
     op: str = "sum",
     root: int = 0,
@@ -72,10 +85,12 @@ def reduce(
         array([1., 2.])
     """
     how = (op_name(op), root, algorithm)
-    return make_call(reduce, _form, _request, x, out, group, async_op, timeout, _foreign, how)
+    return make_call(
+        reduce, _reduce_form, _reduce_request, x, out, group, async_op, timeout, _foreign, how
+    )
 
 
-def _form(
+def _reduce_form(
     _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     op, root, algorithm = how
@@ -84,29 +99,29 @@ def _form(
     )
 
 
-def _request(
+def _reduce_request(
     communicator: Communicator,
     x: Any,
     out: Any,
-    keep: bool,
     op: str,
     root: int,
     algorithm: str | None,
+    *,
+    keep: bool,
 ) -> ReduceArgs:
     """Check the arguments and return the request; the input is copied now, with `keep` its tree."""
     target = checked_root(root, communicator)
     is_root = communicator.member_rank == target
     structure, arrays = arrays_in(x, out)
     for array in arrays:
-        nan_check.look(array, "reduce")
+        check_finite(array, "reduce")
     parts = [
         described(array, op, "reduce", target, algorithm, shown=f", root {target}", root=target)
         for array in arrays
     ]
     hows = [how for how, _, _ in parts]
-    into = None
-    if out is not None and is_root:
-        into = checked_output(out, arrays[0].shape, hows[0].result)
+    if out is not None:
+        out = checked_output(out, arrays[0].shape, hows[0].result) if is_root else None
     like = private_copy(structure, x) if keep else x
     works = [
         contribution(array, how, communicator.home_rank)
@@ -122,16 +137,321 @@ def _request(
         if not is_root:
             return None
         results = [
-            outcome(how, work, communicator.size, array.shape, into)
+            outcome(how, work, communicator.size, array.shape, out)
             for array, how, work in zip(arrays, left, works, strict=True)
         ]
         return results[0] if structure is None else unflatten(structure, results, like)
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
-        text = f"reduce({op}, {len(arrays)} arrays, root {target})"
-        label = CallLabel(text, CallFields("reduce", op, root=target))
-        return ReduceArgs(label, digest, body(), op)
+        what = f"reduce({op}, {len(arrays)} arrays, root {target})"
+        fields = CallFields("reduce", op, root=target)
+        return ReduceArgs(CallLabel(what, fields), digest, body(), op)
     ((how, digest, what),) = parts
-    is_entered, ends = arrays[0].dtype == how.result, ResultPlacement("reduce", target)
+    ends = ResultPlacement("reduce", target)
+    is_entered = arrays[0].dtype == how.result
     return ReduceArgs(what, digest, body(), op, ends, is_entered=is_entered)
+
+
+@native_dispatch(second="op", usual="sum", positions=2)
+def scan(
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Combine the values of the ranks 0 to r on rank r.
+
+    Args:
+        x: Array of any shape, or number; the same shape and dtype on every rank.
+        op: As for `all_reduce`; the mean on rank r is over r + 1 values.
+        out: Array of the result's shape and dtype to write to.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
+
+    Returns:
+        A new array of the shape of `x`: x0 op … op xr.
+
+    Raises:
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
+
+    Cost: in shared memory one round. Over links ceil(log2 n) rounds with the whole array, and as
+        many empty frames back, because no rank returns before all have entered.
+    Order: lower ranks are left operands.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.scan([1.0, 2.0])
+        array([1., 2.])
+    """
+    return make_call(
+        scan,
+        _scan_form,
+        _scan_request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        {},
+        (op_name(op), algorithm),
+    )
+
+
+@native_dispatch(second="op", usual="sum", positions=2)
+def exscan(
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Combine the values of the ranks 0 to r-1 on rank r; rank 0 gets the identity of the op.
+
+    Args:
+        x: Array of any shape, or number; the same shape and dtype on every rank.
+        op: As for `all_reduce`, but not minloc, maxloc or a registered op, which have no identity.
+            The mean on rank 0 is 0.
+        out: Array of the result's shape and dtype to write to.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
+
+    Returns:
+        A new array of the shape of `x`: x0 op … op x(r-1).
+
+    Raises:
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
+
+    Cost: that of `scan`.
+    Order: lower ranks are left operands.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.exscan([1.0, 2.0], "prod")
+        array([1., 1.])
+    """
+    how = (op_name(op), algorithm)
+    return make_call(exscan, _scan_form, _exscan_request, x, out, group, async_op, timeout, {}, how)
+
+
+def _scan_form(
+    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
+    op, algorithm = how
+    return plain_array(x) if isinstance(op, str) and algorithm is None else None
+
+
+def _prefix_request(
+    name: str,
+    communicator: Communicator,
+    x: Any,
+    out: Any,
+    op: str,
+    algorithm: str | None,
+    **_keep: bool,
+) -> ReduceArgs:
+    """Check the arguments and return the request; the input is copied now."""
+    array = as_array(x)
+    check_finite(array, name)
+    how, digest, what = described(array, op, name, algorithm)
+    neutral = identity(how) if name == "exscan" else None
+    into = None if out is None else checked_output(out, array.shape, how.result)
+    rank = communicator.member_rank
+    work = contribution(array, how, communicator.home_rank)
+    count = rank if name == "exscan" else rank + 1
+
+    def body() -> Generator[Stage, None, Any]:
+        left = yield from run_plan(communicator, name, work, how, algorithm=algorithm)
+        yield from release_others(communicator, communicator.size - 1)
+        if count:
+            return outcome(left, work, count, array.shape, into)
+        return deliver(np.full(array.shape, neutral, how.result), into)
+
+    return ReduceArgs(
+        what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result
+    )
+
+
+_scan_request, _exscan_request = (
+    partial(_prefix_request, "scan"),
+    partial(_prefix_request, "exscan"),
+)
+
+
+@native_dispatch(second="op", usual="sum", positions=2)
+def reduce_scatter(  # noqa: PLR0913  (public signature)
+    x: Any,
+    op: str = "sum",
+    *,
+    lengths: Sequence[int] | None = None,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
+    """Combine the values of all ranks and give each rank its piece of axis 0.
+
+    Args:
+        x: Array of at least one dimension, of the same shape and dtype on every rank.
+        op: As for `all_reduce`.
+        lengths: Rows of axis 0 for each rank, the same list on every rank. None cuts evenly; the
+            first pieces are longer.
+        out: Array of the piece's shape and dtype to write to.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
+
+    Returns:
+        A new array: this rank's rows of the combination.
+
+    Raises:
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
+
+    Cost: n-1 rounds over links, in which each rank sends (n-1)/n of the array. In shared memory
+        each rank reads its pieces directly from arrays of `sv.empty`; other arrays are copied cell
+        by cell.
+    Order: lower ranks are left operands; fixed by shape and number of ranks.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.reduce_scatter(np.arange(3.0))
+        array([0., 1., 2.])
+    """
+    how = (op_name(op), lengths, algorithm)
+    return make_call(
+        reduce_scatter,
+        _scatter_form,
+        _scatter_request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        how,
+    )
+
+
+def _scatter_form(
+    communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
+    op, lengths, algorithm = how
+    is_plain = (
+        type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
+    )
+    return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
+
+
+def _scatter_request(
+    communicator: Communicator,
+    x: Any,
+    out: Any,
+    op: str,
+    lengths: Any,
+    algorithm: str | None,
+    *,
+    keep: bool,
+) -> TransferArgs:
+    """Check the arguments and return the request; `keep` copies the input."""
+    array = as_array(x)
+    check_finite(array, "reduce_scatter")
+    if array.ndim == 0:
+        raise ConfigError(
+            "reduce_scatter cuts along axis 0, and a scalar has none; "
+            "pass np.reshape(x, (1,)), or use all_reduce"
+        )
+    rows = _rows(lengths, array.shape[0], communicator)
+    how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
+    rank = communicator.member_rank
+    if len(how.element_shape) == array.ndim:
+        raise ConfigError(
+            f"reduce_scatter cuts along axis 0, and x is one element of the op {how.name!r}: "
+            f"stack several elements along axis 0"
+        )
+    shape = (rows[rank], *array.shape[1:])
+    into = None if out is None else checked_output(out, shape, how.result)
+
+    # Registered ops may be replaced, and locating ops need pairs: both take the slow path.
+    is_moved = (
+        len(set(rows)) == 1
+        and moves(communicator, "reduce_scatter", algorithm)
+        and how.name in OPS
+        and not how.is_locating
+    )
+    if is_moved:
+        operand = array.copy() if keep else array
+        return _shared_request(communicator, operand, into, how, shape, (what, digest))
+    work = contribution(array, how, communicator.home_rank)
+    width = prod(array.shape[1:]) // prod(how.element_shape)
+    counts = tuple(row * width for row in rows)
+    start = sum(counts[:rank])
+
+    def general() -> Generator[Stage, None, Any]:
+        yield from run_plan(
+            communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm
+        )
+        return outcome(how, work[start : start + counts[rank]], communicator.size, shape, into)
+
+    return TransferArgs(
+        what, digest, None, arrange=lambda: None, finish=lambda made: made, general=general
+    )
+
+
+def _shared_request(
+    communicator: Communicator,
+    operand: NDArray[Any],
+    into: NDArray[Any] | None,
+    how: Reduction,
+    shape: tuple[int, ...],
+    label: tuple[str, int],
+) -> TransferArgs:
+    """Return the request of a reduce-scatter with equal pieces in shared memory."""
+    size, rank = communicator.size, communicator.member_rank
+
+    def blocks_of(x: NDArray[Any], out: Any) -> Blocks:
+        made = result_buffer(out, shape, how.result, x)
+        length = shape[0]
+        blocks = [x[length * peer : length * (peer + 1)] for peer in range(size)]
+        others = (*blocks[:rank], *blocks[rank + 1 :])
+        return Blocks(made, others, (made,), np.ascontiguousarray(blocks[rank]))
+
+    takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
+    divisor = size if how.is_mean else 0
+    layout = TransferLayout(
+        None, how.accumulate, shape, size - 1, takes, ufunc=how.ufunc, divisor=divisor
+    )
+    return TransferArgs(
+        *label,
+        layout,
+        arrange=lambda: blocks_of(operand, into),
+        finish=lambda made: deliver(made, into),
+        general=None,
+        front=lambda x, out: fits_out(blocks_of(x, out), out),
+    )
+
+
+def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ...]:
+    if lengths is None:
+        return tuple(chunk.count for chunk in even_chunks(total, communicator.size))
+    size = len(communicator.whole)
+    rows = tuple(lengths)
+    if len(rows) != size or any(
+        isinstance(row, bool) or not isinstance(row, int | np.integer) or row < 0 for row in rows
+    ):
+        raise ConfigError(
+            f"lengths must be {size} integers >= 0, one for each rank, not {lengths!r}"
+        )
+    if sum(rows) != total:
+        raise ConfigError(f"lengths {list(rows)} add up to {sum(rows)}, axis 0 has {total}")
+    gone = [rank for rank in range(size) if rows[rank] and rank not in communicator.present]
+    if gone:
+        raise UsageError(
+            f"lengths {list(rows)} has rows for rank {gone[0]}, which has left its loop in "
+            f"sv.uneven: give it 0 rows"
+        )
+    return tuple(int(rows[rank]) for rank in communicator.present)

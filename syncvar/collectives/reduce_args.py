@@ -6,23 +6,26 @@ as one small vector. Everything else takes the slow path, which also reports wro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar._native.constants import LEAVES_MAX
+from syncvar.bootstrap.process import joined
 from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.persistent.mixed_dtypes import prepare_kinds
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement
-from syncvar.runtime.programs.round_runner import Published
-from syncvar.runtime.programs.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
+from syncvar.runtime.compile_reduce import EVERYWHERE, ResultPlacement
+from syncvar.runtime.persistent_mixed_dtypes import prepare_kinds
+from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.planner import Published
 from syncvar.runtime.request import Stage
+from syncvar.runtime.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -36,6 +39,16 @@ _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 _DEPTH_MAX = 16
 _KINDS: dict[type[Any], str] = {dict: "dict", list: "list", tuple: "tuple"}
 _LOCATING = ("minloc", "maxloc")
+
+
+class ReduceOptions(NamedTuple):
+    """Options of an all-reduce."""
+
+    reproducible: bool = False  # whether the ranks combine by the reproducible tree
+    algorithm: str | None = None  # name of the algorithm; None lets syncvar choose
+    # Ufunc: the output becomes apply(output, result), and half types are rounded after that.
+    # None stores the result.
+    apply: np.ufunc | None = None
 
 
 def described(
@@ -53,12 +66,12 @@ def described(
 
 
 def described_reduction(
-    array: NDArray[Any], op: str, name: str, reproducible: bool, algorithm: str | None = None
+    array: NDArray[Any], op: str, name: str, options: ReduceOptions
 ) -> tuple[Reduction, int, str]:
     """Return the reduction of an array, and the fingerprint and the text of the all-reduce."""
-    return described(
-        array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else ""
-    )
+    reproducible, algorithm, _ = options
+    shown = ", reproducible" if reproducible else ""
+    return described(array, op, name, reproducible, algorithm, shown=shown)
 
 
 def described_together(
@@ -67,16 +80,17 @@ def described_together(
     hows: Sequence[Reduction],
     op: str,
     name: str,
-    reproducible: bool,
-    algorithm: str | None = None,
+    options: ReduceOptions,
 ) -> tuple[int, str]:
     """Return the fingerprint and the text of a call that reduces a pytree; see `described`."""
     op, shape = (hows[0].name, hows[0].element_shape) if hows else (op, ())
     # `how.source` is the name of the dtype: `dtype.name` is slow.
     kinds = tuple([(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])
-    digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *shape)
+    digest = fingerprint(
+        name, op, structure, kinds, options.reproducible, options.algorithm, *shape
+    )
     nbytes = sum([array.nbytes for array in arrays])
-    mode = ", reproducible" if reproducible else ""
+    mode = ", reproducible" if options.reproducible else ""
     text = f"{name}({op}, {describe(structure)}, {nbytes} bytes{mode})"
     return digest, CallLabel(text, CallFields(name, op, size=nbytes))
 
@@ -281,7 +295,7 @@ class ReduceArgs(Cacheable):
         self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
     ) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
+        return prepare_form(communicator, like, self._op, self.digest, self.label, self._ends)
 
 
 def prepare_form(
@@ -333,10 +347,60 @@ def persistent_reduction(
     x: NDArray[Any],
     op: str,
     name: str,
-    reproducible: bool,
-    apply: np.ufunc | None = None,
+    options: ReduceOptions,
 ) -> PreparedCall | None:
     """Build the persistent call of the all-reduces of `reduce_request`."""
-    _, digest, what = described_reduction(x, op, name, reproducible)
-    made = prepare_form(communicator, x, op, digest, what, apply=apply)
+    _, digest, what = described_reduction(x, op, name, options)
+    made = prepare_form(communicator, x, op, digest, what, apply=options.apply)
     return None if made is uncacheable else made
+
+
+# -- check of inputs for NaN and infinity (setting `check_finite`: off, warn, raise) -----------
+#
+# After a reduction every rank's result contains the NaN. Only a check of the inputs can name the
+# rank and the variable from which it came.
+
+_log = logging.getLogger("syncvar")
+_REPEAT_S = 30.0
+_said: dict[tuple[int, str], float] = {}
+
+
+def is_finite_checked() -> bool:
+    """Return whether the settings of this rank's job ask for the check."""
+    context = joined()
+    return context is not None and context.config.check_finite != "off"
+
+
+def check_finite(value: Any, what: str) -> None:
+    """Check the input of this rank if the setting `check_finite` asks for it.
+
+    `what` names the call, and the variable if there is one. Raises ConfigError if the setting is
+    "raise" and the array holds NaN or infinity. Cost: nothing when off, else one pass over the
+    array.
+    """
+    context = joined()
+    if context is None or context.config.check_finite == "off":
+        return
+    import numpy as np
+
+    try:
+        array: NDArray[Any] = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError):  # the call raises a better error
+        return
+    if array.dtype.kind not in "fcV":
+        return
+    finite: NDArray[np.bool_] = np.isfinite(array)
+    if finite.all():
+        return
+    bad = np.flatnonzero(~finite.reshape(-1))
+    place = ", ".join(str(int(index)) for index in np.unravel_index(bad[0], array.shape))
+    text = (
+        f"{bad.size} of {array.size} elements of rank {context.rank}'s input are not finite in "
+        f"{what}; the first one, at [{place}], is {array.reshape(-1)[bad[0]]}"
+    )
+    if context.config.check_finite == "raise":
+        raise ConfigError(text)
+    now = time.monotonic()
+    if now - _said.get((context.rank, what), float("-inf")) >= _REPEAT_S:
+        _said[context.rank, what] = now
+        _log.warning("%s", text)

@@ -1,4 +1,4 @@
-"""Scatter: each rank ends with its part of the root's value."""
+"""Scatter and all-to-all: the root, or every rank, sends each rank its part of a value."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.dispatch import make_call, native_dispatch
-from syncvar.collectives.groups import checked_root
-from syncvar.collectives.stage_builders import broadcast_bytes, scatter_flat
+from syncvar.collectives.groups import by_rank, checked_root
+from syncvar.collectives.stage_builders import broadcast_bytes, gather_bytes, scatter_flat
 from syncvar.collectives.transfer_args import (
     UNMOVED,
     TransferArgs,
@@ -21,12 +21,13 @@ from syncvar.collectives.transfer_args import (
     result_buffer,
 )
 from syncvar.core.array_arguments import as_array, deliver
-from syncvar.core.dtypes import dtype_from_index, dtype_index
-from syncvar.core.errors import ConfigError
+from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, dtype_from_index, dtype_index
+from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
-    from syncvar.runtime.request import Stage
 
 
 @native_dispatch(second="root", usual=0, positions=2)
@@ -77,11 +77,20 @@ def scatter(
         array([0, 1, 2])
     """
     return make_call(
-        scatter, _form, _request, x, out, group, async_op, timeout, _foreign, (root, algorithm)
+        scatter,
+        _scatter_form,
+        _scatter_request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        (root, algorithm),
     )
 
 
-def _form(
+def _scatter_form(
     communicator: Communicator, x: Any, out: Any, how: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     """Return the array of a call that may be persistent, else None.
@@ -101,8 +110,8 @@ def _form(
     return out if type(out) is np.ndarray else communicator.last_parts.get(root)
 
 
-def _request(
-    communicator: Communicator, x: Any, out: Any, keep: bool, root: int, algorithm: str | None
+def _scatter_request(
+    communicator: Communicator, x: Any, out: Any, root: int, algorithm: str | None, *, keep: bool
 ) -> TransferArgs:
     """Check the arguments and return the request; `keep` copies the root's arrays."""
     size, rank = communicator.size, communicator.member_rank
@@ -195,3 +204,210 @@ def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]
             f"the parts of {name} must have one dtype, not {', '.join(names)}: write x.astype(…)"
         )
     return [np.ascontiguousarray(part).reshape(part.shape) for part in parts]
+
+
+_DIMENSIONS_MAX = 64  # NumPy's limit
+
+
+@native_dispatch(takes_numbers=False)
+def all_to_all(
+    parts: Any,
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
+    """Send part d to rank d, and receive from each rank its part for this one.
+
+    Args:
+        parts: A list of one array for each rank. Shapes may differ; the dtype must be the same on
+            every rank. Or one array, which is cut along axis 0; the first parts are longer.
+        out: A list of arrays to write to, one for each rank, of the results' shapes and dtype. Or
+            one array to be cut along axis 0. They must not overlap `parts`.
+        group, async_op, timeout, algorithm: See `syncvar.collectives`.
+
+    Returns:
+        A list of arrays in rank order, in the shapes of their senders; the arrays of `out` if you
+        pass it.
+
+    Raises:
+        MismatchError: The dtypes differ.
+        ConfigError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
+
+    Cost: in shared memory, with one shape for all parts, one direct copy of each part. Else an
+        exchange of the shapes, then n-1 rounds over links, or one in shared memory.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.all_to_all([np.arange(3)])
+        [array([0, 1, 2])]
+    """
+    return make_call(
+        all_to_all,
+        _exchange_form,
+        _exchange_request,
+        parts,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        (algorithm,),
+    )
+
+
+def _exchange_form(
+    communicator: Communicator, parts: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
+    (algorithm,) = how
+    is_plain = (
+        type(parts) is np.ndarray
+        and algorithm is None
+        and parts.ndim
+        and parts.shape[0] % communicator.size == 0
+    )
+    return parts if is_plain else None
+
+
+def _exchange_request(
+    communicator: Communicator, parts: Any, out: Any, algorithm: str | None, *, keep: bool
+) -> TransferArgs:
+    """Check the arguments and return the request; `keep` copies the parts."""
+    size, rank = communicator.size, communicator.member_rank
+    mine = cut(parts, communicator, "all_to_all")
+    outs = None if out is None else _checked_outs(out, communicator, mine)
+    if keep:
+        mine = [part.copy() for part in mine]
+    shape, dtype = mine[0].shape, mine[0].dtype
+    packed = pack_object([dtype_index(dtype), [list(part.shape) for part in mine]])
+
+    def finish(made: list[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Return one array for each rank; empty ones for ranks that left a block of `sv.uneven`."""
+        return by_rank(communicator, list(made), np.empty((0, *made[0].shape[1:]), made[0].dtype))
+
+    def general() -> Generator[Stage, None, list[NDArray[Any]]]:
+        told = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
+        if any(index != told[0][0] for index, _ in told):
+            table = {
+                communicator.members[rank]: f"brings {DTYPE_NAMES[index]}"
+                for rank, (index, _) in enumerate(told)
+            }
+            raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
+        made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
+        if outs is not None:
+            made = [deliver(one, target) for one, target in zip(made, outs, strict=True)]
+        return finish(made)
+
+    def front(x: NDArray[Any], out: Any) -> Blocks | None:
+        rows = shape[0]
+        mine = [x[place * rows : (place + 1) * rows] for place in range(size)]
+        made = np.empty(x.shape, x.dtype) if out is None else out
+        is_like_x = (
+            type(made) is np.ndarray
+            and made.shape == x.shape
+            and made.dtype == x.dtype
+            and made.flags.carray
+        )
+        if is_like_x and not np.may_share_memory(made, x):
+            targets = [made[place * rows : (place + 1) * rows] for place in range(size)]
+            return _sides(mine, targets, rank)._replace(output=made, parts=size)
+        return _exchange_blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
+
+    layout = None
+    if moves(communicator, "all_to_all", algorithm):
+        takes = tuple(
+            (peer, place_of(peer, rank))
+            for peer in ((rank + distance) % size for distance in range(1, size))
+        )
+        is_alike = all(part.shape == shape for part in mine)
+        detail, most = detail_of(dtype, shape), size - 1
+        layout = TransferLayout(detail, dtype, shape, most, takes, most_takes=most)
+        if not is_alike:
+            layout = UNMOVED
+    nbytes = sum(part.nbytes for part in mine)
+    fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
+    what = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
+    return TransferArgs(
+        what,
+        fingerprint("all_to_all", algorithm),
+        layout,
+        arrange=lambda: _exchange_blocks(mine, shape, outs, rank),
+        finish=finish,
+        general=general,
+        front=front,
+    )
+
+
+def _checked_outs(
+    out: Any, communicator: Communicator, mine: list[NDArray[Any]]
+) -> list[NDArray[Any]]:
+    """Return one output for each rank that takes part; raise ConfigError if they do not fit."""
+    if type(out) is UnsupportedLibrary:
+        raise ConfigError(f"out {out.reason}")
+    size = len(communicator.whole)
+    if isinstance(out, np.ndarray) and out.ndim:
+        outs = [out[chunk.start : chunk.stop] for chunk in even_chunks(out.shape[0], len(mine))]
+    elif (
+        isinstance(out, list | tuple)
+        and len(out) == size
+        and all(isinstance(one, np.ndarray) for one in out)
+    ):
+        outs = [out[rank] for rank in communicator.present]
+    else:
+        raise ConfigError(
+            f"out must be a list of {size} arrays, or one array to be cut along axis 0"
+        )
+    for one in outs:
+        if any(np.may_share_memory(one, part) for part in mine):
+            raise ConfigError("out overlaps the parts: pass another array, or leave it out")
+    return outs
+
+
+def _exchange_blocks(
+    mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int
+) -> Blocks | None:
+    """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
+    size, dtype = len(mine), mine[0].dtype
+    if outs is None:
+        is_one = 0 < len(shape) < _DIMENSIONS_MAX
+        made = (
+            list(np.empty((size, *shape), dtype))
+            if is_one
+            else [np.empty(shape, dtype) for _ in mine]
+        )
+    else:
+        made = outs
+        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):
+            return None
+    return _sides(mine, made, rank)
+
+
+def _sides(mine: list[NDArray[Any]], made: list[NDArray[Any]], rank: int) -> Blocks:
+    targets = (*made[rank + 1 :], *made[:rank])
+    return Blocks(made, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], made[rank])
+
+
+def _exchanged(
+    communicator: Communicator,
+    mine: list[NDArray[Any]],
+    shapes: list[list[list[int]]],
+    algorithm: str | None,
+) -> Generator[Stage, None, list[NDArray[Any]]]:
+    size, rank = communicator.size, communicator.member_rank
+    matrix = tuple(tuple(prod(shape) for shape in row) for row in shapes)
+    sent, received = matrix[rank], tuple(row[rank] for row in matrix)
+    work = np.empty(sum(sent) + sum(received), mine[0].dtype)
+    start = 0
+    for part in mine:
+        work[start : start + part.size] = part.reshape(-1)
+        start += part.size
+    yield Stage(communicator.plan("all_to_all", matrix, work.itemsize, algorithm=algorithm), work)
+    results = []
+    for source in range(size):
+        stop = start + received[source]
+        results.append(work[start:stop].reshape(shapes[source][rank]).copy())
+        start = stop
+    return results

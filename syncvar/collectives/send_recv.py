@@ -18,17 +18,16 @@ import numpy as np
 from syncvar._native import remember
 from syncvar.bootstrap.process import current, messages_entered_natively
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.pair_calls import line_of, send_text, to_receive, to_send
+from syncvar.collectives.pair_calls import channel_of, receive_request, send_request, send_text
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.pytree import is_structure
 from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.p2p.channel import NOT_YET
-from syncvar.runtime.p2p.self_messages import Mailbox, done, failed
-from syncvar.runtime.timeouts import is_seconds
+from syncvar.runtime.p2p_channel import NOT_YET, Mailbox, done, failed
+from syncvar.runtime.work import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import CollectiveSpec, Communicator
-    from syncvar.runtime.p2p.channel import P2PChannel
+    from syncvar.runtime.p2p_channel import P2PChannel
 
 _TAG_MAX = (1 << 31) - 1
 _NO_MESSAGES = (
@@ -90,23 +89,23 @@ def send(
         raise unexpected_keyword(send, _foreign)
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(dest) is int is type(tag):
-        line = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
-        native = None if line is None else line.native  # another thread may retire the line
+        channel = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
+        native = (
+            None if channel is None else channel.native
+        )  # another thread may retire the channel
         if (
-            line is not None
+            channel is not None
             and native is not None
             and communicator.uneven is None
             and native.send(x)
         ):
-            _remember(send, line, communicator, dest, tag)
+            _remember(send, channel, communicator, dest, tag)
             return None
     if is_foreign(x):
         return call_with_numpy(
             partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x
         )
-    return _sent(
-        "send", communicator, lambda: _message(x), ARRAY, dest, tag, timeout, async_op=async_op
-    )
+    return _send(communicator, lambda: _message(x), ARRAY, dest, tag, timeout, async_op=async_op)
 
 
 def send_object(
@@ -152,11 +151,10 @@ def send_object(
     def make() -> NDArray[Any]:
         return np.frombuffer(pack_object(o), np.uint8)
 
-    return _sent("send_object", communicator, make, BYTES, dest, tag, timeout, async_op=async_op)
+    return _send(communicator, make, BYTES, dest, tag, timeout, async_op=async_op)
 
 
-def _sent(
-    name: str,
+def _send(
     communicator: Communicator,
     make: Callable[[], NDArray[Any]],
     kind: int,
@@ -169,32 +167,33 @@ def _sent(
     """Send what `make` returns: an array, or with `kind` BYTES an object as bytes."""
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
+    name = "send" if kind == ARRAY else "send_object"
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if dest == rank:
         _own(communicator, tag).put(kind, make().copy())
         return done() if async_op else None
-    line = line_of(communicator, rank, dest, tag)
+    channel = channel_of(communicator, rank, dest, tag)
     eager_bytes = current().config.eager_bytes
 
     def words_of(array: NDArray[Any]) -> tuple[str, int]:
-        return send_text(name, line, array, kind, tag), array_record(array).dtype
+        return send_text(name, channel, array, kind, tag), array_record(array).dtype
 
     def check() -> CollectiveSpec:
         array = make()
-        return to_send(
-            name, line, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op
+        return send_request(
+            name, channel, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op
         )
 
-    if line.end is not None and (timeout is None or is_seconds(timeout)):
+    if channel.end is not None and (timeout is None or is_seconds(timeout)):
         with contextlib.suppress(ConfigError):  # the slow path raises it, and informs the receiver
             mine = make()
             waits = mine.nbytes > eager_bytes
-            if not (waits and async_op) and line.send(
+            if not (waits and async_op) and channel.send(
                 mine, kind, partial(words_of, mine), check, timeout, waits=waits
             ):
                 return done() if async_op else None
-    return line.perform(name, check, timeout, async_op=async_op)
+    return channel.perform(name, check, timeout, async_op=async_op)
 
 
 def recv(
@@ -239,22 +238,23 @@ def recv(
         raise unexpected_keyword(recv, _foreign)
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(source) is int is type(tag):
-        line = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
-        native = None if line is None else line.native  # another thread may retire the line
-        if line is not None and native is not None and communicator.uneven is None:
+        channel = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
+        native = (
+            None if channel is None else channel.native
+        )  # another thread may retire the channel
+        if channel is not None and native is not None and communicator.uneven is None:
             made = native.receive(out)
             if made is not None:
-                _remember(recv, line, communicator, source, tag)
+                _remember(recv, channel, communicator, source, tag)
                 return made
     if is_foreign(out):
         return call_with_numpy(
             partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out
         )
-    finish = partial(_delivered, out)
-    return _received("recv", communicator, finish, source, tag, timeout, out=out, async_op=async_op)
+    return _receive(communicator, ARRAY, source, tag, timeout, out=out, async_op=async_op)
 
 
-def sendrecv(
+def sendrecv(  # noqa: PLR0913  (public signature)
     x: Any,
     dest: int | None,
     source: int | None,
@@ -360,15 +360,12 @@ def recv_object(
     """
     if _foreign:
         raise unexpected_keyword(recv_object, _foreign)
-    return _received(
-        "recv_object", communicator_of(group), _unpacked, source, tag, timeout, async_op=async_op
-    )
+    return _receive(communicator_of(group), BYTES, source, tag, timeout, async_op=async_op)
 
 
-def _received(
-    name: str,
+def _receive(
     communicator: Communicator,
-    finish: Callable[[int, NDArray[Any]], Any],
+    kind: int,
     source: int | None,
     tag: int,
     timeout: float | None,
@@ -376,35 +373,36 @@ def _received(
     out: Any = None,
     async_op: bool,
 ) -> Any:
-    """Receive the next message of a tag and return `finish` of its kind and its array or bytes.
+    """Receive the next message of a tag: an array, or with `kind` BYTES an object.
 
     If `out` has the message's dtype and shape, the message may be written to it directly.
     """
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
+    name, finish = ("recv", partial(_delivered, out)) if kind == ARRAY else _RECV_OBJECT
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if source == rank:
         own = _own(communicator, tag)
         return own.start(name, finish) if async_op else own.take(name, finish)
-    line = line_of(communicator, source, rank, tag)
+    channel = channel_of(communicator, source, rank, tag)
 
     def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
 
     def check() -> CollectiveSpec:
-        return to_receive(name, line, tag, landing, finish)
+        return receive_request(name, channel, tag, landing, finish)
 
-    if line.end is not None and (timeout is None or is_seconds(timeout)):
+    if channel.end is not None and (timeout is None or is_seconds(timeout)):
         try:
-            result = line.take(check, landing, finish, timeout, waits=not async_op)
+            result = channel.take(check, landing, finish, timeout, waits=not async_op)
         except SyncvarError as error:
             if not async_op:
                 raise
             return failed(error)
         if result is not NOT_YET:
             return done(result) if async_op else result
-    return line.perform(name, check, timeout, async_op=async_op)
+    return channel.perform(name, check, timeout, async_op=async_op)
 
 
 def _unpacked(kind: int, made: NDArray[Any]) -> Any:
@@ -414,6 +412,9 @@ def _unpacked(kind: int, made: NDArray[Any]) -> Any:
             f"receive it with sv.recv(source)"
         )
     return unpack_object(made.tobytes())
+
+
+_RECV_OBJECT = "recv_object", _unpacked
 
 
 def _delivered(out: Any, kind: int, made: NDArray[Any]) -> NDArray[Any]:
@@ -441,12 +442,12 @@ if not TYPE_CHECKING:
 
 
 def _remember(
-    dispatch: Any, line: P2PChannel, communicator: Communicator, peer: int, tag: int
+    dispatch: Any, channel: P2PChannel, communicator: Communicator, peer: int, tag: int
 ) -> None:
     """Let the C dispatch find this channel at once, for messages of the world."""
-    if not line.is_remembered and communicator is current().world:
-        line.is_remembered = True
-        remember(dispatch, line.native, peer, tag)
+    if not channel.is_remembered and communicator is current().world:
+        channel.is_remembered = True
+        remember(dispatch, channel.native, peer, tag)
 
 
 def _own(communicator: Communicator, tag: int) -> Mailbox:

@@ -1,4 +1,6 @@
-"""Stages that several collectives share; none of them checks an argument.
+"""Stages that several collectives share, and points at which ranks meet or gather objects.
+
+None of the stages checks an argument.
 
 They move flat arrays whose counts all ranks know, and bytes whose length only some ranks know. In a
 header round every rank sends every other one a small record of its input. All ranks see the same
@@ -15,10 +17,12 @@ import numpy as np
 
 from syncvar.core.errors import MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord, pack_record, unpack_record
+from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import CollectiveSpec, Communicator, fingerprint
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Hashable
 
     from numpy.typing import NDArray
 
@@ -148,3 +152,49 @@ def require_same(
             communicator.members[rank]: record.describe() for rank, record in enumerate(records)
         }
         raise MismatchError(f"{what}: the ranks bring values that do not fit together", table)
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def meet(
+    communicator: Communicator,
+    what: str,
+    parts: tuple[Hashable, ...],
+    timeout: float | None,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Wait for all ranks at a point that they name alike; they compare `parts`."""
+
+    def request() -> CollectiveSpec:
+        if check is not None:
+            check()
+        return CollectiveSpec(what, fingerprint(*parts), meeting(communicator))
+
+    communicator.perform(what, request, timeout)
+
+
+def meeting(communicator: Communicator) -> Generator[Stage, None, None]:
+    """Return the stages of a barrier."""
+    yield Stage(communicator.plan("barrier", 0), _NOTHING)
+
+
+def gather_objects(
+    communicator: Communicator,
+    name: str,
+    make: Callable[[], Any],
+    timeout: float | None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Gather the objects that `make` returns; an error in `make` fails the call on all ranks."""
+
+    def check() -> CollectiveSpec:
+        mine = pack_object(make())
+
+        def body() -> Generator[Stage, None, list[Any]]:
+            return [unpack_object(data) for data in (yield from gather_bytes(communicator, mine))]
+
+        return CollectiveSpec(name, fingerprint(name), body())
+
+    return communicator.perform(name, check, timeout, async_op=async_op)

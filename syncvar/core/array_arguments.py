@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.core.array_interop import UnsupportedLibrary, library_of
-from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, library_of
 from syncvar.core.errors import ConfigError, MismatchError, TransportError
 
 if TYPE_CHECKING:

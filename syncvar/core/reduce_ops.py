@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.array_arguments import matching_word
-from syncvar.core.dtypes import dtype_index
+from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from syncvar.core.exit_codes import (
+from syncvar.core.exit_status import (
     CONFIGURATION,
     KEY,
     LIMITS,
@@ -60,7 +60,7 @@ class Ending(NamedTuple):
         exit_code: Exit code that the launcher would return.
         why: Failure in one sentence; empty if there was none.
         error: Name of the exception that was the cause, or an empty text.
-        was_told: Whether the launcher got a request to end.
+        was_end_requested: Whether the launcher got a request to end.
         had_met: Whether all ranks of this job have joined once, in this or an earlier attempt.
         lasted_s: Duration of the attempt, in seconds.
     """
@@ -118,20 +118,9 @@ class Restarting:
         """Return the decision after an attempt, and record it."""
         if ending.exit_code == 0 or not self.most:
             return Decision(restarts=False)
-        if ending.was_end_requested:
-            return Decision(restarts=False, reason="the launcher was told to end")
-        code = ending.exit_code
-        if code in HOPELESS_CODES:
-            reason = f"exit code {code} ({HOPELESS_CODES[code]}) would come again"
-            return Decision(restarts=False, reason=reason)
-        if ending.error in HOPELESS_ERRORS:
-            return Decision(restarts=False, reason=f"{ending.error} would come again")
-        if code == RENDEZVOUS and not ending.had_met:
-            return Decision(restarts=False, reason="the ranks have never all joined")
-        is_free = code == PREEMPTED and not ending.why and ending.lasted_s >= SHORT_S
-        if not is_free and self.counted >= self.most:
-            reason = f"there have been {self.counted} of {self.most} restarts"
-            return Decision(restarts=False, reason=reason)
+        is_free = ending.exit_code == PREEMPTED and not ending.why and ending.lasted_s >= SHORT_S
+        if refusal := self._refusal(ending, is_free=is_free):
+            return Decision(restarts=False, reason=refusal)
         self.endings.append(ending)
         if is_free:
             reason, pause = f"restart {self.number}, which does not count", self.first_pause_s
@@ -140,6 +129,21 @@ class Restarting:
             reason = f"restart {self.counted} of {self.most}"
             pause = pause_s(self.counted, self.first_pause_s)
         return Decision(restarts=True, reason=reason, pause_s=pause)
+
+    def _refusal(self, ending: Ending, *, is_free: bool) -> str:
+        """Return why there is no further restart, or an empty text."""
+        code, reason = ending.exit_code, ""
+        if ending.was_end_requested:
+            reason = "the launcher was told to end"
+        elif code in HOPELESS_CODES:
+            reason = f"exit code {code} ({HOPELESS_CODES[code]}) would come again"
+        elif ending.error in HOPELESS_ERRORS:
+            reason = f"{ending.error} would come again"
+        elif code == RENDEZVOUS and not ending.had_met:
+            reason = "the ranks have never all joined"
+        elif not is_free and self.counted >= self.most:
+            reason = f"there have been {self.counted} of {self.most} restarts"
+        return reason
 
     def summary(self) -> list[str]:
         """Return lines about all restarts: how many, and the reason of each."""

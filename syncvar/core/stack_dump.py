@@ -19,8 +19,8 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
+from sys import _current_frames  # documented in spite of its name
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.fork_cleanup import handle_signal, register_exit, register_fault_dump
@@ -47,7 +47,7 @@ _HEADER = re.compile(
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_SERVER = _PACKAGE + os.path.join("parameter_server", "server", "server_main.py")
+_SERVER = _PACKAGE + os.path.join("parameter_server", "server_main.py")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _AROUND = (
@@ -103,7 +103,8 @@ def answer_signals(path: str) -> None:
 
     for number in (MAIN_THREAD, ALL_THREADS):
         handle_signal(number, answer)
-        signal.siginterrupt(number, False)  # noqa: FBT003  (restart system calls of libraries)
+        # System calls of libraries restart.
+        signal.siginterrupt(number, False)  # noqa: FBT003  (its parameters have no names)
     register_fault_dump(WITHOUT_PYTHON, descriptor)
     # At exit the interpreter restores the default action, which would end the process.
     register_exit(_ignore_signals)
@@ -160,7 +161,7 @@ def current_frames() -> dict[int, FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()  # noqa: SLF001
+        return _current_frames()
     finally:
         if collects:
             gc.enable()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import even_chunks
 from syncvar.core.array_arguments import as_array
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (
     TreeDef,

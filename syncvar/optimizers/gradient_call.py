@@ -12,6 +12,7 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import compute_dtype
@@ -178,9 +179,8 @@ def combining_request(
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
-        request = reduce_request(
-            communicator, value, op, out=value, reproducible=owner.reproducible, name=label
-        )
+        options = ReduceOptions(owner.reproducible)
+        request = reduce_request(communicator, value, op, out=value, name=label, options=options)
     return CollectiveSpec(label, digest, request.body)
 
 
@@ -198,9 +198,8 @@ def combine_cached(
     array = bucket.whole if weighted else bucket.flat  # the last element of `whole` is the weight
 
     def make(x: Any, out: Any) -> ReduceArgs:
-        return reduce_request(
-            communicator, x, op, out=out, reproducible=owner.reproducible, name=_NAME
-        )
+        options = ReduceOptions(owner.reproducible)
+        return reduce_request(communicator, x, op, out=out, name=_NAME, options=options)
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
     found = call_persistent(communicator, key, array, array, owner.timeout, make, (label, digest))

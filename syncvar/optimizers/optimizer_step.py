@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives import nan_check
-from syncvar.collectives.sharded_all_reduce import shards_request
+from syncvar.collectives.reduce_args import check_finite
+from syncvar.collectives.sharded_sums import shards_request
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_call import Call, combine_cached, combining_request
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.grouped_writes import change_copies, copy_of
 from syncvar.variables.variable_owner import current_owner
 from syncvar.variables.variable_state import state_of
@@ -80,9 +80,7 @@ class GradientStep:
             change_copies([self.slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
-            nan_check.look(
-                gradient, f"the step, as the gradient of variable {part.variable.name!r}"
-            )
+            check_finite(gradient, f"the step, as the gradient of variable {part.variable.name!r}")
             factor = None if calls == 1 and part.is_replica_local else weight
             part.load(gradient, factor, number, calls, mean=mean)
         for bucket in (*plan.shared, *plan.local) if self._is_error else ():

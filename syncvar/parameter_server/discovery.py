@@ -1,9 +1,17 @@
-"""The servers and ended processes of a job, as the launcher reports them to one process."""
+"""What the processes of a job with servers share with the launcher: servers and push counts.
+
+The launcher reports the servers and the processes that have ended (`Directory`). A worker counts
+its pushes in a file (`PushCounter`), so that a restart of all ranks can report lost pushes. The
+file is mapped memory: counting costs no system call, and survives the death of the process.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import HandshakeError, RendezvousError
@@ -19,6 +27,9 @@ if TYPE_CHECKING:
     from syncvar.transports.curve import LinkKeys
 
 _PAUSE_MS = 1000
+_NAME = "pushes-{}"
+
+_CONTENT = struct.Struct("<QQ")  # attempt + 1, so that 0 marks a new file; number of pushes
 
 
 class ProcessChange(NamedTuple):
@@ -146,3 +157,42 @@ class Directory:
     def close(self) -> None:
         """Close the channel."""
         self._control.close(self._config.shutdown_timeout_s)
+
+
+def tally_path(folder: str, rank: int) -> str:
+    """Return the path of a worker's file."""
+    return str(Path(folder) / _NAME.format(rank))
+
+
+def take_tallies(folder: Path) -> dict[str, bytes]:
+    """Return the files in a folder that the launcher is about to remove, by name."""
+    return {path.name: path.read_bytes() for path in folder.glob(_NAME.format("*"))}
+
+
+def put_tallies(tallies: dict[str, bytes], folder: Path) -> None:
+    """Write the files to the new folder."""
+    for name, content in tallies.items():
+        (folder / name).write_bytes(content)
+
+
+class PushCounter:
+    """The file of one worker; `before` is the count of an earlier attempt, or 0."""
+
+    def __init__(self, path: str, generation: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, _CONTENT.size)
+            self._memory = mmap.mmap(descriptor, _CONTENT.size)
+        finally:
+            os.close(descriptor)
+        self._generation = generation + 1
+        attempt, pushes = _CONTENT.unpack_from(self._memory)
+        self.before = pushes if 0 < attempt <= generation else 0
+
+    def count(self, pushes: int) -> None:
+        """Store a count."""
+        _CONTENT.pack_into(self._memory, 0, self._generation, pushes)
+
+    def close(self) -> None:
+        """Unmap the memory; the file stays."""
+        self._memory.close()

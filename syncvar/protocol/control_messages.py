@@ -1,4 +1,8 @@
-"""Messages between a worker or server and the launcher: small maps, checked field by field."""
+"""Messages between a worker or server and the launcher: small maps, checked field by field.
+
+"join" and "refused" are the same in every version of the protocol, so a rank of another version
+gets an error that names both versions. Other messages change with `PROTOCOL_VERSION`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from typing import Any, get_args, get_origin
 import msgpack
 
 from syncvar.core.errors import WireError
-from syncvar.protocol.compatibility import check_about
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX
+from syncvar.protocol.membership import check_about
 
 _DEPTH_MAX = 8
 _ITEMS_MAX = 4096
@@ -34,21 +38,25 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         **_of(str, "job address host"),
         "about": dict[str, int | str],
     },
-    "report": {
+    "wait_report": {
         **_of(int, "group call ordinal fingerprint"),
-        **_of(str, "what site"),
-        **_of(bool, "mismatch may_move"),
+        **_of(str, "description site"),
+        **_of(bool, "mismatch has_active_threads"),
         **_of(_Ranks, "members awaiting"),
         "waited_s": float,
         "entered": _Counts,
     },
-    "resumed": _of(int, "group call"),
-    "poison": {**_of(int, "group call"), **_of(str, "what reason"), "members": _Ranks},
-    "left_run": {**_of(int, "group call epoch_end"), "members": _Ranks, "reason": str},
-    "broke": {**_of(str, "kind_of_break reason"), **_of(int, "group call"), "missing": _Ranks},
-    "failed": {"reason": str},
-    "here": {**_of(str, "last stack"), "age_s": float, "is_over": bool},
-    "leaving": {"entered": _Counts, **_of(list[int], "skipped sent"), "sites": _Texts},
+    "wait_end": _of(int, "group call"),
+    "reject_call": {**_of(int, "group call"), **_of(str, "description reason"), "members": _Ranks},
+    "abort_step": {**_of(int, "group call last_call"), "members": _Ranks, "reason": str},
+    "group_failure": {
+        **_of(str, "failure_kind reason"),
+        **_of(int, "group call"),
+        "missing": _Ranks,
+    },
+    "process_failure": {"reason": str},
+    "status": {**_of(str, "last_call stack"), "age_s": float, "is_finished": bool},
+    "leave": {"entered": _Counts, **_of(list[int], "skipped sent"), "sites": _Texts},
     # server -> launcher
     "serve": {
         **_of(int, "server generation host_index pid"),
@@ -64,24 +72,24 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         "incarnations": _Counts,
     },
     # launcher -> worker
-    "roll": {
+    "members": {
         "generation": int,
         **_of(_Texts, "addresses hosts without_shm"),
-        "places": _Counts,
+        "host_indices": _Counts,
     },
     "refused": {**_of(str, "error reason"), "missing": _Ranks},
     "abort": {
         **_of(int, "rank group call"),
-        **_of(str, "host reason kind_of_break"),
+        **_of(str, "host reason failure_kind"),
         "missing": _Ranks,
     },
-    "are_you_there": {},
-    "left": {"rank": int, "entered": _Counts, "skipped": list[int]},
-    "verdict": {
+    "ping": {},
+    "leave_notice": {"rank": int, "entered": _Counts, "skipped": list[int]},
+    "decision": {
         **_of(int, "group call last_call"),
         "text": str,
         "table": _Texts,
-        "waits": bool,
+        "has_waiting_ranks": bool,
     },
 }
 

@@ -12,16 +12,16 @@ from syncvar.core.errors import WireError
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.deadlock_detector import (
     DeadlockReport,
+    Stalls,
     WaitReport,
     find_deadlock,
     find_mismatch,
 )
-from syncvar.protocol.membership import Member, RollCall
-from syncvar.protocol.stall_reports import Stalls
+from syncvar.protocol.membership import Handshake, Member
 from syncvar.protocol.unreceived_messages import UnreceivedMessages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from syncvar.core.settings import RuntimeConfig
 
@@ -34,17 +34,11 @@ class SendMessage(NamedTuple):
 
 
 class ShowMessage(NamedTuple):
-    """Text for the user.
-
-    Args:
-        text: The text.
-        is_stall: Whether it is about a stalled call.
-        absent: Ranks that have not joined and that others wait for.
-    """
+    """Text for the user."""
 
     text: str
-    is_stall: bool = False
-    absent: tuple[int, ...] = ()
+    is_stall: bool = False  # whether it is about a stalled call
+    absent: tuple[int, ...] = ()  # ranks that have not joined and that others wait for
 
 
 class AbortJob(NamedTuple):
@@ -81,8 +75,8 @@ class Coordinator:
         self.world_size = world_size
         self.job_id = job_id
         self.config = config
-        self.roll = self._new_roll(generation)
-        self.next_roll = self._new_roll(generation + 1)
+        self.handshake = self._new_handshake(generation)
+        self.next_handshake = self._new_handshake(generation + 1)
         self.left: dict[int, dict[int, int]] = {}
         self.gone: dict[int, str] = {}
         # Ranks whose failure another rank has reported, perhaps before the launcher notices it.
@@ -92,6 +86,16 @@ class Coordinator:
         self.stalls = Stalls(config.stall_warning_s)
         self._unreceived = UnreceivedMessages()
         self.has_warned = False
+        self._handlers: dict[str, Callable[[int, Message, float], list[Action]]] = {
+            "wait_report": self._wait_report,
+            "wait_end": self._wait_end,
+            "status": self._status,
+            "reject_call": self._reject_call,
+            "abort_step": self._abort_step,
+            "process_failure": self._process_failure,  # only if no launcher observes the process
+            "group_failure": self._group_failure,
+            "leave": self._leave,
+        }
 
     # -- messages of ranks -------------------------------------------------------------------------
 
@@ -101,32 +105,35 @@ class Coordinator:
         Returns:
             (reason of refusal or "", actions). The caller answers a refused peer directly.
         """
-        current = self.roll.generation
+        current = self.handshake.generation
         wanted = message["generation"]
         if message["job"] != self.job_id:
             return "this is another job", []
-        roll = self.roll if wanted == current else self.next_roll
-        if wanted != roll.generation:
+        handshake = self.handshake if wanted == current else self.next_handshake
+        if wanted != handshake.generation:
             return f"generation {wanted} cannot be joined, {current} is in force", []
         member = Member(
             message["rank"], message["address"], message["host"], message["pid"], message["about"]
         )
-        refused = roll.join(member, now)
+        refused = handshake.join(member, now)
         if refused:
             return refused, []
-        if roll.missing():  # a rank that joins after another has failed need not wait for it
+        if handshake.missing():  # a rank that joins after another has failed need not wait for it
             return "", [
                 SendMessage(member.rank, self._lost_data(rank, reason))
                 for rank, reason in self.gone.items()
             ]
-        warning = roll.compare()
-        if roll.failed:
+        warning = handshake.compare()
+        if handshake.failed:
             refusal = pack_message(
-                "refused", error="HandshakeError", reason=roll.failed, missing=[]
+                "refused", error="HandshakeError", reason=handshake.failed, missing=[]
             )
-            return "", [SendMessage(rank, refusal) for rank in sorted(roll.members)]
-        if roll is self.next_roll:  # every rank has joined the next membership
-            self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
+            return "", [SendMessage(rank, refusal) for rank in sorted(handshake.members)]
+        if handshake is self.next_handshake:  # every rank has joined the next membership
+            self.handshake, self.next_handshake = (
+                handshake,
+                self._new_handshake(handshake.generation + 1),
+            )
             self.left.clear()
             self._unreceived = UnreceivedMessages()
             self.lost.clear()
@@ -138,9 +145,9 @@ class Coordinator:
         # The addresses of the others depend only on the host of the rank that receives them.
         by_host: dict[int, bytes] = {}
         for rank in range(self.world_size):
-            member = self.roll.members[rank]
+            member = self.handshake.members[rank]
             if member.host_index not in by_host:
-                by_host[member.host_index] = self._roll_data(member)
+                by_host[member.host_index] = self._members_data(member)
             actions.append(SendMessage(rank, by_host[member.host_index]))
         for rank, reason in self.gone.items():
             actions += self._abort(rank, reason)
@@ -148,60 +155,10 @@ class Coordinator:
 
     def message(self, rank: int, message: Message, now: float) -> list[Action]:
         """Handle a message of a rank that has joined."""
-        kind = message["kind"]
-        if kind == "report":
-            return self._report(rank, message, now)
-        if kind == "here":
-            self.stalls.record_answer(rank, message, now)
-            return []
-        if kind == "resumed":
-            self._reports.pop((rank, message["group"], message["call"]), None)
-            return []
-        if kind == "poison":
-            return self._refuse_call(rank, message)
-        if kind == "left_run":
-            data = pack_message(
-                "verdict",
-                group=message["group"],
-                call=message["call"] + 1,
-                last_call=message["epoch_end"],
-                text=f"rank {rank} {message['reason']}",
-                table={rank: message["reason"]},
-                waits=False,
-            )
-            return self._tell(message["members"], data, but=rank)
-        if kind == "failed":  # sent only if no launcher observes the process
-            return self.ended(rank, message["reason"], now)
-        if kind == "broke":
-            return self._link_failed(rank, message)
-        if kind == "leaving":
-            self._drop_reports(rank)
-            self.left[rank] = message["entered"]
-            texts = self._unreceived.leave(
-                rank, message["entered"], message["sent"], message["sites"]
-            )
-            data = pack_message(
-                "left", rank=rank, entered=message["entered"], skipped=message["skipped"]
-            )
-            return [*map(ShowMessage, texts), *self._tell_others(rank, data)]
-        raise WireError(f"a worker may not send {kind!r}")
-
-    def _link_failed(self, rank: int, message: Message) -> list[Action]:
-        self._drop_reports(rank)
-        reason = message["reason"]
-        if self.broken_by is None:
-            self.broken_by = (rank, reason)
-        if message["kind_of_break"] != "lost":
-            return self._tell_others(rank, self._abort_data(rank, message))
-        # The reporter is alive; it has lost the connection to the peers in `missing`.
-        failed = [peer for peer in message["missing"] if peer in self.roll.members]
-        self.lost |= set(failed)
-        others = [other for other in self.roll.members if other not in failed]
-        return [
-            action
-            for peer in failed
-            for action in self._tell(others, self._lost_data(peer, reason), but=rank)
-        ]
+        handler = self._handlers.get(message["kind"])
+        if handler is None:
+            raise WireError(f"a worker may not send {message['kind']!r}")
+        return handler(rank, message, now)
 
     def ended(self, rank: int, reason: str, now: float) -> list[Action]:
         """Record that a rank's process has failed, for instance with "signal 9"."""
@@ -212,9 +169,11 @@ class Coordinator:
         self.gone[rank] = reason
         data = self._lost_data(rank, reason)
         joining = [
-            SendMessage(other, data) for other in sorted(self.next_roll.members) if other != rank
+            SendMessage(other, data)
+            for other in sorted(self.next_handshake.members)
+            if other != rank
         ]
-        return self._tell_others(rank, data) + joining
+        return self._send_to_others(rank, data) + joining
 
     def fence_rank(self, rank: int, reason: str, now: float) -> list[Action]:
         """Record that a rank is unresponsive, and fence it.
@@ -222,7 +181,7 @@ class Coordinator:
         If its process wakes up, the message stops it from taking part in later calls.
         """
         fence: list[Action] = []
-        if rank in self.roll.members and rank not in self.gone:
+        if rank in self.handshake.members and rank not in self.gone:
             fence = [SendMessage(rank, self._lost_data(rank, reason))]
         return self.ended(rank, reason, now) + fence
 
@@ -230,26 +189,26 @@ class Coordinator:
         """Record that a rank's process ended normally."""
         del now
         actions: list[Action] = []
-        for roll in (self.roll, self.next_roll):
-            failure = roll.ended(rank, "finished")
+        for handshake in (self.handshake, self.next_handshake):
+            failure = handshake.ended(rank, "finished")
             if failure:
-                actions += self._rendezvous_failed(roll, failure)
+                actions += self._rendezvous_failed(handshake, failure)
         return actions
 
     def tick(self, now: float) -> list[Action]:
         """Return what is due now: handshake timeouts, deadlocks, stall warnings."""
         actions: list[Action] = []
-        for roll in (self.roll, self.next_roll):
-            sentence, failure = roll.tick(now)
+        for handshake in (self.handshake, self.next_handshake):
+            sentence, failure = handshake.tick(now)
             if sentence:
-                actions.append(ShowMessage(sentence, absent=tuple(roll.missing())))
+                actions.append(ShowMessage(sentence, absent=tuple(handshake.missing())))
             if failure:
-                actions += self._rendezvous_failed(roll, failure)
+                actions += self._rendezvous_failed(handshake, failure)
         if self._reports:
             actions += self._judge(now)
         due = self.stalls.tick(list(self._reports.values()), now, self._may_answer)
         actions += [ShowMessage(sentence, is_stall=True) for sentence in due.sentences]
-        actions += self._tell(due.ask, pack_message("are_you_there"))
+        actions += self._send(due.ask, pack_message("ping"))
         actions += [Unresponsive(rank, seconds) for rank, seconds in due.silent]
         return actions
 
@@ -262,19 +221,19 @@ class Coordinator:
                 return f"waiting in {report.describe()}"
         if rank in self.left:
             return "finished"
-        if rank not in self.roll.members:
+        if rank not in self.handshake.members:
             return "not joined yet"
         silence = self.stalls.silence(rank)
         return "not waiting in any call" + (f"; {silence}" if silence else "")
 
     def host(self, rank: int) -> str:
         """Return the host name of a rank that has joined, else an empty text."""
-        member = self.roll.members.get(rank)
+        member = self.handshake.members.get(rank)
         return member.host if member else ""
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _report(self, rank: int, message: Message, now: float) -> list[Action]:
+    def _wait_report(self, rank: int, message: Message, now: float) -> list[Action]:
         report = WaitReport(
             rank=rank,
             group=message["group"],
@@ -282,23 +241,72 @@ class Coordinator:
             call=message["call"],
             ordinal=message["ordinal"],
             fingerprint=message["fingerprint"],
-            what=message["what"][:400],
+            what=message["description"][:400],
             site=message["site"][:400],
             awaiting=tuple(message["awaiting"]),
             since=now - message["waited_s"],
             received=now,
             mismatch=message["mismatch"],
-            may_move=message["may_move"],
+            has_active_threads=message["has_active_threads"],
             entered=message["entered"],
         )
         self._reports[rank, report.group, report.call] = report
         return self._judge(now)
 
+    def _wait_end(self, rank: int, message: Message, _now: float) -> list[Action]:
+        self._reports.pop((rank, message["group"], message["call"]), None)
+        return []
+
+    def _status(self, rank: int, message: Message, now: float) -> list[Action]:
+        self.stalls.record_answer(rank, message, now)
+        return []
+
+    def _abort_step(self, rank: int, message: Message, _now: float) -> list[Action]:
+        data = pack_message(
+            "decision",
+            group=message["group"],
+            call=message["call"] + 1,
+            last_call=message["last_call"],
+            text=f"rank {rank} {message['reason']}",
+            table={rank: message["reason"]},
+            has_waiting_ranks=False,
+        )
+        return self._send(message["members"], data, but=rank)
+
+    def _process_failure(self, rank: int, message: Message, now: float) -> list[Action]:
+        return self.ended(rank, message["reason"], now)
+
+    def _group_failure(self, rank: int, message: Message, _now: float) -> list[Action]:
+        self._drop_reports(rank)
+        reason = message["reason"]
+        if self.broken_by is None:
+            self.broken_by = (rank, reason)
+        if message["failure_kind"] != "lost":
+            return self._send_to_others(rank, self._abort_data(rank, message))
+        # The reporter is alive; it has lost the connection to the peers in `missing`.
+        failed = [peer for peer in message["missing"] if peer in self.handshake.members]
+        self.lost |= set(failed)
+        others = [other for other in self.handshake.members if other not in failed]
+        return [
+            action
+            for peer in failed
+            for action in self._send(others, self._lost_data(peer, reason), but=rank)
+        ]
+
+    def _leave(self, rank: int, message: Message, _now: float) -> list[Action]:
+        self._drop_reports(rank)
+        self.left[rank] = message["entered"]
+        texts = self._unreceived.leave(rank, message["entered"], message["sent"], message["sites"])
+        data = pack_message(
+            "leave_notice", rank=rank, entered=message["entered"], skipped=message["skipped"]
+        )
+        return [*map(ShowMessage, texts), *self._send_to_others(rank, data)]
+
     def _judge(self, now: float) -> list[Action]:
         reports = list(self._reports.values())
-        verdicts = find_mismatch(reports, now) or find_deadlock(reports)
+        findings = find_mismatch(reports, now) or find_deadlock(reports)
         waiting = set(self._reports)
-        actions = [(verdict, action) for verdict in verdicts for action in self._announce(verdict)]
+        actions = [(finding, action) for finding in findings for action in self._announce(finding)]
         # A rank that waits in a refused call continues when it gets its message. Send that one
         # last: the rank must first know of the other refused calls.
         actions.sort(
@@ -309,90 +317,91 @@ class Coordinator:
         )
         return [action for _, action in actions]
 
-    def _announce(self, verdict: DeadlockReport) -> list[Action]:
-        for key in [key for key in self._reports if key[1:] == (verdict.group, verdict.call)]:
+    def _announce(self, finding: DeadlockReport) -> list[Action]:
+        for key in [key for key in self._reports if key[1:] == (finding.group, finding.call)]:
             del self._reports[key]
         data = pack_message(
-            "verdict",
-            group=verdict.group,
-            call=verdict.call,
-            last_call=verdict.call,
-            text=verdict.text,
-            table=verdict.table,
-            waits=True,  # ranks that are already past this call get the error in their next one
+            "decision",
+            group=finding.group,
+            call=finding.call,
+            last_call=finding.call,
+            text=finding.text,
+            table=finding.table,
+            # Ranks that are already past this call get the error in their next one.
+            has_waiting_ranks=True,
         )
-        return self._tell(verdict.members, data)
+        return self._send(finding.members, data)
 
     def _may_answer(self, rank: int) -> bool:
-        return rank in self.roll.members and rank not in self.left and rank not in self.gone
+        return rank in self.handshake.members and rank not in self.left and rank not in self.gone
 
-    def _refuse_call(self, rank: int, message: Message) -> list[Action]:
+    def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]
-        table = {rank: f"{message['what']}: {message['reason']}"}
+        table = {rank: f"{message['description']}: {message['reason']}"}
         for (other, other_group, other_call), report in self._reports.items():
             if (other_group, other_call) == (group, call):
                 table[other] = report.describe()
         data = pack_message(
-            "verdict",
+            "decision",
             group=group,
             call=call,
             last_call=call,
             text=f"rank {rank} refused its own call",
             table=table,
-            waits=False,
+            has_waiting_ranks=False,
         )
-        return self._tell(message["members"], data, but=rank)
+        return self._send(message["members"], data, but=rank)
 
-    def _roll_data(self, receiver: Member) -> bytes:
-        members = self.roll.members.items()
+    def _members_data(self, receiver: Member) -> bytes:
+        members = self.handshake.members.items()
         return pack_message(
-            "roll",
-            generation=self.roll.generation,
+            "members",
+            generation=self.handshake.generation,
             addresses={rank: one.address_for(receiver) for rank, one in members},
             hosts={rank: one.host for rank, one in members},
-            places={rank: one.host_index for rank, one in members},
+            host_indices={rank: one.host_index for rank, one in members},
             without_shm={rank: one.about["shm"] for rank, one in members if one.about.get("shm")},
         )
 
-    def _new_roll(self, generation: int) -> RollCall:
-        return RollCall(
+    def _new_handshake(self, generation: int) -> Handshake:
+        return Handshake(
             self.world_size,
             generation,
             self.config.rendezvous_timeout_s,
             self.config.missing_report_s,
         )
 
-    def _rendezvous_failed(self, roll: RollCall, reason: str) -> list[Action]:
+    def _rendezvous_failed(self, handshake: Handshake, reason: str) -> list[Action]:
         data = pack_message(
-            "refused", error="RendezvousError", reason=reason, missing=roll.missing()
+            "refused", error="RendezvousError", reason=reason, missing=handshake.missing()
         )
         return [
-            AbortJob("RendezvousError", reason, tuple(roll.missing())),
-            *(SendMessage(rank, data) for rank in sorted(roll.members)),
+            AbortJob("RendezvousError", reason, tuple(handshake.missing())),
+            *(SendMessage(rank, data) for rank in sorted(handshake.members)),
         ]
 
     def _abort(self, rank: int, reason: str) -> list[Action]:
-        return self._tell_others(rank, self._lost_data(rank, reason))
+        return self._send_to_others(rank, self._lost_data(rank, reason))
 
     def _lost_data(self, rank: int, reason: str) -> bytes:
-        fields = {"kind_of_break": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
+        fields = {"failure_kind": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
         return self._abort_data(rank, fields)
 
     def _abort_data(self, rank: int, fields: Message) -> bytes:
-        names = ("kind_of_break", "reason", "group", "call", "missing")
+        names = ("failure_kind", "reason", "group", "call", "missing")
         return pack_message(
             "abort", rank=rank, host=self.host(rank), **{name: fields[name] for name in names}
         )
 
-    def _tell_others(self, rank: int, data: bytes) -> list[Action]:
-        return self._tell(self.roll.members, data, but=rank)
+    def _send_to_others(self, rank: int, data: bytes) -> list[Action]:
+        return self._send(self.handshake.members, data, but=rank)
 
-    def _tell(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
+    def _send(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
         return [
             SendMessage(rank, data)
             for rank in sorted(ranks)
             if rank != but
-            and rank in self.roll.members
+            and rank in self.handshake.members
             and rank not in self.gone
             and rank not in self.left
         ]

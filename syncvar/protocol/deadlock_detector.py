@@ -1,7 +1,8 @@
-"""Find mismatches, deadlocks and stalls in the reports of waiting ranks.
+"""Find mismatches, deadlocks and stalls in the reports of waiting ranks; word and time warnings.
 
-The coordinator collects the reports. Both certain findings rest on one proved property of all
-schedules, the entry property: no rank finishes a call before all ranks of the group enter it.
+The coordinator collects the reports, and calls `Stalls.tick` for the warnings. Both certain
+findings rest on one proved property of all schedules, the entry property: no rank finishes a call
+before all ranks of the group enter it.
 
 * Mismatch: two ranks report different fingerprints for the same call of the same group.
 * Deadlock: a waiting rank waits for each member that has not entered its call. If these edges
@@ -11,74 +12,101 @@ schedules, the entry property: no rank finishes a call before all ranks of the g
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.protocol.stall_text import (
-    DEADLOCK,
-    MISMATCH,
-    NOT_REPORTED,
-    call_text,
-    deadlock_row,
-    stall_sentence,
+from syncvar.core.process_ids import rank_list
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncvar.protocol.control_messages import Message
+
+_MISMATCH = (
+    "the ranks do not make the same call. Write the same calls in the same order on every rank, "
+    "with the same shape and dtype, and none of them inside `if sv.rank() == 0:`"
 )
+_DEADLOCK = "deadlock: each rank in the table waits for the next one"
+_NOT_REPORTED = "has not reported"
+_NO_THREAD_ANSWERS = "no Python thread answers"
+
+_GROUPS_MAX = 4
+_TEXT_MAX = 400
+
+
+def _stall_sentence(
+    waiting: list[int], waited_s: float, call: str, late: list[int], other_calls: dict[int, str]
+) -> str:
+    """Return which ranks wait in a call, for how long, and for which ranks.
+
+    Args:
+        waiting: Ranks that wait.
+        waited_s: Time since the first of them began to wait, in seconds.
+        call: Text of the call.
+        late: Ranks that have not entered the call.
+        other_calls: For each late rank that waits in another call: text of that call.
+    """
+    waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in {call}: "
+    if late:
+        waits += f"{rank_list(late)} {_have(late)} not entered it"
+    else:
+        waits += "all ranks have entered it, and data are missing"
+    return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in other_calls.items())
+
+
+def _have(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _last_activity(answer: Message) -> str:
+    """Return a late rank's last call and its stack, from its answer to "ping"."""
+    text = "no call yet"
+    if answer["last_call"]:
+        age = f"{answer['age_s']:.0f} s"
+        when = f"{age} ago" if answer["is_finished"] else f"under way for {age}"
+        text = f"last call {answer['last_call'][:_TEXT_MAX]}, {when}"
+    return text + (f", now {answer['stack'][:_TEXT_MAX]}" if answer["stack"] else "")
+
+
+def _late_ranks_text(activity: dict[int, str]) -> str:
+    """Return the activity of late ranks; ranks with equal texts share one."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in activity.items():
+        groups.setdefault(text, []).append(rank)
+    texts = [f"; {rank_list(ranks)}: {text}" for text, ranks in groups.items()]
+    return "".join(texts[:_GROUPS_MAX]) + ("; …" if len(texts) > _GROUPS_MAX else "")
 
 
 class WaitReport(NamedTuple):
-    """A waiting rank's report of its call.
+    """A waiting rank's report of its call."""
 
-    Args:
-        rank: World rank of the reporter.
-        group: Identity of the group.
-        members: World ranks of the group.
-        call: Call number within the group.
-        ordinal: Number of the call as the program counts the group's calls, from 1.
-        fingerprint: Hash of the call.
-        what: Text of the call.
-        site: file:line of the caller.
-        awaiting: Ranks whose frames are missing.
-        since: Begin of the wait, on the receiver's clock.
-        received: Arrival of the report, on the same clock.
-        mismatch: Whether the rank has seen a frame with another fingerprint.
-        may_move: Whether another thread of the rank could still make calls.
-        entered: Last call that the rank has entered, by group.
-    """
-
-    rank: int
-    group: int
-    members: tuple[int, ...]
-    call: int
-    ordinal: int
-    fingerprint: int
-    what: str
-    site: str
-    awaiting: tuple[int, ...]
-    since: float
-    received: float
-    mismatch: bool
-    may_move: bool
-    entered: dict[int, int]
+    rank: int  # world rank of the reporter
+    group: int  # identity of the group
+    members: tuple[int, ...]  # world ranks of the group
+    call: int  # call number within the group
+    ordinal: int  # number of the call as the program counts the group's calls, from 1
+    fingerprint: int  # hash of the call
+    what: str  # text of the call
+    site: str  # file:line of the caller
+    awaiting: tuple[int, ...]  # ranks whose frames are missing
+    since: float  # begin of the wait, on the receiver's clock
+    received: float  # arrival of the report, on the same clock
+    mismatch: bool  # whether the rank has seen a frame with another fingerprint
+    has_active_threads: bool  # whether another thread of the rank could still make calls
+    entered: dict[int, int]  # last call that the rank has entered, by group
 
     def describe(self) -> str:
         """Return the call with its number and its place in the program."""
-        return call_text(self.what, self.ordinal, self.site)
+        return f"{self.what} (call {self.ordinal}) at {self.site}"
 
 
 class DeadlockReport(NamedTuple):
-    """A call that cannot succeed: a mismatch or a deadlock.
+    """A call that cannot succeed: a mismatch or a deadlock."""
 
-    Args:
-        group: Identity of the group.
-        call: Call number.
-        members: Ranks that must abort the call.
-        text: Reason, as a sentence.
-        table: State of each rank.
-    """
-
-    group: int
-    call: int
-    members: tuple[int, ...]
-    text: str
-    table: dict[int, str]
+    group: int  # identity of the group
+    call: int  # call number
+    members: tuple[int, ...]  # ranks that must abort the call
+    text: str  # reason, as a sentence
+    table: dict[int, str]  # state of each rank
 
 
 def _by_call(reports: list[WaitReport]) -> dict[tuple[int, int], list[WaitReport]]:
@@ -108,8 +136,8 @@ def find_mismatch(
         for rank in members:
             if rank not in table:
                 other = next((r for r in reports if r.rank == rank), None)
-                table[rank] = other.describe() if other else NOT_REPORTED
-        found.append(DeadlockReport(group, call, members, MISMATCH, table))
+                table[rank] = other.describe() if other else _NOT_REPORTED
+        found.append(DeadlockReport(group, call, members, _MISMATCH, table))
     return found
 
 
@@ -118,7 +146,7 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
     waiting: dict[int, WaitReport] = {}
     movable: set[int] = set()
     for report in reports:
-        if report.rank in waiting or report.may_move:
+        if report.rank in waiting or report.has_active_threads:
             movable.add(report.rank)
         waiting[report.rank] = report
     waiting = {rank: report for rank, report in waiting.items() if rank not in movable}
@@ -134,12 +162,12 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
     }
     cycle = _find_cycle(edges)
     table = {
-        rank: deadlock_row(waiting[rank].describe(), cycle[(index + 1) % len(cycle)])
+        rank: f"waits in {waiting[rank].describe()} for rank {cycle[(index + 1) % len(cycle)]}"
         for index, rank in enumerate(cycle)
     }
     calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in cycle}
     return [
-        DeadlockReport(group, call, members, DEADLOCK, table)
+        DeadlockReport(group, call, members, _DEADLOCK, table)
         for (group, call), members in calls.items()
     ]
 
@@ -173,19 +201,12 @@ def _find_cycle(edges: dict[int, list[int]]) -> list[int]:
 
 
 class Stall(NamedTuple):
-    """A call in which ranks have waited for a long time.
+    """A call in which ranks have waited for a long time."""
 
-    Args:
-        key: (group, call).
-        waited_s: Time since the first rank began to wait, in seconds.
-        sentence: Text for the user.
-        late: Ranks that have not entered the call.
-    """
-
-    key: tuple[int, int]
-    waited_s: float
-    sentence: str
-    late: list[int]
+    key: tuple[int, int]  # (group, call)
+    waited_s: float  # time since the first rank began to wait, in seconds
+    sentence: str  # text for the user
+    late: list[int]  # ranks that have not entered the call
 
 
 def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[Stall]:
@@ -205,7 +226,7 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
         if waited_s < after_s:
             continue
         late = [rank for rank in ours[0].members if latest.get((rank, group), -1) < call]
-        sentence = stall_sentence(
+        sentence = _stall_sentence(
             [report.rank for report in ours],
             waited_s,
             ours[0].describe(),
@@ -214,3 +235,100 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
         )
         result.append(Stall((group, call), waited_s, sentence, late))
     return result
+
+
+# Times of the warnings, in multiples of `after_s`; later ones follow at the last interval.
+_WARN_AT = (1, 6, 30)
+# Each rank has a thread that answers, so a longer silence means that Python does not run there.
+_ANSWER_S = 1.0
+
+_Key = tuple[int, int]
+
+
+class StallActions(NamedTuple):
+    """Actions that follow from the stalls of this moment."""
+
+    sentences: list[str]  # warnings for the user
+    ask: list[int]  # ranks to send "ping"
+    silent: list[tuple[int, float]]  # (rank, seconds) of ranks that have not answered, each once
+
+
+class Stalls:
+    """The stalled calls of one version of the membership; warns a few times at growing intervals.
+
+    Before each warning it asks the late ranks for their last call and their stack. A rank that does
+    not answer within a second is reported too. In its process something keeps Python from running,
+    for instance a C call that holds the GIL.
+
+    Args:
+        after_s: Wait after which a call counts as stalled, in seconds.
+
+    Attributes:
+        asked: Unanswered ranks, with the time of the question.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self.asked: dict[int, float] = {}
+        self._after_s = after_s
+        self._warnings: dict[_Key, int] = {}
+        self._asking: dict[_Key, tuple[float, list[int]]] = {}
+        self._answers: dict[int, tuple[float, str]] = {}
+        self._silent: dict[int, str] = {}
+
+    def record_answer(self, rank: int, message: Message, now: float) -> None:
+        """Record a rank's answer to "ping"."""
+        self.asked.pop(rank, None)
+        self._silent.pop(rank, None)
+        self._answers[rank] = (now, _last_activity(message))
+
+    def record_silent(self, rank: int, words: str) -> None:
+        """Record a text for a silent rank: what its process does, as seen from outside."""
+        self._silent[rank] = words
+
+    def silence(self, rank: int) -> str:
+        """Return the text recorded for a silent rank; empty for other ranks."""
+        return self._silent.get(rank, "")
+
+    def tick(
+        self, reports: list[WaitReport], now: float, may_answer: Callable[[int], bool]
+    ) -> StallActions:
+        """Return the actions that are due at time `now` (seconds).
+
+        `may_answer(rank)` says whether the rank is connected and can be asked.
+        """
+        actions = StallActions([], [], [])
+        found = {stall.key: stall for stall in find_stalls(reports, now, self._after_s)}
+        for notes in (self._warnings, self._asking):
+            for key in notes.keys() - found.keys():
+                del notes[key]
+        reporting = {report.rank for report in reports}
+        for key, stall in found.items():
+            if stall.waited_s < self._next_warning_s(key):
+                continue
+            if key not in self._asking:
+                ranks = [rank for rank in stall.late if may_answer(rank)]
+                actions.ask.extend(ranks)
+                self._asking[key] = (now, ranks)
+                self.asked = {**dict.fromkeys(ranks, now), **self.asked}
+            since, ranks = self._asking[key]
+            answers = {
+                rank: self._answers[rank][1]
+                for rank in ranks
+                if self._answers.get(rank, (-1.0,))[0] >= since
+            }
+            have_all = all(rank in answers or not may_answer(rank) for rank in ranks)
+            if have_all or now - since >= _ANSWER_S:
+                del self._asking[key]
+                self._warnings[key] = self._warnings.get(key, 0) + 1
+                late = {rank: text for rank, text in answers.items() if rank not in reporting}
+                actions.sentences.append(stall.sentence + _late_ranks_text(late))
+        for rank, since in self.asked.items():
+            if now - since >= _ANSWER_S and rank not in self._silent and may_answer(rank):
+                self._silent[rank] = _NO_THREAD_ANSWERS
+                actions.silent.append((rank, now - since))
+        return actions
+
+    def _next_warning_s(self, key: _Key) -> float:
+        count = self._warnings.get(key, 0)
+        later = max(0, count - len(_WARN_AT) + 1)
+        return self._after_s * (_WARN_AT[min(count, len(_WARN_AT) - 1)] + later * _WARN_AT[-1])

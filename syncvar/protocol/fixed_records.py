@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,19 +18,12 @@ NOTHING, ARRAY, BYTES = 0, 1, 2
 
 
 class InputRecord(NamedTuple):
-    """Description of one rank's input.
+    """Description of one rank's input."""
 
-    Args:
-        kind: NOTHING, ARRAY or BYTES.
-        dtype: Index of the array's dtype.
-        shape: Shape of the array.
-        nbytes: Length of the bytes; for an array: a digest that must be equal on all ranks.
-    """
-
-    kind: int = NOTHING
-    dtype: int = 0
-    shape: tuple[int, ...] = ()
-    nbytes: int = 0
+    kind: int = NOTHING  # NOTHING, ARRAY or BYTES
+    dtype: int = 0  # index of the array's dtype
+    shape: tuple[int, ...] = ()  # shape of the array
+    nbytes: int = 0  # length of the bytes; for an array: a digest that must be equal on all ranks
 
     def describe(self) -> str:
         """Return the input as text, for the table of a mismatch."""

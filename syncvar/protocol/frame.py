@@ -1,8 +1,15 @@
-"""The header of a data frame: fixed layout, checksum, limits.
+"""The header of a data frame, and the limits of message lengths.
 
 A frame is a header of `HEADER_NBYTES` bytes and a payload of `Header.nbytes` bytes. The payload
 travels as a second message part, or not at all if it is empty. The header identifies the message
 completely, so a frame is never taken for one of another call.
+
+The limits keep an unauthenticated peer from making a process use much memory. ZeroMQ compares the
+announced length of a frame with the socket's limit before it allocates memory, and the limit cannot
+change once a peer has authenticated. So all frames of syncvar are short: a longer message travels
+in several frames. Unauthenticated peers have two more limits. `transports.unauthenticated_peers`
+closes a connection after `UNPROVED_NBYTES_MAX` bytes without authentication. On a stream with our
+own framing the first message has at most `HELLO_NBYTES_MAX` bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +21,27 @@ from typing import NamedTuple
 
 from syncvar.core.errors import WireError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # of frames and of control messages
 _MAGIC = b"sv"
 _BODY = struct.Struct("<2sBBIIQQIIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _BODY.size + _CHECKSUM.size
+
+# Longest frame between workers and servers; between ranks the setting `segment_bytes` holds.
+# An array of 1 MiB fits into one frame, so that the receiver need not copy it.
+FRAME_NBYTES = (1 << 20) + 4096
+
+# Allowance for the header of a frame and the overhead of encryption.
+FRAMING_NBYTES = 4096
+
+# Longest message between a worker and the launcher.
+CONTROL_NBYTES_MAX = 1 << 20
+
+# Most bytes of a connection before its peer has authenticated; a handshake takes less than 1 KiB.
+UNPROVED_NBYTES_MAX = 64 << 10
+
+# Longest first message on a stream.
+HELLO_NBYTES_MAX = 4096
 
 
 class FrameType(IntEnum):
@@ -37,58 +60,26 @@ CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
 
 
 class Header(NamedTuple):
-    """A parsed header.
+    """The header of a frame."""
 
-    Args:
-        kind: Purpose of the frame, a FrameType.
-        source: World rank of the sender.
-        generation: Version of the membership.
-        group: Identity of the group, the same on all its ranks.
-        call: Call number within the group; in ASK and ANSWER: the asker's number of the question.
-        round: Round of the schedule, counted over all stages; in ANSWER: frames of the answer.
-        segment: Index of this part of the chunk.
-        fingerprint: 64-bit hash of (collective, op, dtype, shape, root, name); in ASK and ANSWER:
-            hash of the question.
-        nbytes: Bytes of the payload; in CREDIT: bytes given back.
-    """
+    kind: int  # purpose of the frame, a FrameType
+    source: int  # world rank of the sender
+    generation: int  # version of the membership
+    group: int  # identity of the group, the same on all its ranks
+    # Call number within the group; in ASK and ANSWER: the asker's number of the question.
+    call: int = 0
+    # Round of the schedule, counted over all stages; in ANSWER: frames of the answer.
+    round: int = 0
+    segment: int = 0  # index of this part of the chunk
+    # 64-bit hash of (collective, op, dtype, shape, root, name); in ASK and ANSWER: hash of
+    # the question.
+    fingerprint: int = 0
+    nbytes: int = 0  # bytes of the payload; in CREDIT: bytes given back
 
-    kind: int
-    source: int
-    generation: int
-    group: int
-    call: int
-    round: int
-    segment: int
-    fingerprint: int
-    nbytes: int
-
-
-def pack_header(  # noqa: PLR0917  (one argument for each field of the header)
-    kind: int,
-    source: int,
-    generation: int,
-    group: int,
-    call: int = 0,
-    round_index: int = 0,
-    segment: int = 0,
-    fingerprint: int = 0,
-    nbytes: int = 0,
-) -> bytes:
-    """Return the bytes of a header; see `Header` for the fields."""
-    body = _BODY.pack(
-        _MAGIC,
-        PROTOCOL_VERSION,
-        kind,
-        source,
-        generation,
-        group,
-        call,
-        round_index,
-        segment,
-        fingerprint,
-        nbytes,
-    )
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+    def pack(self) -> bytes:
+        """Return the header as bytes."""
+        body = _BODY.pack(_MAGIC, PROTOCOL_VERSION, *self)
+        return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
 def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:

@@ -1,16 +1,126 @@
-"""The handshake of one version of the membership, as a pure state machine.
+"""Who is in a job: the handshake of its ranks, and the failure detector, as pure state machines.
 
-Each worker joins with its address. When all have joined, the coordinator sends everyone all
-addresses. `now` is seconds of any monotonic clock.
+Each worker joins with its address and `about`, a map of short texts and numbers. When all have
+joined, the coordinator compares them and sends everyone all addresses. If ranks differ in package,
+protocol, byte order or certain settings, the job cannot start. If they differ in Python, NumPy or
+script, the launcher warns once: usually one host was not updated.
+
+`now` is seconds of any monotonic clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.rank_text import rank_list
-from syncvar.protocol.compatibility import compare_abouts
+from syncvar.core.errors import WireError
+from syncvar.core.process_ids import rank_list
+from syncvar.protocol.frame import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SETTING = "set."
+"""Prefix of settings in `about` that must be equal on all ranks."""
+
+_MUST_AGREE = {"syncvar": "syncvar", "protocol": "protocol", "byte_order": "byte order"}
+_SHOULD_AGREE = {"python": "Python", "numpy": "NumPy", "script": "script"}
+
+_ENTRIES_MAX = 64
+_NAME_MAX = 64
+_TEXT_MAX = 1024
+_SHOWN_MAX = 60  # characters of a value
+_VALUES_MAX = 6  # of one line
+_LINES_MAX = 12
+
+_About = dict[str, int | str]
+
+
+def check_about(about: Mapping[str, int | str]) -> None:
+    """Raise WireError if a rank sends too many entries, or too long ones."""
+    if len(about) > _ENTRIES_MAX:
+        raise WireError(f"a rank sent {len(about)} entries about itself, more than {_ENTRIES_MAX}")
+    for name, value in about.items():
+        if len(name) > _NAME_MAX or (isinstance(value, str) and len(value) > _TEXT_MAX):
+            raise WireError(f"the entry {name[:_NAME_MAX]!r} of a rank about itself is too long")
+
+
+def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, str]:
+    """Return (error or "", warning or "") for the `about` of each rank; absent entries are skipped.
+
+    Example:
+        >>> about = {0: {"syncvar": "1"}, 1: {"syncvar": "2"}}
+        >>> print(compare_abouts(about)[0])
+        the ranks differ in what all must have alike:
+          syncvar: '1' (rank 0), '2' (rank 1)
+        install the same syncvar everywhere, and give all ranks the same settings
+    """
+    settings = sorted(
+        {name for about in abouts.values() for name in about if name.startswith(SETTING)}
+    )
+    must = {**_MUST_AGREE, **{name: _shown(name.removeprefix(SETTING))[1:-1] for name in settings}}
+    lines = [
+        f"  {label}: {values}"
+        for name, label in must.items()
+        if (values := _values(abouts, name, skips_empty=False))
+    ]
+    refusal = ""
+    if lines:
+        rest = [f"  ({len(lines) - _LINES_MAX} more)"] if len(lines) > _LINES_MAX else []
+        refusal = "\n".join(
+            (
+                "the ranks differ in what all must have alike:",
+                *lines[:_LINES_MAX],
+                *rest,
+                "install the same syncvar everywhere, and give all ranks the same settings",
+            )
+        )
+    parts = [
+        f"{label} {values}"
+        for name, label in _SHOULD_AGREE.items()
+        if (values := _values(abouts, name, skips_empty=True))
+    ]
+    return refusal, f"the ranks differ: {'; '.join(parts)}" if parts else ""
+
+
+def check_protocol(abouts: Mapping[int, Mapping[str, int | str]]) -> str:
+    """Return the error if ranks have another version of the protocol than this process.
+
+    Example:
+        >>> check_protocol({0: {"protocol": 1}, 1: {"protocol": 1}})
+        'ranks 0, 1 have protocol 1, and this process has 2: install the same syncvar everywhere'
+    """
+    others = {
+        rank: about["protocol"]
+        for rank, about in abouts.items()
+        if about.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION
+    }
+    if not others:
+        return ""
+    protocol = next(iter(others.values()))
+    return (
+        f"{rank_list(others)} {'has' if len(others) == 1 else 'have'} protocol {protocol}, "
+        f"and this process has {PROTOCOL_VERSION}: install the same syncvar everywhere"
+    )
+
+
+def _values(abouts: Mapping[int, Mapping[str, int | str]], name: str, *, skips_empty: bool) -> str:
+    """Return an entry's values, each with its ranks; empty if all ranks have the same."""
+    ranks: dict[int | str, list[int]] = {}
+    for rank, about in sorted(abouts.items()):
+        value = about.get(name)
+        if value is not None and not (skips_empty and value == ""):
+            ranks.setdefault(value, []).append(rank)
+    if len(ranks) < 2:
+        return ""
+    shown = [f"{_shown(value)} ({rank_list(having)})" for value, having in ranks.items()]
+    more = len(shown) - _VALUES_MAX
+    return ", ".join(shown[:_VALUES_MAX]) + (f", and {more} more" if more > 0 else "")
+
+
+def _shown(value: int | str) -> str:
+    """Return a value from a rank without control characters, for the terminal."""
+    return ascii(value[:_SHOWN_MAX]) if isinstance(value, str) else str(value)
 
 
 class Member(NamedTuple):
@@ -39,20 +149,13 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class RollCall:
-    """Handshake of all ranks.
+class Handshake:
+    """Handshake of all ranks."""
 
-    Args:
-        world_size: Ranks that must join.
-        generation: Version of the membership.
-        timeout_s: Longest time from the first join to the last, in seconds.
-        interval_s: Interval of the messages that name missing ranks, in seconds.
-    """
-
-    world_size: int
-    generation: int
-    timeout_s: float
-    interval_s: float
+    world_size: int  # ranks that must join
+    generation: int  # version of the membership
+    timeout_s: float  # longest time from the first join to the last, in seconds
+    interval_s: float  # interval of the messages that name missing ranks, in seconds
     members: dict[int, Member] = field(default_factory=dict)
     began: float | None = None
     named: float = 0.0
@@ -73,9 +176,10 @@ class RollCall:
         Returns:
             A warning about smaller differences, or an empty text.
         """
-        self.failed, warning = compare_abouts(
-            {rank: member.about for rank, member in self.members.items()}
-        )
+        abouts = {rank: member.about for rank, member in self.members.items()}
+        self.failed, warning = compare_abouts(abouts)
+        if not self.failed:
+            self.failed = check_protocol(abouts)
         return "" if self.failed else warning
 
     def missing(self) -> list[int]:
@@ -141,3 +245,44 @@ class RollCall:
     def _missing_forever(self) -> str:
         rank, how = next(iter(self.absent.items()))
         return f"rank {rank} {how} without joining, while {rank_list(self.members)} waited for it"
+
+
+class Suspicion(NamedTuple):
+    """A rank's new state."""
+
+    rank: int  # the rank
+    is_lost: bool  # true if it has failed, False if it is suspected
+    reason: str  # reason, as text
+
+
+@dataclass(slots=True)
+class Health:
+    """Signs of life of the ranks of one host or job."""
+
+    suspect_after_s: float  # silence after which a rank is suspected, in seconds
+    lost_after_s: float  # silence after which a rank has failed, in seconds
+    _silent_since: dict[int, float] = field(default_factory=dict)
+    _suspected: set[int] = field(default_factory=set)
+    _lost: set[int] = field(default_factory=set)
+
+    def observe(self, rank: int, sign: str, now: float) -> Suspicion | None:
+        """Record one observation; return the rank's new state if it changed.
+
+        Args:
+            rank: The rank.
+            sign: Empty for a sign of life, else the trouble ("its process is stopped (state T)").
+            now: Seconds of a monotonic clock.
+        """
+        if not sign:
+            self._silent_since.pop(rank, None)
+            self._suspected.discard(rank)
+            return None
+        silence = now - self._silent_since.setdefault(rank, now)
+        text = f"silent for {silence:.1f} s: {sign}"
+        if silence >= self.lost_after_s and rank not in self._lost:
+            self._lost.add(rank)
+            return Suspicion(rank, is_lost=True, reason=text)
+        if silence >= self.suspect_after_s and rank not in self._suspected:
+            self._suspected.add(rank)
+            return Suspicion(rank, is_lost=False, reason=f"suspect: {text}")
+        return None

@@ -17,25 +17,17 @@ STREAMS_MAX = 1000
 
 
 class SentCount(NamedTuple):
-    """Number of messages from a rank to another with one tag.
+    """Number of messages from a rank to another with one tag."""
 
-    Args:
-        identity: Identity of the stream (sender, receiver, tag).
-        dest: World rank of the receiver.
-        tag: The tag.
-        total: Number of messages.
-        site: Place of the first send in the program; empty if unknown.
-    """
-
-    identity: int
-    dest: int
-    tag: int
-    total: int
-    site: str
+    identity: int  # identity of the stream (sender, receiver, tag)
+    dest: int  # world rank of the receiver
+    tag: int  # the tag
+    total: int  # number of messages
+    site: str  # place of the first send in the program; empty if unknown
 
 
 def pack_counts(counts: Iterable[SentCount]) -> dict[str, list[int] | dict[int, str]]:
-    """Return counts as the fields `sent` and `sites` of the message "leaving"."""
+    """Return counts as the fields `sent` and `sites` of the message "leave"."""
     sent: list[int] = []
     sites: dict[int, str] = {}
     for one in counts:

@@ -26,13 +26,13 @@ class Actor:
 
     def arrive(self) -> bytes:
         """Return a packed description of this place."""
-        from syncvar.runner.engine_worker import arrive
+        from syncvar.runner.remote_call import arrive
 
         return arrive(ray.util.get_node_ip_address())
 
     def play(self, part: bytes) -> bytes:
         """Act as a rank for one call."""
-        from syncvar.runner.engine_worker import play
+        from syncvar.runner.remote_call import play
 
         return play(part)
 

@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from syncvar._native import CommunicatorState, note_change
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.call_sites import own_site
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.links.exchange import LinkExchange, NullSink
-from syncvar.runtime.links.planner import Planner
-from syncvar.runtime.request import Request
+from syncvar.runtime.call_record import CallInfo, own_site
+from syncvar.runtime.link_exchange import LinkExchange, NullSink
+from syncvar.runtime.planner import Planner
+from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.request import Request, stage_steps
 from syncvar.runtime.sequence import EpochRange
-from syncvar.runtime.stage_executor import stage_steps
-from syncvar.runtime.timeouts import checked_timeout
-from syncvar.runtime.work import Work
+from syncvar.runtime.state import send_queued
+from syncvar.runtime.work import Work, checked_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,8 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import MessageCounter
-    from syncvar.runtime.links.exchange import FrameSink
-    from syncvar.runtime.p2p.message_requests import Receiving, Sending
+    from syncvar.runtime.link_exchange import FrameSink
+    from syncvar.runtime.p2p_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
@@ -55,23 +52,23 @@ class CollectiveSpec:
     """A checked call, ready to become a request.
 
     Args:
-        what: The call, for instance "all_reduce(sum, float32[10])"; a `CallLabel` where it has
+        label: The call, for instance "all_reduce(sum, float32[10])"; a `CallLabel` where it has
             fields.
         digest: Signature that all ranks compare.
         body: Generator of stages.
         message: Message that may use a ring in shared memory; None for collectives.
     """
 
-    __slots__ = ("body", "digest", "message", "what")
+    __slots__ = ("body", "digest", "label", "message")
 
     def __init__(
         self,
-        what: str,
+        label: str,
         digest: int,
         body: Generator[Stage, None, Any],
         message: Sending | Receiving | None = None,
     ) -> None:
-        self.what = what
+        self.label = label
         self.digest = digest
         self.body = body
         self.message = message
@@ -131,10 +128,10 @@ class MembershipRoll(Protocol):
     def roll(self, name: str, timeout: float | None) -> None:
         """Agree on the active ranks; afterwards the group's communicator has only these."""
 
-    def require_all(self, what: str, instead: str = "") -> None:
+    def require_all(self, label: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left."""
 
-    def left_run(self, error: BaseException) -> None:
+    def abort_step(self, error: BaseException) -> None:
         """Make no more calls in the block."""
 
 
@@ -213,14 +210,14 @@ class Communicator(CommunicatorState):
         """Return the algorithm that the job's setting demands for a collective."""
         return self.plan.forced.get(collective)
 
-    def keep_prepared(self, key: Any, made: PreparedCall | None) -> PreparedCall | None:
+    def keep_prepared(self, key: Any, prepared: PreparedCall | None) -> PreparedCall | None:
         """Cache a compiled call, if this group caches calls."""
-        if made is None or not self.prepares:
+        if prepared is None or not self.prepares:
             return None
         if len(self.prepared_calls) >= _PREPARED_MAX:
             self.prepared_calls.clear()
-        self.prepared_calls[key] = made
-        return made
+        self.prepared_calls[key] = prepared
+        return prepared
 
     @property
     def epoch(self) -> int:
@@ -242,9 +239,9 @@ class Communicator(CommunicatorState):
             channel = None if self.hosts is None else self.hosts.channel
             if channel is None:
                 return False
-        words, begun = channel.words, (self.next_call + 1) << 1
+        words, entered = channel.words, (self.next_call + 1) << 1
         for other in channel.others:  # noqa: SIM110  (asked after every queued write)
-            if words[other] >= begun:
+            if words[other] >= entered:
                 return True
         return False
 
@@ -289,17 +286,17 @@ class Communicator(CommunicatorState):
             else tuple(map(self.whole.index, self.members))
         )
 
-    def require_all(self, what: str, instead: str = "") -> None:
+    def require_all(self, label: str, instead: str = "") -> None:
         """Check that all ranks are active; collective in a block of sv.uneven.
 
         Raises:
             UsageError: A rank has left the block; raised on all active ranks.
         """
         if self.uneven is not None:
-            self.require_free(what)
-            self.uneven.require_all(what, instead)
+            self.require_free(label)
+            self.uneven.require_all(label, instead)
 
-    def roll(self, what: str, timeout: float | None) -> None:
+    def roll(self, label: str, timeout: float | None) -> None:
         """Agree on the active ranks; does nothing outside a block of sv.uneven.
 
         Collective.
@@ -309,8 +306,8 @@ class Communicator(CommunicatorState):
                 next call.
         """
         if self.uneven is not None:
-            self.require_free(what)
-            self.uneven.roll(what, timeout)  # from here on the members are the active ranks
+            self.require_free(label)
+            self.uneven.roll(label, timeout)  # from here on the members are the active ranks
 
     def become(self, other: Communicator) -> None:
         """Swap contents with another communicator.
@@ -392,7 +389,7 @@ class Communicator(CommunicatorState):
         if self.engine is not None and self.size > 1:
             self.engine.book.announce(self.identity, call + 1)
             reason = f"{type(error).__name__}: {error}"
-            self.engine.poison(self.identity, self.members, call, name, reason)
+            self.engine.reject_call(self.identity, self.members, call, name, reason)
 
     def require_free(self, name: str) -> None:
         """Raise an error, before anything is numbered or sent, if no call can be made."""
@@ -423,10 +420,12 @@ class Communicator(CommunicatorState):
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "shm" if is_shared else "links"
         entry = self.recorder.begin(
-            CallInfo(request.what, self.identity, self.members, request.digest, 0, way), call, begin
+            CallInfo(request.label, self.identity, self.members, request.digest, 0, way),
+            call,
+            begin,
         )
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
-        if is_shared and self.engine is not None and self.engine.begun:
+        if is_shared and self.engine is not None and self.engine.async_calls:
             self.engine.adopt()  # cached calls that are before it in the channel's queue
         steps = stage_steps(entry, request.body, channel, links)
         if message is None or links is None:
@@ -447,10 +446,10 @@ class Communicator(CommunicatorState):
         """
         if self.engine is not None and self.engine.failure is None:
             if self.uneven is not None:
-                self.uneven.left_run(error)
+                self.uneven.abort_step(error)
             if self.size > 1:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
-                self.engine.left_run(
+                self.engine.abort_step(
                     self.identity, self.members, self.next_call - 1, self._block_end, reason
                 )
         end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)

@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import SyncvarError
 from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import pack_counts
-from syncvar.runtime.active_requests import StartedCalls
-from syncvar.runtime.failures import VERDICT_GRACE_S, Verdicts
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.gil_contention import gil_monitor
-from syncvar.runtime.links.flow_control import Flow
-from syncvar.runtime.p2p.sent_messages import SentMessages
-from syncvar.runtime.rma_get import Answer, GetRequest, GetRequests
+from syncvar.runtime.active_requests import VERDICT_GRACE_S, StartedCalls, Verdicts
+from syncvar.runtime.arithmetic import gil_monitor
+from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.link_exchange import Flow
+from syncvar.runtime.p2p_requests import Answer, GetRequest, GetRequests, SentMessages
+from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.state import Awaited, Core
 from syncvar.shm.spin_wait import pause_after
 from syncvar.transports.base import PeerDisconnected
@@ -79,7 +77,8 @@ class ProgressEngine(Core):
     ) -> None:
         recorder = recorder or Recorder(rank, world_size, generation)
         super().__init__(rank, generation, transport, control, config, hosts, shm, recorder)
-        self.flow = Flow(self)
+        self.flow = Flow(rank, generation, transport, config, self.active)
+        self.when_broken.append(lambda _: self.flow.forget())
         self.sent = SentMessages()
         self._questions = GetRequests(self)
         self._started = StartedCalls(self, self.flow)
@@ -151,7 +150,7 @@ class ProgressEngine(Core):
                         self.let_go()
                         self.hand_over()
                 else:
-                    self.refuse_in_handler(operation.what)
+                    self.refuse_in_handler(operation.label)
                     self.follow(operation)
         except BaseException as error:
             self.interrupted(operation, error)
@@ -207,7 +206,7 @@ class ProgressEngine(Core):
             raise
 
     def ask(
-        self, peer: int, key: int, what: str, timeout_s: float | None
+        self, peer: int, key: int, label: str, timeout_s: float | None
     ) -> tuple[bytes, bytes] | None:
         """Read what another process publishes under a key (one-sided; its engine answers).
 
@@ -224,11 +223,11 @@ class ProgressEngine(Core):
         deadline, appears, pause = now + allowed, now + min(_APPEAR_S, allowed / 2), _APPEAR_LOOK_S
         while True:
             self.check()
-            question = GetRequest(peer, key, what, deadline, allowed)
+            question = GetRequest(peer, key, label, deadline, allowed)
             question.entry = self.recorder.begin(
-                CallInfo(what, -1, (), 0, 0, f"question to rank {peer}"), -1
+                CallInfo(label, -1, (), 0, 0, f"question to rank {peer}"), -1
             )
-            self._questions.asked.append(question)
+            self._questions.waiting.append(question)
             self.transport.wake()
             answer: tuple[bytes, bytes] | None = self.wait(question)
             if answer is not None or time.monotonic() >= appears:
@@ -265,7 +264,7 @@ class ProgressEngine(Core):
             SyncvarError: A started operation failed.
         """
         self.adopt()
-        left = [f"{one.what} started at {one.site}" for one in self._started.all if one.site]
+        left = [f"{one.label} started at {one.site}" for one in self._started.all if one.site]
         if left and self.failure is None:
             _log.warning(
                 "%d started call%s not waited for; waiting for them now: %s%s",
@@ -284,7 +283,7 @@ class ProgressEngine(Core):
             if self.failure is None:
                 counts = pack_counts(self.sent.counts(self.book.following))
                 self.send_control_async(
-                    "leaving", entered=self.book.entered(), skipped=self.book.skipped(), **counts
+                    "leave", entered=self.book.entered(), skipped=self.book.skipped(), **counts
                 )
 
     def disown(self, failure: UsageError) -> None:
@@ -348,7 +347,7 @@ class ProgressEngine(Core):
     def _idle_s(self) -> float:
         if self.under_way:
             return _IDLE_SHARED_S
-        return VERDICT_GRACE_S if self._verdicts.late or self.begun else _IDLE_S
+        return VERDICT_GRACE_S if self._verdicts.late or self.async_calls else _IDLE_S
 
     def poll(self) -> None:
         """Drive once, if no other thread drives."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from syncvar.protocol.control_messages import Message
-    from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
+    from syncvar.runtime.recorder import CallNumbers
     from syncvar.runtime.request import Request
     from syncvar.transports.base import Frame
 
@@ -267,7 +267,7 @@ class SequenceTracker:
         else:
             block.is_reported = True
         # Otherwise the ranks have left the block, and no rank waits.
-        if not any(old["waits"] for old in overlapping):
+        if not any(old["has_waiting_ranks"] for old in overlapping):
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
@@ -278,7 +278,7 @@ class SequenceTracker:
                 "last_call": following,
                 "text": text,
                 "table": table,
-                "waits": False,
+                "has_waiting_ranks": False,
             }
         )
         return True
@@ -335,7 +335,7 @@ class SequenceTracker:
                 return self.sentence(decision, operation)
         for rank in self.left:
             if self.is_without(rank, operation):
-                call = self._numbers.text(operation.what, operation.group, operation.call)
+                call = self._numbers.text(operation.label, operation.group, operation.call)
                 return self.ended(rank, call)
         return None
 
@@ -349,7 +349,7 @@ class SequenceTracker:
 
     def sentence(self, decision: Message, operation: Request) -> MismatchError:
         """Return the error for a call on which there is a decision."""
-        call = self._numbers.text(operation.what, operation.group, operation.call)
+        call = self._numbers.text(operation.label, operation.group, operation.call)
         return MismatchError(f"{call}: {decision['text']}", decision["table"])
 
     def is_without(self, rank: int, operation: Request) -> bool:

@@ -2,8 +2,8 @@
 
 Admission of calls, the driver's lock, the launcher's channel and the failure.
 
-Cached calls and C code read `is_quiet`, `queues` and `begun` at every call. So these are attributes
-of one C object.
+Cached calls and C code read `is_quiet` and `driver` at every call. So these are attributes of one
+C object.
 
 One thread at a time drives: it holds `lock` and owns the transport and the launcher's channel.
 Other threads wait for it, or post callbacks to it. The first lost rank, missed deadline or
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from syncvar._native import AsyncCall
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.deferred_queues import Queued
-    from syncvar.runtime.flight_recorder.call_record import PendingRecord
-    from syncvar.runtime.flight_recorder.recorder import Recorder
+    from syncvar.runtime.call_record import PendingRecord
+    from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Request
     from syncvar.runtime.sequence import SkippedRange
     from syncvar.shm.segment import SharedSegment
@@ -48,7 +47,7 @@ class Awaited(Protocol):
     An operation, a remote get, or the first of several operations.
     """
 
-    what: str
+    label: str
     call: int
     entry: PendingRecord
     thread: int  # identity of the waiting thread; 0 for none
@@ -78,7 +77,7 @@ class Core(AdmissionState):
         failure: Error that broke the group; None while it works.
         queues: Queues with deferred writes. A call that may wait sends them first.
         before_calls: Functions called with group and name before each call.
-        begun: Cached calls that wait for other ranks, and that only their callers know.
+        async_calls: Cached calls that wait for other ranks, and that only their callers know.
         book: Sequence numbers of the calls of each group.
         lock: Held by the driver, see `seize`.
         driver: Identity of the driving thread; 0 for none.
@@ -111,7 +110,7 @@ class Core(AdmissionState):
         self.is_quiet = True
         self.queues: list[Queued] = []
         self.before_calls: list[Callable[[int, str], None]] = []
-        self.begun: list[AsyncCall] = []
+        self.async_calls: list[AsyncCall] = []
         self.lock = threading.Lock()
         self.driver = 0
         self.active: dict[tuple[int, int], Request] = {}
@@ -168,22 +167,22 @@ class Core(AdmissionState):
             # thread.
             return
         try:
-            for begun in list(self.begun):
-                if after_s == 0.0 or time.monotonic_ns() - begun.begin > after_s * 1e9:
-                    begun.adopt()
+            for call in list(self.async_calls):
+                if after_s == 0.0 or time.monotonic_ns() - call.begin > after_s * 1e9:
+                    call.adopt()
         finally:
             self._adopting.release()
 
-    def adopted(self, begun: AsyncCall) -> Request | None:
+    def adopted(self, call: AsyncCall) -> Request | None:
         """Continue a cached call in the engine; return its operation, or None if the call is over.
 
         Raises:
             TransportError: An exception interrupted the engine while it took over the call.
         """
         with self._adopting:
-            begun.adopt()
-        operation: Request | None = begun.operation
-        if operation is None and not begun.is_over:
+            call.adopt()
+        operation: Request | None = call.operation
+        if operation is None and not call.is_over:
             self.check()
             raise InternalError("a cached call waits, but the engine has not taken it over")
         return operation
@@ -263,7 +262,7 @@ class Core(AdmissionState):
 
     # -- messages to the launcher ------------------------------------------------------------------
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send_control(self, kind: str, **fields: Any) -> None:
         """Send a message to the launcher, as the driver."""
         self.control.send(pack_message(kind, **fields))
 
@@ -272,34 +271,34 @@ class Core(AdmissionState):
         data = pack_message(kind, **fields)
         self.post_to_driver(lambda: self.control.send(data))
 
-    def poison(
-        self, group: int, members: tuple[int, ...], call: int, what: str, reason: str
+    def reject_call(
+        self, group: int, members: tuple[int, ...], call: int, label: str, reason: str
     ) -> None:
         """Report that this rank's call had a bad argument.
 
         The other ranks raise MismatchError at once.
         """
         self.send_control_async(
-            "poison",
+            "reject_call",
             group=group,
             members=list(members),
             call=call,
-            what=what,
+            description=label,
             reason=reason[:_REASON_MAX],
         )
 
-    def left_run(
+    def abort_step(
         self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str
     ) -> None:
         """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
-        if self.begun:
+        if self.async_calls:
             self.adopt()
         self.send_control_async(
-            "left_run",
+            "abort_step",
             group=group,
             members=list(members),
             call=call,
-            epoch_end=epoch_end,
+            last_call=epoch_end,
             reason=reason[:_REASON_MAX],
         )
 
@@ -310,11 +309,13 @@ class Core(AdmissionState):
         same calls. Then the group is informed, and this rank's next call fails too. Otherwise
         nothing is sent.
         """
-        if self.begun:
+        if self.async_calls:
             self.adopt()
         for one in self.book.check_ended_blocks(groups, SKIPPED_CALL, self.rank):
             self.is_quiet = False
-            self.left_run(one.identity, one.members, one.next_call - 1, one.next_call, SKIPPED_CALL)
+            self.abort_step(
+                one.identity, one.members, one.next_call - 1, one.next_call, SKIPPED_CALL
+            )
 
     # -- failure of the group ----------------------------------------------------------------------
 
@@ -339,7 +340,7 @@ class Core(AdmissionState):
         """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
         group = operation.entry.info.group
-        location = self.recorder.numbers.text(operation.what, group, operation.call)
+        location = self.recorder.numbers.text(operation.label, group, operation.call)
         self.fall(error, location, but=operation)
 
     def fall(self, error: BaseException, location: str, but: Awaited | None = None) -> None:
@@ -348,7 +349,12 @@ class Core(AdmissionState):
             reason = f"interrupted by {type(error).__name__} in {location}"
             self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
             self.send_control_async(
-                "broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[]
+                "group_failure",
+                failure_kind="interrupted",
+                reason=reason,
+                group=-1,
+                call=-1,
+                missing=[],
             )
 
     def report_accident(self, operation: Request) -> None:
@@ -360,4 +366,57 @@ class Core(AdmissionState):
             self.interrupted(operation, error)
         else:
             reason = f"{type(error).__name__}: {error}"
-            self.poison(operation.group, operation.members, operation.call, operation.what, reason)
+            self.reject_call(
+                operation.group, operation.members, operation.call, operation.label, reason
+            )
+
+
+class Queued(Protocol):
+    """The queue of one group."""
+
+    identity: int
+    writer: threading.Thread  # the thread that wrote last
+
+    def begin_beside(self) -> None:
+        """Start to send from a thread other than the writer, unless the writer is sending."""
+
+    def start(self) -> Any:
+        """Start to send; return the `Work`, or None if the queue is empty."""
+
+    def finish(self, work: Any) -> None:
+        """Wait for the work, and apply the received writes."""
+
+    def send(self) -> None:
+        """Start and finish."""
+
+
+def send_queued(waiting: list[Queued], also: Queued | None = None) -> None:
+    """Send everything that this thread has deferred; all groups at once, so their order is free.
+
+    Writes of other threads are started, but not waited for: on another rank, the thread that writes
+    there may wait for this one.
+
+    Args:
+        waiting: The engine's `queues`; a queue that becomes empty removes itself.
+        also: A queue to wait for, whichever thread has written.
+
+    Raises:
+        MismatchError: The replicas have made different writes.
+    """
+    me = threading.current_thread()
+    while waiting:
+        queues = []
+        for queue in sorted(waiting, key=lambda queue: queue.identity):
+            if queue is also or queue.writer is me or not queue.writer.is_alive():
+                queues.append(queue)
+            else:
+                queue.begin_beside()
+        if not queues:
+            return
+        if len(queues) == 1:
+            queues[0].send()
+            continue
+        started = [(queue, queue.start()) for queue in queues]
+        for queue, work in started:
+            if work is not None:
+                queue.finish(work)

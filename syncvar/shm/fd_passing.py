@@ -105,7 +105,7 @@ class FdServer:
                     return
                 self._take(connection)
 
-    def take_said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Return the messages for the user since the last call."""
         messages, self._messages = self._messages, []
         return messages
@@ -122,7 +122,7 @@ class FdServer:
                 shm.abort()
             message = f"no shared memory, data go through unix sockets: {reason}"
             if shm is not None:
-                message = shm.said
+                message = shm.notice
             if message and not self._has_message:  # the next generations would repeat it
                 self._has_message = True
                 self._messages.append(message)

@@ -30,12 +30,12 @@ class Shortage(NamedTuple):
     Args:
         used: Bytes in use under it.
         limit: Bytes allowed.
-        whose: Name of the limit for messages.
+        limit_name: Name of the limit for messages.
     """
 
     used: int
     limit: int
-    whose: str
+    limit_name: str
 
 
 class MemoryLimits:

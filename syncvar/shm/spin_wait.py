@@ -83,7 +83,9 @@ def _own_core_waiter(words: memoryview, abort: int, phase: int, done: int) -> Wa
     return wait
 
 
-def _shared_core_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
+def _shared_core_waiter(  # noqa: C901  (its loop must not call Python functions)
+    words: memoryview, abort: int, phase: int, done: int
+) -> Waiter:
     give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
 
     def wait(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:

@@ -15,9 +15,9 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
+from syncvar.runtime.call_record import CallFields, CallLabel, collective_of
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -131,7 +131,7 @@ class ActiveGroup:
         work._operation.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
         return work
 
-    def left_run(self, error: BaseException) -> None:
+    def abort_step(self, error: BaseException) -> None:
         """End the block, because an exception has left `strategy.run` on this rank.
 
         The membership all-reduces cannot be skipped as the calls of a run are: a rank that has
@@ -145,7 +145,7 @@ class ActiveGroup:
         engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
             following = 0 if self._rolls is None else self._rolls.next_call
-            engine.left_run(
+            engine.abort_step(
                 self._identity_of("rolls"), self.working, following - 1, following + _LAST, reason
             )
 

@@ -9,8 +9,8 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.groups import Group, communicator_of
 from syncvar.collectives.object_collectives import broadcast_object
-from syncvar.collectives.sync_points import gather_objects
-from syncvar.core.array_interop import library_of
+from syncvar.collectives.stage_builders import gather_objects
+from syncvar.core.array_types import library_of
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_persistent, native_dispatch
-from syncvar.collectives.reduce_args import ReduceArgs, form_of
+from syncvar.collectives.gather import gather_request
+from syncvar.collectives.reduce_args import ReduceArgs, ReduceOptions, form_of
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
@@ -30,8 +30,8 @@ from syncvar.core.pytree import (
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
+from syncvar.runtime.call_record import CallFields, CallLabel, collective_of
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
@@ -128,13 +128,14 @@ class _Reduction(NamedTuple):
         self, communicator: Communicator, *, reproducible: bool, is_finished: bool = True
     ) -> ReduceArgs:
         """Return the request that combines the arrays; its result is the value, or the arrays."""
+        options = ReduceOptions(reproducible)
         request = reduce_request(
-            communicator, self.arrays, self.op, reproducible=reproducible, name=self.name
+            communicator, self.arrays, self.op, name=self.name, options=options
         )
         finish = self.finish if is_finished else list
         whole = _structured(request, finish, self.treedef, self.name, self.arrays)
         return ReduceArgs(
-            whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered
+            whole.label, whole.digest, whole.body, self.op, is_entered=request.is_entered
         )
 
 
@@ -246,7 +247,7 @@ def gather_values(
         def run() -> Generator[Stage, None, Any]:
             return convert_back(part, (yield from body))
 
-        return CollectiveSpec(request.what, request.digest, run())
+        return CollectiveSpec(request.label, request.digest, run())
 
     return communicator.perform(name, check, timeout)
 

@@ -9,11 +9,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from syncvar.protocol.frame import FrameType, Header, pack_header
+from syncvar.protocol.frame import FrameType, Header
 from syncvar.transports.base import Frame, PeerDisconnected, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
 _PATIENCE_S = 20.0
@@ -68,9 +68,18 @@ def check_transport(factory: TransportFactory) -> None:
             raise AssertionError(f"{name.replace('_', ' ')}: {error}") from error
 
 
+TRANSPORT_CHECKS: dict[str, Callable[[TransportFactory], None]] = {}
+
+
+def _check(function: Callable[[TransportFactory], None]) -> Callable[[TransportFactory], None]:
+    TRANSPORT_CHECKS[function.__name__.lstrip("_")] = function
+    return function
+
+
 # -- what arrives ----------------------------------------------------------------------------------
 
 
+@_check
 def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory) -> None:
     sizes = [0, 1, 3, 1000, 5000, 200_000]
     count = 120
@@ -100,6 +109,7 @@ def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory)
         seen.check_no_disconnect()
 
 
+@_check
 def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
     most = factory.nbytes_max
     with factory.connect(2, _GENERATION) as world:
@@ -118,6 +128,7 @@ def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
             _check_payload(one)
 
 
+@_check
 def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
     big, long = (1 << 32) - 1, (1 << 64) - 1
     with factory.connect(2, _GENERATION) as world:
@@ -129,11 +140,12 @@ def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
         ]
         for header in wanted:
             payload = memoryview(bytes(header.nbytes)) if header.kind == FrameType.DATA else None
-            world[1].send(0, pack_header(*header), payload)
+            world[1].send(0, Header(*header).pack(), payload)
         seen.until(lambda: len(seen.frames[0]) == len(wanted), "the headers to arrive")
         assert [one.header for one in seen.frames[0]] == wanted, seen.frames[0]
 
 
+@_check
 def _many_peers_receive_from_each_other(factory: TransportFactory) -> None:
     size = 12
     with factory.connect(size, _GENERATION) as world:
@@ -160,33 +172,27 @@ def _many_peers_receive_from_each_other(factory: TransportFactory) -> None:
 # -- ownership of memory ---------------------------------------------------------------------------
 
 
+@_check
 def _borrowed_memory_may_be_reused_when_its_loan_is_done(factory: TransportFactory) -> None:
+    _reuse_memory(factory, borrow=True)
+
+
+@_check
+def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory) -> None:
+    _reuse_memory(factory, borrow=False)
+
+
+def _reuse_memory(factory: TransportFactory, *, borrow: bool) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
         memory = bytearray(factory.nbytes_max)
         for number in range(6):
             memory[:] = bytes([number + 1]) * len(memory)
-            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
-            loan = world[0].send(1, header, memoryview(memory), borrow=True)
+            header = Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory)).pack()
+            loan = world[0].send(1, header, memoryview(memory), borrow=borrow)
+            assert borrow or loan is None, "a payload that was copied has no loan"
             if loan is not None:
                 seen.until(loan.is_done, "the loan to be done")
-            memory[:] = bytes(len(memory))
-        seen.until(lambda: len(seen.frames[1]) == 6, "the frames to arrive")
-        for number, one in enumerate(seen.frames[1]):
-            assert bytes(one.payload) == bytes([number + 1]) * len(memory), (
-                f"frame {number} was overwritten"
-            )
-
-
-def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory) -> None:
-    with factory.connect(2, _GENERATION) as world:
-        seen = _Arrivals(world)
-        memory = bytearray(factory.nbytes_max)
-        for number in range(6):
-            memory[:] = bytes([number + 1]) * len(memory)
-            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
-            loan = world[0].send(1, header, memoryview(memory))
-            assert loan is None, "a payload that was copied has no loan"
         memory[:] = bytes(len(memory))
         seen.until(lambda: len(seen.frames[1]) == 6, "the frames to arrive")
         for number, one in enumerate(seen.frames[1]):
@@ -195,6 +201,7 @@ def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory
             )
 
 
+@_check
 def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -212,6 +219,7 @@ def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
 # -- waiting ---------------------------------------------------------------------------------------
 
 
+@_check
 def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -227,12 +235,14 @@ def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
         )
 
 
+@_check
 def _wait_ends_at_a_wake_from_another_thread(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         for delay_s in (0.0, 0.1):
             _wakes_soon(world[0], lambda: world[0].wait(_PATIENCE_S), delay_s)
 
 
+@_check
 def _wait_ends_at_its_timeout(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         for wait in (world[0].wait, world[0].wait_idle):
@@ -250,6 +260,7 @@ def _wait_ends_at_its_timeout(factory: TransportFactory) -> None:
             )
 
 
+@_check
 def _wait_idle_ends_at_a_wake_beside_a_driver(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         stop = threading.Event()
@@ -274,6 +285,7 @@ def _wait_idle_ends_at_a_wake_beside_a_driver(factory: TransportFactory) -> None
             driver.join()
 
 
+@_check
 def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -291,6 +303,7 @@ def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
         )
 
 
+@_check
 def _queued_frames_leave_while_the_sender_waits_idle(factory: TransportFactory) -> None:
     for has_driven in (False, True):
         with factory.connect(2, _GENERATION) as world:
@@ -325,6 +338,7 @@ def _queued_frames_leave_while_the_sender_waits_idle(factory: TransportFactory) 
 # -- ends ------------------------------------------------------------------------------------------
 
 
+@_check
 def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) -> None:
     for answers in (False, True):
         with factory.connect(3, _GENERATION) as world:
@@ -347,6 +361,7 @@ def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) ->
             seen.until(lambda: len(seen.frames[2]) == 1, "the frame to rank 2", [0, 2])  # noqa: B023
 
 
+@_check
 def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: TransportFactory) -> None:
     with factory.connect(3, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -371,7 +386,7 @@ def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: Transpo
         for number in range(5):
             loan = world[0].send(
                 1,
-                pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=9),
+                Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=9).pack(),
                 memoryview(bytes(9)),
                 borrow=True,
             )
@@ -383,6 +398,7 @@ def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: Transpo
         assert all(one.reason for one in seen.lost[0]), "a disconnect needs a reason"
 
 
+@_check
 def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -395,7 +411,7 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
         loans = []
         factory.lose(world, 1)
         for number in range(1, 5):
-            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
+            header = Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory)).pack()
             loans.append(world[0].send(1, header, memory, borrow=True))
         seen.until(lambda: bool(seen.lost[0]), "the disconnect", [0])
         seen.until(
@@ -403,6 +419,7 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
         )
 
 
+@_check
 def _close_may_be_repeated(factory: TransportFactory) -> None:
     for linger_s in (0.0, 0.5):
         with factory.connect(2, _GENERATION) as world:
@@ -410,33 +427,6 @@ def _close_may_be_repeated(factory: TransportFactory) -> None:
             for _ in range(3):
                 world[0].close(linger_s)
             world[0].wake()
-
-
-TRANSPORT_CHECKS: Mapping[str, Callable[[TransportFactory], None]] = {
-    check.__name__.lstrip("_"): check
-    for check in (
-        _links_keep_order_lose_nothing_and_double_nothing,
-        _payloads_of_every_size_arrive_whole,
-        _header_fields_arrive_as_they_were_sent,
-        _many_peers_receive_from_each_other,
-        _borrowed_memory_may_be_reused_when_its_loan_is_done,
-        _memory_that_is_not_borrowed_may_be_reused_at_once,
-        _a_received_payload_stays_as_it_was,
-        _wait_ends_at_an_arrival,
-        _wait_ends_at_a_wake_from_another_thread,
-        _wait_ends_at_its_timeout,
-        _wait_idle_ends_at_a_wake_beside_a_driver,
-        _wait_idle_ends_at_an_arrival,
-        _queued_frames_leave_while_the_sender_waits_idle,
-        _an_orderly_close_is_no_loss_and_loses_nothing,
-        _an_abrupt_disconnect_is_reported_once_and_after_all_frames,
-        _loans_of_a_lost_link_end,
-        _close_may_be_repeated,
-    )
-}
-
-
-# -- inside ----------------------------------------------------------------------------------------
 
 
 class _Arrivals:
@@ -458,7 +448,7 @@ class _Arrivals:
                     self.frames[rank].append(arrival)
 
     def until(
-        self, condition: Callable[[], bool], what: str, ranks: Sequence[int] | None = None
+        self, condition: Callable[[], bool], event: str, ranks: Sequence[int] | None = None
     ) -> None:
         """Drive `ranks` until a condition holds."""
         ranks = range(len(self.world)) if ranks is None else ranks
@@ -467,7 +457,7 @@ class _Arrivals:
             self.take(ranks)
             if condition():
                 return
-            assert time.monotonic() < deadline, f"waited {_PATIENCE_S:g} s for {what}"
+            assert time.monotonic() < deadline, f"waited {_PATIENCE_S:g} s for {event}"
             for rank in ranks:
                 self.world[rank].wait(0.002)
 
@@ -493,7 +483,7 @@ def _send(
     *,
     borrow: bool = False,
 ) -> None:
-    header = pack_header(FrameType.DATA, source, _GENERATION, 1, number, nbytes=nbytes)
+    header = Header(FrameType.DATA, source, _GENERATION, 1, number, nbytes=nbytes).pack()
     world[source].send(target, header, memoryview(_pattern(number, nbytes)), borrow=borrow)
 
 

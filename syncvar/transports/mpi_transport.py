@@ -20,23 +20,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import TransportError, WireError
-from syncvar.protocol.frame import (
-    CARRIERS,
-    HEADER_NBYTES,
-    FrameType,
-    Header,
-    pack_header,
-    parse_header,
-)
+from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, FrameType, Header, parse_header
 from syncvar.transports.base import (
     Arrival,
     BorrowedFrame,
     Frame,
     PeerDisconnected,
+    Wakeup,
     check_length,
     check_sender,
 )
-from syncvar.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -318,7 +311,7 @@ class MpiTransport:
             if linger_s > 0:
                 with contextlib.suppress(TransportError):
                     self._advance()  # so that BYE goes to all peers that sent frames
-            bye = pack_header(FrameType.BYE, self._rank, self._generation, 0)
+            bye = Header(FrameType.BYE, self._rank, self._generation, 0).pack()
             last = bye if linger_s > 0 else b""
             for peer in self._linked - self._lost - self._departed:
                 self._post(peer, self._targets[peer], last)
@@ -440,10 +433,10 @@ class MpiTransport:
 
     def _forget(self, peer: int) -> None:
         """Drop the messages to a peer that receives nothing any more."""
-        gone = [one for one in self._sending if one.peer == peer]
-        if gone:
+        dropped = [one for one in self._sending if one.peer == peer]
+        if dropped:
             self._sending = collections.deque(one for one in self._sending if one.peer != peer)
-            self._let_go(gone)
+            self._let_go(dropped)
 
     def _let_go(self, sendings: Iterable[_Sending]) -> None:
         for one in sendings:

@@ -11,9 +11,10 @@ import zmq
 
 from syncvar.core.errors import HandshakeError
 from syncvar.protocol.control_messages import Message, parse_message
-from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
-from syncvar.transports.disconnect_reasons import CLOSED, ConnectionCopy
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX
 from syncvar.transports.zeromq_sockets import (
+    CLOSED,
+    ConnectionCopy,
     ask_for_signs_of_life,
     close_monitor,
     events_of,
@@ -132,7 +133,7 @@ class ZeromqControl:
                 "kind": "abort",
                 "rank": self.keeper,
                 "host": "",
-                "kind_of_break": "lost",
+                "failure_kind": "lost",
                 "reason": self._end,
                 "group": -1,
                 "call": -1,

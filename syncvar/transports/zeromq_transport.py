@@ -17,24 +17,23 @@ import os
 import struct
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 from zmq.backend import zmq_poll
 
 from syncvar.core.errors import TransportError, WireError
-from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header, parse_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header, parse_header
 from syncvar.transports.base import (
     Arrival,
     BorrowedFrame,
     Frame,
     PeerDisconnected,
+    Wakeup,
     check_length,
     check_sender,
 )
-from syncvar.transports.wakeup import Wakeup
-from syncvar.transports.zeromq_connections import Connections
-from syncvar.transports.zeromq_sender import Delivery, SendLink
+from syncvar.transports.zeromq_links import Connections, Delivery, SendLink
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.protocol.frame import Header
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.zeromq_control import ZeromqControl
 
@@ -63,6 +61,16 @@ _OTHER_HALF_S = 0.2  # the second connection of a pair closes soon after the fir
 _MORE_S = 1.0  # but while it delivers frames, the next may take this long: 1 MiB over 10 Mbit/s
 
 
+class HostLinks(NamedTuple):
+    """Links to other hosts: the address to bind, "tcp://<address>", and their keys.
+
+    Only with `encryption` off the keys may be None.
+    """
+
+    address: str
+    keys: LinkKeys | None = None
+
+
 class ZeromqTransport:
     """Frames over ZeroMQ; `syncvar.transports.base` has the contract.
 
@@ -73,8 +81,7 @@ class ZeromqTransport:
         job_id: Random identity of the job.
         config: Limits and intervals.
         control: Control channel to wait for as well.
-        outside: Address for other hosts, "tcp://<address>"; empty without other hosts.
-        keys: Keys of links between hosts; needed with `outside` unless `encryption` is off.
+        links: Links to other hosts; None without other hosts.
     """
 
     def __init__(
@@ -85,9 +92,7 @@ class ZeromqTransport:
         job_id: str,
         config: RuntimeConfig,
         control: ZeromqControl | None = None,
-        *,
-        outside: str = "",
-        keys: LinkKeys | None = None,
+        links: HostLinks | None = None,
     ) -> None:
         self._context = context
         self._rank = rank
@@ -112,7 +117,7 @@ class ZeromqTransport:
         self._is_open = False
         self._closed = False
         self.refused_frames = 0
-        self._keys = keys
+        self._keys = None if links is None else links.keys
         self._wakeup = Wakeup()
         self._arrivals = self._wakeup.arrivals
         self._connections = Connections(context, config)
@@ -120,7 +125,7 @@ class ZeromqTransport:
         try:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.address = self._bind(endpoint)
-            self.outside = self._bind_outside(outside) if outside else ""
+            self.outside = "" if links is None else self._bind_outside(links.address)
         except BaseException:
             self.close(0)
             raise
@@ -349,14 +354,7 @@ class ZeromqTransport:
         if not self._router.getsockopt(zmq.RCVMORE):
             self.refused_frames += 1
             return None
-        if source is None:
-            first = self._router.recv(zmq.NOBLOCK, copy=False)
-            data = bytes(first.buffer)
-            source = self._meet(identity, first)
-            if source is None:
-                self._connections.refused(first)
-        else:
-            data = self._router.recv(zmq.NOBLOCK)
+        source, data = self._first_part(identity, source)
         payload: bytes | memoryview = b""
         checksum = None
         if source in self._checksummed:
@@ -385,6 +383,16 @@ class ZeromqTransport:
         if self._closing.get(source):  # BYE comes behind the remaining frames, which may be long
             self._closing[source] = time.monotonic() + _MORE_S
         return Frame(header, payload)
+
+    def _first_part(self, identity: bytes, source: int | None) -> tuple[int | None, bytes]:
+        """Return the sender of a frame, None for a stranger, and the frame's first part."""
+        if source is not None:
+            return source, self._router.recv(zmq.NOBLOCK)
+        first = self._router.recv(zmq.NOBLOCK, copy=False)
+        source = self._meet(identity, first)
+        if source is None:
+            self._connections.refused(first)
+        return source, bytes(first.buffer)
 
     def _checked(
         self, source: int, data: bytes, payload: bytes | memoryview, checksum: bytes | None
@@ -486,7 +494,7 @@ class ZeromqTransport:
                 time.sleep(_FLUSH_LOOK_S)
 
     def _send_bye(self, linger_s: float) -> None:
-        header = pack_header(FrameType.BYE, self._rank, self._generation, 0)
+        header = Header(FrameType.BYE, self._rank, self._generation, 0).pack()
         while self.receive() is not None:  # so that BYE goes to all peers that sent frames
             pass
         deadline = time.monotonic() + self._patience_s(linger_s)

@@ -17,7 +17,7 @@ import numpy as np
 
 from syncvar.bootstrap.process import current
 from syncvar.collectives.stage_builders import broadcast_flat, exchange, gather_flat
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord
 from syncvar.protocol.object_codec import pack_object, unpack_object

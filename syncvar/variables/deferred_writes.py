@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from syncvar.collectives.buckets import reduce_together
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
+from syncvar.runtime.state import send_queued
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -282,9 +283,8 @@ class WriteQueue:
     def _reduce(self, sums: list[Sum], count: int) -> Generator[Stage, None, FlushResult]:
         rules = [reduction(one.op, one.x.dtype) for one in sums]
         arrays = [one.x for one in sums]
-        results = yield from reduce_together(
-            self.calls, arrays, rules, [None] * len(sums), self._owner.reproducible
-        )
+        options = ReduceOptions(self._owner.reproducible)
+        results = yield from reduce_together(self.calls, arrays, rules, [None] * len(sums), options)
         return FlushResult(count, list(zip(sums, results, strict=True)))
 
     def _drop_all(self, text: str, mine: str) -> Generator[Stage, None, FlushResult]:

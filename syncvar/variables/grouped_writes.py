@@ -26,11 +26,11 @@ import numpy as np
 from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.buckets import owns_itself, reduce_together
-from syncvar.collectives.reduce_args import reduction_of
+from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
+from syncvar.runtime.persistent_reduce import prepare_reduction
 from syncvar.variables.create import VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, Action, CallContext, Effect, Travel
 from syncvar.variables.storage import marked_as_written, refuse_overlap, write_once
@@ -209,8 +209,7 @@ class GroupedWrite:
                 arrays,
                 rules,
                 targets,
-                owner.reproducible,
-                apply,
+                ReduceOptions(owner.reproducible, apply=apply),
                 no_overlap=no_overlap,
             )
 
@@ -485,13 +484,9 @@ class FlatBucket:
         def check() -> CollectiveSpec:
             for number, part in enumerate(self._parts):
                 part[...] = operand(number)
+            options = ReduceOptions(owner.reproducible, apply=self._ufunc)
             request = reduce_request(
-                owner.communicator,
-                self._staging,
-                self._op,
-                out=self._gathered(),
-                reproducible=owner.reproducible,
-                apply=self._ufunc,
+                owner.communicator, self._staging, self._op, out=self._gathered(), options=options
             )
             return CollectiveSpec(self._label, self._digest, request.body)
 

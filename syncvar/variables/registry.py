@@ -24,16 +24,16 @@ import numpy as np
 from syncvar._native import CheckGate
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.broadcast import broadcast_request
-from syncvar.collectives.sync_points import gather_objects
+from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.output_files import (
     AUTO_LOG,
+    REQUESTED,
     LostFile,
     check_file,
     report_lost_file,
     write_error_text,
 )
-from syncvar.core.private_files import REQUESTED
 from syncvar.variables.deferral_tuner import (
     DeferralChange,
     DeferralTuner,

@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
+from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import quiet
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 from syncvar.variables.policy import Action, Effect, Travel, VariableAggregation
 from syncvar.variables.storage import digest_of
@@ -57,9 +58,8 @@ def request_of(
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
-        return reduce_request(
-            communicator, x, op, out=out, reproducible=reproducible, name=label, apply=apply
-        )
+        options = ReduceOptions(reproducible, apply=apply)
+        return reduce_request(communicator, x, op, out=out, name=label, options=options)
     if travel is Travel.FIRST:
         return broadcast_request(communicator, x, root=communicator.present[0], name=label)
     if travel is Travel.SAME:
@@ -88,9 +88,8 @@ def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) ->
     first = request.body
     second = None
     if action.effect is Effect.SPLIT_ANEW:
-        second = reduce_request(
-            communicator, copy, "sum", reproducible=reproducible, name=label
-        ).body
+        options = ReduceOptions(reproducible)
+        second = reduce_request(communicator, copy, "sum", name=label, options=options).body
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
         together = yield from first
@@ -99,7 +98,7 @@ def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) ->
             together["indices"], together["values"]
         )
 
-    return CollectiveSpec(request.what, request.digest, body())
+    return CollectiveSpec(request.label, request.digest, body())
 
 
 def _same_request(

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar._native import CopyGuard
-from syncvar.collectives.shared_array import SharedArraySpec, memory_in_common
-from syncvar.collectives.sync_points import meet
+from syncvar.collectives.shm_arrays import SharedArraySpec, memory_in_common
+from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import SharedMemoryFull, UsageError
 
 if TYPE_CHECKING:

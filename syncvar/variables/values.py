@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from syncvar.core.array_arguments import as_array
-from syncvar.core.dtypes import dtype_index
+from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError, RowOutOfRange, UsageError
 from syncvar.core.reduce_ops import reduction
 from syncvar.variables.policy import AccessKind

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.all_gather import gather_request
-from syncvar.collectives.reduce_args import persistent_reduction
-from syncvar.collectives.tree_sum import tree_combined
-from syncvar.core.dtypes import dtype_from_index
+from syncvar.collectives.gather import gather_request
+from syncvar.collectives.reduce_args import ReduceOptions, persistent_reduction
+from syncvar.collectives.sharded_sums import tree_combined
+from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -105,7 +105,8 @@ def _read_together(
         return state.storage.expose()
     if travel in _SUMS:
         op = "sum" if travel is Travel.SUM else "mean"
-        call = persistent_reduction(communicator, array, op, label, owner.reproducible)
+        options = ReduceOptions(owner.reproducible)
+        call = persistent_reduction(communicator, array, op, label, options)
         if call is not None:
             cached, look = cached_reads(owner, state.storage, state.tally, call)
             state.reading[where] = cached

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from syncvar._native import VariableCounters, access, which
-from syncvar.core.dtypes import dtype_index
+from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object
 from syncvar.runtime.communicator import fingerprint

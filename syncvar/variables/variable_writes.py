@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives import nan_check
-from syncvar.collectives.reduce_args import persistent_reduction
+from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
@@ -65,7 +64,7 @@ def checked_operand(
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
     if type(x) is np.ndarray and x.dtype == dtype and x.shape == shape and not is_bool:
-        nan_check.look(x, label)
+        check_finite(x, label)
         return x
     if is_bool and operation is not AccessKind.ASSIGN:
         raise ConfigError(
@@ -74,7 +73,7 @@ def checked_operand(
     if is_reduced:
         target.check_sum(label)
     array = operand_array(_value_of(x), shape, dtype, label)
-    nan_check.look(array, label)
+    check_finite(array, label)
     return array
 
 
@@ -216,8 +215,9 @@ class WriteOp(ReplicaWrite):
     def _prepare_next_write(self, *, is_counted: bool) -> None:
         state = self.state
         owner, storage = state.owner, state.storage
+        options = ReduceOptions(owner.reproducible, apply=self._ufunc)
         call = persistent_reduction(
-            owner.communicator, storage.array, self._op, self.label, owner.reproducible, self._ufunc
+            owner.communicator, storage.array, self._op, self.label, options
         )
         if call is not None:
             write = cached_write(owner, storage, state.tally, call, counts=is_counted)

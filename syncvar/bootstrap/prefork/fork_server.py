@@ -29,7 +29,7 @@ import msgpack
 
 from syncvar.bootstrap import worker_main
 from syncvar.bootstrap.prefork.preloaded_imports import Preloaded, unsupported_blas_reason
-from syncvar.core.parent_death import end_with
+from syncvar.core.fork_cleanup import end_with
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (

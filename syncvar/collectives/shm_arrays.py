@@ -1,0 +1,306 @@
+"""Arrays in the shared memory of a host: `sv.empty`, `sv.zeros` and `sv.shared_array`.
+
+The ranks of a host read and write a shared array without synchronization. Its memory lies in the
+region of the group's first rank. In front of it each rank has a word that it sets when its last
+view is gone. The first rank frees the memory when all words are set.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.bootstrap.process import current
+from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.groups import communicator_of
+from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
+from syncvar.runtime.call_record import CallFields, CallLabel
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, bytes_in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from syncvar.bootstrap.context import ProcessContext
+    from syncvar.collectives.groups import Group
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.shm.segment import SharedSegment
+
+
+def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
+    """Return a new uninitialized array in the shared memory of the host. Not collective.
+
+    Collectives read and write such arrays in place: `sv.all_reduce(x, out=x)` copies nothing if `x`
+        is
+    an array of `sv.empty` on every rank. Without shared memory (one rank on a host, or
+    SYNCVAR_TRANSPORT=zmq) the array is an ordinary one.
+
+    A forked child sees the same memory: its writes to such an array appear in the parent, and the
+        other
+    way round. A child that writes should take `x.copy()` first.
+
+    Args:
+        shape: An integer or a tuple of integers, each >= 0.
+        dtype: Any dtype whose elements hold no references.
+
+    Returns:
+        A C-contiguous array. Its memory is freed when its last view is gone. It outlives
+        `sv.shutdown()`.
+
+    Raises:
+        ConfigError: The shape or the dtype is wrong.
+        SharedMemoryFull: There is no room in shared (or private) memory. The text names what is in
+            use, and the setting `shm_bytes`.
+
+    Cost: microseconds if freed memory is reused; else the system provides pages, 0.2 ms for each
+        MiB.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.empty((2, 3), "float32").shape
+        (2, 3)
+    """
+    lengths, kind = checked_shape_dtype(shape, dtype)
+    shm = current().shm
+    if shm is not None:
+        return shm.empty(lengths, kind)
+    try:
+        return np.empty(lengths, kind)
+    except (ValueError, MemoryError) as error:
+        nbytes = prod(lengths) * kind.itemsize
+        text = f"no room for {bytes_in_words(nbytes)} of private memory"
+        raise SharedMemoryFull(f"{text} (this process shares none): {error}") from error
+
+
+def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
+    """Return a new array of zeros in the host's shared memory; see `empty`.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.zeros(3)
+        array([0., 0., 0.])
+    """
+    made = empty(shape, dtype)
+    made[...] = 0
+    return made
+
+
+def checked_shape_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the lengths and the dtype; raise ConfigError if such an array cannot be shared."""
+    try:
+        lengths = tuple(
+            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
+        )
+    except TypeError:
+        raise ConfigError(
+            f"shape must be an integer or a tuple of integers, not {shape!r}"
+        ) from None
+    if any(length < 0 for length in lengths):
+        raise ConfigError(f"no length of a shape may be negative: {shape!r}")
+    try:
+        kind: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error})") from None
+    if kind.hasobject:
+        raise ConfigError(
+            f"an array of {kind} cannot be shared between processes: its elements are references"
+        )
+    return lengths, kind
+
+
+_WORD = np.dtype(np.uint64)
+_LINE_BYTES = 64
+
+
+def shared_array(
+    shape: Any,
+    dtype: DTypeLike = np.float64,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
+) -> NDArray[Any]:
+    """Return an array of zeros that is the same memory on all ranks of the group. Collective.
+
+    Every rank reads and writes it like any array, without a message, a lock or a copy, and sees the
+    writes of other ranks at once. These rules apply:
+
+    * An element of at most 8 bytes is never torn: it is zero, or a value that some rank has
+      written.
+    * Several elements may come from different writes, also within one read of a row or of the
+      whole.
+    * `x[i] += d` reads, adds and writes: a concurrent write to the same element is lost.
+    * Writes of a rank become visible in no fixed order. After `sv.barrier()` all earlier writes are
+      visible.
+
+    Use `sv.Variable` for values that must be the same on all ranks, and for sums that lose nothing.
+
+    Args:
+        shape: An integer or a tuple of integers, each >= 0; the same on all ranks.
+        dtype: Any dtype whose elements hold no references; the same on all ranks.
+        group: Ranks that share it, all on one host; None means the world.
+        timeout: Seconds; None means the job's default.
+
+    Returns:
+        A C-contiguous array, aligned to 64 bytes. It outlives `sv.shutdown()`. Its memory is freed
+        when all ranks have dropped their last view and the group's first rank makes another such
+        array.
+
+    Raises:
+        ConfigError: The shape or the dtype is wrong, or the ranks of the group share no memory. The
+            text says why: several hosts, or no shared memory.
+        MismatchError: The ranks ask for different arrays.
+        SharedMemoryFull: There is no room, on any rank.
+        PeerLost, DeadlineExceeded: See `syncvar.collectives`.
+
+    Cost: one small broadcast. The group's first rank allocates the memory: 0.2 ms for each MiB.
+
+    Example:
+        >>> import syncvar as sv
+        >>> weights = sv.shared_array(3)
+        >>> weights[sv.rank()] += 1
+    """
+    communicator = communicator_of(group)
+    context = current()
+    context.refuse_in_block("sv.shared_array")
+    asked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+
+    def check() -> SharedArraySpec:
+        lengths, kind = checked_shape_dtype(shape, dtype)
+        _require_one_host(context, communicator)
+        asked.append((lengths, kind))
+        label = CallLabel(
+            f"shared_array({list(lengths)}, {kind.name})",
+            CallFields("shared_array", dtype=kind.name, shape=lengths),
+        )
+        nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
+        return SharedArraySpec(label, (lengths, kind.str), nbytes)
+
+    if communicator.size == 1:
+        return zeros(shape, dtype)
+    found = memory_in_common(context, communicator, "shared_array", check, timeout)
+    if isinstance(found, SharedMemoryFull):
+        raise found
+    ((lengths, kind),) = asked
+    return found.view(kind).reshape(lengths)
+
+
+class SharedArraySpec(NamedTuple):
+    """Shared memory to allocate."""
+
+    what: str  # text of the call
+    parts: tuple[Any, ...]  # values that all ranks must pass alike
+    nbytes: int  # size in bytes
+    content: NDArray[np.uint8] | None = None  # initial bytes, on the first rank; None for zeros
+
+
+def memory_in_common(
+    context: ProcessContext,
+    communicator: Communicator,
+    name: str,
+    check: Callable[[], SharedArraySpec],
+    timeout: float | None,
+) -> NDArray[np.uint8] | SharedMemoryFull:
+    """Return memory that all ranks of a group share; SharedMemoryFull, on all ranks, if it is full.
+
+    Collective. `check` checks the arguments; the group must share memory, and its first rank
+    allocates.
+    """
+    rank, size = communicator.member_rank, communicator.size
+    head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
+    kept: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
+    wanted: list[SharedArraySpec] = []
+    refused: list[SharedMemoryFull] = []
+
+    def request() -> CollectiveSpec:
+        one = check()
+        wanted.append(one)
+        reference = bytes(REFERENCE_NBYTES)  # of no memory
+        if rank == 0:
+            kept[:] = [each for each in kept if not each.marks.all()]  # free what all have dropped
+            try:
+                assert context.shm is not None
+                kept.append(_allocated(context.shm, size, head, one))
+                reference = context.shm.refer(kept[-1].offset, kept[-1].block.nbytes).pack()
+            except SharedMemoryFull as error:
+                refused.append(error)
+        made = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
+        return CollectiveSpec(one.what, fingerprint(name, *one.parts), made.body)
+
+    try:
+        found = communicator.perform(name, request, timeout).tobytes()
+    except MismatchError:
+        if rank == 0 and wanted and not refused:
+            kept.pop()  # no rank has received it
+        raise
+    ((what, _, nbytes, _),) = wanted
+    if not any(found):
+        first = communicator.members[0]
+        if refused:
+            return refused[0]
+        return SharedMemoryFull(
+            f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
+        )
+    shm = context.shm
+    assert shm is not None
+    offset = shm.resolve(SharedMemoryReference.unpack(found))
+    mark = shm.view(offset, size, _WORD)[rank : rank + 1]
+    return np.asarray(_Hold(shm, offset + head, max(1, nbytes), mark))[:nbytes]
+
+
+class _Hold:
+    """Keeps `nbytes` of shared memory at `offset`; sets `mark`, this rank's word, when dropped."""
+
+    __slots__ = ("__array_interface__", "_ground", "_mark", "_process")
+
+    def __init__(self, shm: SharedSegment, offset: int, nbytes: int, mark: NDArray[Any]) -> None:
+        self._mark = mark
+        self._ground = shm.view(offset, nbytes, np.uint8)  # keeps the mapping
+        self._process = os.getpid()
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (shm.address + offset, False),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:  # the copy in a forked child does not count
+            self._mark[0] = 1
+
+
+class _SharedMapping(NamedTuple):
+    """Shared memory that this process has allocated, and the words of the ranks in front of it."""
+
+    offset: int
+    block: NDArray[Any]
+    marks: NDArray[Any]
+
+
+def _allocated(shm: SharedSegment, size: int, head: int, wanted: SharedArraySpec) -> _SharedMapping:
+    """Allocate the memory and the words in front of it, and write the content."""
+    block = shm.empty(head + max(1, wanted.nbytes), np.uint8)
+    offset = shm.locate(block)
+    assert offset is not None
+    marks = shm.view(offset, size, _WORD)
+    marks[:] = 0
+    block[head : head + wanted.nbytes] = 0 if wanted.content is None else wanted.content
+    return _SharedMapping(offset, block, marks)
+
+
+def _require_one_host(context: ProcessContext, communicator: Communicator) -> None:
+    if communicator.is_shared:
+        return
+    hosts = sorted({context.hosts.host_of(rank) for rank in communicator.members})
+    ranks = f"shared_array: the ranks {list(communicator.members)}"
+    if len(hosts) > 1:
+        raise ConfigError(
+            f"{ranks} are on {len(hosts)} hosts, which share no memory: pass a group of the ranks "
+            f"of one host, sv.new_group([…]), or use sv.Variable, which sends its writes"
+        )
+    raise ConfigError(f"{ranks} share no memory: {context.without_shm}")
