@@ -343,11 +343,7 @@ def prepare_form(
 
 
 def persistent_reduction(
-    communicator: Communicator,
-    x: NDArray[Any],
-    op: str,
-    name: str,
-    options: ReduceOptions,
+    communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
 ) -> PreparedCall | None:
     """Build the persistent call of the all-reduces of `reduce_request`."""
     _, digest, what = described_reduction(x, op, name, options)

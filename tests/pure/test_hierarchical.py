@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 from collective_contracts import contract_of, tree_expression
-from schedule_checker import verify
+from schedule_checker import flattened, verify
 
-from syncvar.algorithms.hierarchical import COMPOSED, flattened, keeps_the_tree
+from syncvar.algorithms.hierarchical import COMPOSED, keeps_the_tree
 from syncvar.algorithms.schedule import Reduce, Schedule
 from syncvar.core.errors import PlanError
 
