@@ -187,10 +187,8 @@ def publications(schedules: Sequence[Schedule], rank: int) -> tuple[Publication,
         takes = []
         for step in steps:
             if isinstance(step, Recv | RecvReduce):
-                sent = next(
-                    (send for send in _sends(all_rounds[step.peer][number]) if send.peer == rank),
-                    None,
-                )
+                sends = _sends(all_rounds[step.peer][number])
+                sent = next((send for send in sends if send.peer == rank), None)
                 if sent is None:
                     raise PlanError(
                         f"round {number}: rank {step.peer} sends nothing to rank {rank}"
@@ -207,8 +205,8 @@ def publications(schedules: Sequence[Schedule], rank: int) -> tuple[Publication,
 def _without_copies(all_rounds: Sequence[tuple[Round, ...]]) -> Sequence[tuple[Round, ...]]:
     """Return the rounds of all ranks without a first round that only copies what the second sends.
 
-    Only those sends may read the copies, and they must send whole copies. No transfer of the second
-    round may write to the originals, because ranks publish and read long ranges piece by piece.
+    Only those sends may read the copies, and no transfer of that round may write to the originals,
+    because ranks publish and read long ranges piece by piece.
     """
     shortened = []
     for rounds in all_rounds:

@@ -103,9 +103,8 @@ class _Stages:
         self.starts = (0, *accumulate(sizes[:-1]))
         self.host = max(host for host, start in enumerate(self.starts) if start <= rank)
         self.local = rank - self.starts[self.host]
-        self.neighbours = tuple(
-            range(self.starts[self.host], self.starts[self.host] + sizes[self.host])
-        )
+        start = self.starts[self.host]
+        self.neighbours = tuple(range(start, start + sizes[self.host]))
 
     def all_reduce(self, count: int, *, reproducible: bool) -> tuple[StagePart, ...] | None:
         if reproducible and not keeps_the_tree(self.sizes):

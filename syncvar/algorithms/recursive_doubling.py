@@ -146,9 +146,8 @@ def halving_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     for level in range(folding.levels):
         peer = folding.rank(number ^ (1 << level))
         middle = (low + high) // 2
-        lower, upper = (
-            Chunk(chunks[a].start, chunks[b - 1].stop) for a, b in ((low, middle), (middle, high))
-        )
+        lower = Chunk(chunks[low].start, chunks[middle - 1].stop)
+        upper = Chunk(chunks[middle].start, chunks[high - 1].stop)
         kept, given = (lower, upper) if rank < peer else (upper, lower)
         low, high = (low, middle) if rank < peer else (middle, high)
         halvings.append((peer, kept, given))
@@ -257,8 +256,7 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
 def _is_needed(rank: int, level: int, world_size: int) -> bool:
     """Return whether a rank needs the sum of the aligned block of 2**level ranks around it.
 
-    It does if it sends the sum to a higher rank, or if it or its lower partner makes a wider sum of
-    it.
+    It does if it sends the sum to a higher rank, or if it or its lower partner widens it.
     """
     span = 1 << level
     if span >= world_size:

@@ -160,14 +160,11 @@ def _scaled_request(
     if weight is not None:
         factor = np.asarray(weight, work.dtype)
         # The mean over an empty batch is NaN and has weight 0: NaN * 0 would be NaN.
-        operand, inner = (
-            [operand * factor if weight else np.zeros_like(operand), factor.reshape(())],
-            "sum",
-        )
+        operand = operand * factor if weight else np.zeros_like(operand)
+        operand, inner = [operand, factor.reshape(())], "sum"
     scaled = f", scaled{'' if weight is None else ', weighted'}"
-    name = f"all_reduce{scaled} of {how.source}" + (
-        "" if postscale is None else f" by {postscale!r}"
-    )
+    by = "" if postscale is None else f" by {postscale!r}"
+    name = f"all_reduce{scaled} of {how.source}{by}"
     request = reduce_request(communicator, operand, inner, name=name, options=options)
     first = request.body
 
@@ -219,9 +216,7 @@ def reduce_request(
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
-        targets = [
-            _output_for(communicator, *one) for one in zip(arrays, hows, targets, strict=True)
-        ]
+        targets = list(map(partial(_output_for, communicator), arrays, hows, targets))
 
     def together() -> Generator[Stage, None, Any]:
         results = yield from reduce_together(
@@ -253,17 +248,15 @@ def agree(
 ) -> NDArray[Any]:
     """Combine a few numbers of all ranks elementwise by a persistent call. Collective.
 
-    `numbers` is flat, of one dtype and length on all ranks. `label` is the text and the
-    fingerprint of this call; None means those of `name`.
+    `numbers` is flat and alike on all ranks. `label`: text and fingerprint; None for `name`.
     """
     key = (name, op, numbers.dtype, numbers.shape)
     make = partial(_agreement, communicator, op, name)
     made = call_persistent(communicator, key, numbers, None, timeout, make, label)
     if made is None:
         what = name if label is None else label[0]
-        made = communicator.perform(
-            what, lambda: agreement_request(communicator, name, op, numbers, label), timeout
-        )
+        check = partial(agreement_request, communicator, name, op, numbers, label)
+        made = communicator.perform(what, check, timeout)
     return made  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,7 @@
 
 `all_reduce` and variables use it. In shared memory the ranks combine the arrays in place; over
 links they combine a copy. Both write each result to its target. Invariant: no target is written
-while an input that overlaps it is still to be read; `_apart` copies such inputs first.
+while an input that overlaps it is still to be read; `_copy_overlapping` copies such inputs first.
 """
 
 from __future__ import annotations
@@ -45,15 +45,12 @@ def reduce_together(
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce several arrays with one transfer for each kind of reduction; return the results.
 
-    A target of None means a new array.
-
-    Args:
-        no_overlap: No input overlaps the target of another one.
-        opens: These stages are the first of their call; several kinds of short arrays share one
-            transfer.
+    A target of None means a new array. `no_overlap`: no input overlaps the target of another one.
+    `opens`: these are the first stages of their call; then several kinds of short arrays share one
+    transfer.
     """
     if not no_overlap:
-        arrays = _apart(arrays, targets)
+        arrays = _copy_overlapping(arrays, targets)
     kinds = kinds_of(hows)
     results: list[Any] = [None] * len(arrays)
     reproducible, algorithm, apply = options
@@ -62,16 +59,14 @@ def reduce_together(
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
         if are_at_once and all(_is_shared(plan, how) for how in kinds):
-            yield from _side_by_side(
-                plan, kinds, longest, arrays, targets, communicator.size, results
-            )
+            size = communicator.size
+            yield from _side_by_side(plan, kinds, longest, arrays, targets, size, results)
             return results
     for how, places in kinds.items():
         if len(places) == 1:
             index = places[0]
-            results[index] = yield from reduce_one(
-                communicator, arrays[index], how, targets[index], options
-            )
+            one = arrays[index], how, targets[index]
+            results[index] = yield from reduce_one(communicator, *one, options)
             continue
         some, outs = [arrays[index] for index in places], [targets[index] for index in places]
         made = yield from _fused(communicator, some, how, outs, options)
@@ -126,12 +121,11 @@ def _side_by_side(
     """Reduce short arrays of several kinds in one exchange, with the long ones of one kind."""
     vectors, stored = [], []
     for how, places in kinds.items():
-        made = _results(
-            how, [arrays[index] for index in places], [targets[index] for index in places]
-        )
+        sources = [arrays[index] for index in places]
+        made = _results(how, sources, [targets[index] for index in places])
         outs = flat_of(made)
-        sources, divisor = flat_of([arrays[index] for index in places]), size if how.is_mean else 0
-        vectors.append(ReduceBuffers.of(sources, outs, how.ufunc, how.accumulate, divisor))
+        divisor = size if how.is_mean else 0
+        vectors.append(ReduceBuffers.of(flat_of(sources), outs, how.ufunc, how.accumulate, divisor))
         stored += list(zip(places, made, outs, strict=True))
     vector = None if longest is None else vectors.pop(longest)
     yield Stage(plan, np.empty(0, np.uint8), vector=vector, several=vectors)
@@ -156,9 +150,8 @@ def _stored(
     results = _results(how, arrays, targets)
     outs, sources = flat_of(results), flat_of(arrays)
     if _is_shared(plan, how):
-        vector = ReduceBuffers.of(
-            sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply
-        )
+        divisor = size if how.is_mean else 0
+        vector = ReduceBuffers.of(sources, outs, how.ufunc, how.accumulate, divisor, apply)
         yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)
     else:
         work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
@@ -226,11 +219,10 @@ def reduce_one(
 
 
 def _takes_sums(target: NDArray[Any], source: NDArray[Any], how: Reduction, size: int) -> bool:
-    """Return whether messages may be combined in the target, which a mismatch must leave unchanged.
+    """Return whether messages may be combined in the target, which a mismatch must not change.
 
-    With two ranks the first frame proves that they agree, and nothing is written before it. With
-    more ranks it proves that for one of them only. A mean is not combined in place, because its sum
-    may still be on its way.
+    With two ranks the first frame proves that they agree; with more ranks it proves less. A mean is
+    not combined in place, because its sum may still be on its way.
     """
     is_plain = (
         size == 2
@@ -243,11 +235,11 @@ def _takes_sums(target: NDArray[Any], source: NDArray[Any], how: Reduction, size
     )
 
 
-def _apart(
+def _copy_overlapping(
     arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]
 ) -> list[NDArray[Any]]:
     """Return the inputs; those that overlap the target of another array as copies."""
-    if _are_strangers(arrays, targets):
+    if _are_separate(arrays, targets):
         return arrays
     written = sorted(
         (*np.lib.array_utils.byte_bounds(target), index)
@@ -275,7 +267,7 @@ def _apart(
     return made
 
 
-def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
+def _are_separate(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
     """Return whether memory owners prove that no input overlaps the target of another."""
     owners: dict[int, int] = {}
     for index, target in enumerate(targets):

@@ -131,18 +131,16 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
     def general() -> Generator[Stage, None, Any]:
         results = []
         for array, place in zip(arrays, axes, strict=True):
-            results.append(
-                (yield from _gathered(communicator, array, place, name, target, algorithm))
-            )
+            made = yield from _gathered(communicator, array, place, name, target, algorithm)
+            results.append(made)
         if not gets:
             return None
-        return (
-            deliver(results[0], out) if structure is None else unflatten(structure, results, like)
-        )
+        if structure is None:
+            return deliver(results[0], out)
+        return unflatten(structure, results, like)
 
-    is_moved = structure is None and moves(
-        communicator, "all_gather" if target is None else "gather", algorithm
-    )
+    collective = "all_gather" if target is None else "gather"
+    is_moved = structure is None and moves(communicator, collective, algorithm)
     shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
     fields = CallFields(name, root=-1 if target is None else target)
     if structure is None:
@@ -174,9 +172,8 @@ def _along_axis(
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
         array_record(array)  # raises for too many dimensions, even if no record is sent
         axes.append(axis % array.ndim)
-    kinds = (arrays[0].dtype.name if arrays else "") + (
-        "" if structure is None else f" in {describe(structure)}"
-    )
+    holder = "" if structure is None else f" in {describe(structure)}"
+    kinds = (arrays[0].dtype.name if arrays else "") + holder
     return structure, arrays, axes, kinds
 
 
@@ -219,9 +216,8 @@ def gathered_layout(
     """Return the layout of a call in which the arrays of all ranks have this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
     takes = other_ranks(size, rank) if root in (None, rank) else ()
-    return TransferLayout(
-        detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes, most_takes=size - 1
-    )
+    dtype, most, detail = array.dtype, size - 1, detail_of(array.dtype, array.shape, axis)
+    return TransferLayout(detail, dtype, shape, 1, takes, most_takes=most)
 
 
 def gathered_blocks(
@@ -306,6 +302,5 @@ def _rooted_request(
     *,
     keep: bool,
 ) -> TransferArgs:
-    return gather_request(
-        communicator, x, out, axis, algorithm, keep=keep, name="gather", root=root
-    )
+    how = (axis, algorithm)
+    return gather_request(communicator, x, out, *how, keep=keep, name="gather", root=root)

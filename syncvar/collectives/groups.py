@@ -160,10 +160,7 @@ def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
 
 
 def by_rank(communicator: Communicator, made: list[Any], nothing: Any) -> list[Any]:
-    """Return one item for each rank; `nothing` for ranks that left a block of `sv.uneven`.
-
-    `made` has one item for each rank that takes part.
-    """
+    """Return results in rank order; `nothing` for ranks that have left a block of `sv.uneven`."""
     if len(made) == len(communicator.whole):
         return made
     known = dict(zip(communicator.present, made, strict=True))
@@ -315,11 +312,9 @@ def mesh(
     world = current().world
     lengths = _checked_shape(shape, world.size)
     # Of two axes the first one leads down a column, the second along a row.
-    default = (
-        ("column", "row")
-        if len(lengths) == 2
-        else tuple(f"axis{number}" for number in range(len(lengths)))
-    )
+    default = tuple(f"axis{number}" for number in range(len(lengths)))
+    if len(lengths) == 2:
+        default = ("column", "row")
     called = default if names is None else tuple(names)
     if (
         len(called) != len(lengths)

@@ -63,18 +63,14 @@ def channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> 
         post, engine = context.post, context.engine
         end: RecvEndpoint | SendEndpoint | None = None
         if post is not None and engine is not None and all(map(post.serves, pair)):
-            end = (
-                post.outward(pair[1])
-                if communicator.member_rank == source
-                else post.inward(pair[0])
-            )
+            is_source = communicator.member_rank == source
+            end = post.outward(pair[1]) if is_source else post.inward(pair[0])
             made.count = MessageCounter(identity, made.next_call)
             engine.book.count_by(made.count)
         if engine is not None and communicator.member_rank == source:
             engine.sent.note(identity, pair[1], tag)
-        found = streams[source, dest, tag] = P2PChannel(
-            context, made, end, ARRAY, partial(_begun, tag)
-        )
+        begin = partial(_begun, tag)
+        found = streams[source, dest, tag] = P2PChannel(context, made, end, ARRAY, begin)
     return found
 
 
@@ -111,9 +107,8 @@ def send_request(
 ) -> CollectiveSpec:
     """Return the call that sends an array, or an object as bytes; `waits` for its receiver."""
     stream = channel.stream
-    work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(
-        -1
-    )
+    copies = copies or not array.flags.c_contiguous
+    work = np.array(array, order="C", copy=copies, ndmin=0).reshape(-1)
     told = array_record(array, int(waits))._replace(kind=kind)
     record = np.frombuffer(pack_record(told), np.uint8)
 
@@ -122,15 +117,12 @@ def send_request(
         rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
         yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
-    what = array_code(kind, told.dtype, array.ndim)
-    message = (
-        Sending(channel.end, what, work.reshape(array.shape), waits=waits)
-        if isinstance(channel.end, SendEndpoint)
-        else None
-    )
-    return CollectiveSpec(
-        send_text(name, channel, array, kind, tag), fingerprint("message"), body(), message
-    )
+    code = array_code(kind, told.dtype, array.ndim)
+    message = None
+    if isinstance(channel.end, SendEndpoint):
+        message = Sending(channel.end, code, work.reshape(array.shape), waits=waits)
+    what = send_text(name, channel, array, kind, tag)
+    return CollectiveSpec(what, fingerprint("message"), body(), message)
 
 
 def receive_request(
@@ -156,9 +148,8 @@ def receive_request(
     peer = stream.members[_SOURCE]
     fields = CallFields(name, peer=peer, tag=tag)
     what = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
-    message = (
-        Receiving(channel.end, landing, finish) if isinstance(channel.end, RecvEndpoint) else None
-    )
+    end = channel.end
+    message = Receiving(end, landing, finish) if isinstance(end, RecvEndpoint) else None
     return CollectiveSpec(what, fingerprint("message"), body(), message)
 
 
@@ -173,6 +164,5 @@ def _plan(stream: Communicator, *steps: Step) -> LinkSchedule:
     """Return a schedule for this end of the pair, with one step in each round."""
     count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
     rounds = tuple((step,) for step in steps)
-    return compile_for_links(
-        Schedule("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members
-    )
+    schedule = Schedule("message", "pair", stream.member_rank, 2, count, 0, rounds)
+    return compile_for_links(schedule, stream.members)

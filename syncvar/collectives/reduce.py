@@ -94,9 +94,8 @@ def _reduce_form(
     _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     op, root, algorithm = how
-    return (
-        plain_array(x) if isinstance(op, str) and type(root) is int and algorithm is None else None
-    )
+    is_plain = isinstance(op, str) and type(root) is int and algorithm is None
+    return plain_array(x) if is_plain else None
 
 
 def _reduce_request(
@@ -272,15 +271,12 @@ def _prefix_request(
             return outcome(left, work, count, array.shape, into)
         return deliver(np.full(array.shape, neutral, how.result), into)
 
-    return ReduceArgs(
-        what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result
-    )
+    ends, is_entered = ResultPlacement(name), array.dtype == how.result
+    return ReduceArgs(what, digest, body(), op, ends, is_entered=is_entered)
 
 
-_scan_request, _exscan_request = (
-    partial(_prefix_request, "scan"),
-    partial(_prefix_request, "exscan"),
-)
+_scan_request = partial(_prefix_request, "scan")
+_exscan_request = partial(_prefix_request, "exscan")
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -392,14 +388,11 @@ def _scatter_request(
     start = sum(counts[:rank])
 
     def general() -> Generator[Stage, None, Any]:
-        yield from run_plan(
-            communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm
-        )
+        options = {"counts": counts, "algorithm": algorithm}
+        yield from run_plan(communicator, "reduce_scatter", work, how, **options)
         return outcome(how, work[start : start + counts[rank]], communicator.size, shape, into)
 
-    return TransferArgs(
-        what, digest, None, arrange=lambda: None, finish=lambda made: made, general=general
-    )
+    return TransferArgs(what, digest, None, lambda: None, lambda made: made, general)
 
 
 def _shared_request(

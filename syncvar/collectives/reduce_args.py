@@ -96,11 +96,7 @@ def described_together(
 
 
 def reduction_of(array: NDArray[Any], op: str) -> Reduction:
-    """Return the reduction of an array by an op.
-
-    Raises:
-        ConfigError: The op is unknown, or does not fit the dtype or the shape.
-    """
+    """Return the reduction of an array by an op; ConfigError if it does not fit dtype or shape."""
     how = reduction(op, array.dtype)
     shape = how.element_shape
     if shape and array.shape[-len(shape) :] != shape:
@@ -113,11 +109,7 @@ def reduction_of(array: NDArray[Any], op: str) -> Reduction:
 
 
 def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
-    """Return a factor for the elements of an array.
-
-    Raises:
-        ConfigError: The factor is not a number, or the elements are integers and would be rounded.
-    """
+    """Return a factor for the elements; ConfigError if it is none, or would have to be rounded."""
     if isinstance(scale, bool) or not isinstance(scale, int | float | complex | np.number):
         raise ConfigError(f"{name} must be a number, not {scale!r}")
     if array.dtype.kind not in "fVc":
@@ -221,8 +213,7 @@ def run_plan(
 def release_others(communicator: Communicator, informed: int) -> Generator[Stage, None, None]:
     """Let `informed`, the one rank that has heard of all others, release them.
 
-    No rank ends the call before that, so that a mismatch fails on every rank. In shared memory
-    phase 0 of the call does this.
+    So a mismatch fails on every rank. In shared memory phase 0 of the call does this.
     """
     if not communicator.is_shared:
         yield Stage(communicator.plan("broadcast", 0, root=informed), _NOTHING)
@@ -368,11 +359,9 @@ def is_finite_checked() -> bool:
 
 
 def check_finite(value: Any, what: str) -> None:
-    """Check the input of this rank if the setting `check_finite` asks for it.
+    """Check this rank's input of the call `what` if the setting `check_finite` asks for it.
 
-    `what` names the call, and the variable if there is one. Raises ConfigError if the setting is
-    "raise" and the array holds NaN or infinity. Cost: nothing when off, else one pass over the
-    array.
+    Cost: nothing when off, else one pass over the array.
     """
     context = joined()
     if context is None or context.config.check_finite == "off":

@@ -96,16 +96,15 @@ def _scatter_form(
 ) -> NDArray[Any] | None:
     """Return the array of a call that may be persistent, else None.
 
-    Only the root knows its input. The other ranks expect a part like `out`, or like the last one
-    they got. If the part differs, the slow path sends its shape.
+    Ranks that are not the root expect a part like `out`, or like the last one. If it differs, the
+    slow path sends its shape.
     """
     root, algorithm = how
     if type(root) is not int or algorithm is not None:
         return None
     if communicator.rank == root:
-        return (
-            x if type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0 else None
-        )
+        is_plain = type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0
+        return x if is_plain else None
     if x is not None and type(x) is not np.ndarray:  # the result may have to be a tensor like it
         return None
     return out if type(out) is np.ndarray else communicator.last_parts.get(root)
@@ -135,9 +134,8 @@ def _scatter_request(
         if rank != source:
             communicator.last_parts[source] = np.empty(shape, dtype)
         flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else None
-        mine = (
-            yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)
-        ).reshape(shape)
+        mine = yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)
+        mine = mine.reshape(shape)
         # The part is a view of a buffer for all parts, which must not outlive the call.
         return mine.copy() if out is None else deliver(mine, out)
 
@@ -147,9 +145,8 @@ def _scatter_request(
         layout = UNMOVED
     else:
         takes = () if rank == source else ((source, place_of(source, rank)),)
-        layout = TransferLayout(
-            detail_of(like.dtype, like.shape), like.dtype, like.shape, size - 1, takes
-        )
+        detail = detail_of(like.dtype, like.shape)
+        layout = TransferLayout(detail, like.dtype, like.shape, size - 1, takes)
 
     def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
         made = result_buffer(out, layout.shape, layout.dtype, *parts)
@@ -159,10 +156,8 @@ def _scatter_request(
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         rows = x.shape[0] // size if parts else 0
-        return fits_out(
-            blocks_of([x[place * rows : (place + 1) * rows] for place in range(len(parts))], out),
-            out,
-        )
+        parts_of_x = [x[place * rows : (place + 1) * rows] for place in range(len(parts))]
+        return fits_out(blocks_of(parts_of_x, out), out)
 
     return TransferArgs(
         CallLabel(f"scatter(root {source})", CallFields("scatter", root=source)),
@@ -176,11 +171,7 @@ def _scatter_request(
 
 
 def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]:
-    """Return the parts of the ranks that take part, from a list of them or from an array to be cut.
-
-    Raises:
-        ConfigError: The list has the wrong length, the dtypes differ, or the value is a scalar.
-    """
+    """Return the parts of the ranks that take part, from a list of them or an array to be cut."""
     size = len(communicator.whole)
     if isinstance(value, list | tuple):
         if len(value) != size:
@@ -195,10 +186,8 @@ def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]
             raise ConfigError(
                 f"{name} cuts along axis 0, and a scalar has none; pass a list of {size} values"
             )
-        parts = [
-            array[chunk.start : chunk.stop]
-            for chunk in even_chunks(array.shape[0], communicator.size)
-        ]
+        chunks = even_chunks(array.shape[0], communicator.size)
+        parts = [array[chunk.start : chunk.stop] for chunk in chunks]
     if any(part.dtype != parts[0].dtype for part in parts):
         names = sorted({part.dtype.name for part in parts})
         raise ConfigError(
@@ -319,10 +308,8 @@ def _exchange_request(
 
     layout = None
     if moves(communicator, "all_to_all", algorithm):
-        takes = tuple(
-            (peer, place_of(peer, rank))
-            for peer in ((rank + distance) % size for distance in range(1, size))
-        )
+        peers = [(rank + distance) % size for distance in range(1, size)]
+        takes = tuple((peer, place_of(peer, rank)) for peer in peers)
         is_alike = all(part.shape == shape for part in mine)
         detail, most = detail_of(dtype, shape), size - 1
         layout = TransferLayout(detail, dtype, shape, most, takes, most_takes=most)
@@ -372,13 +359,10 @@ def _exchange_blocks(
 ) -> Blocks | None:
     """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
     size, dtype = len(mine), mine[0].dtype
-    if outs is None:
-        is_one = 0 < len(shape) < _DIMENSIONS_MAX
-        made = (
-            list(np.empty((size, *shape), dtype))
-            if is_one
-            else [np.empty(shape, dtype) for _ in mine]
-        )
+    if outs is None and 0 < len(shape) < _DIMENSIONS_MAX:
+        made = list(np.empty((size, *shape), dtype))
+    elif outs is None:
+        made = [np.empty(shape, dtype) for _ in mine]
     else:
         made = outs
         if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):

@@ -216,9 +216,8 @@ def all_reduce_shards(
         array([2., 3.])
     """
     communicator = communicator_of(group)
-    return communicator.perform(
-        "all_reduce_shards", partial(shards_request, communicator, shards, op), timeout
-    )
+    check = partial(shards_request, communicator, shards, op)
+    return communicator.perform("all_reduce_shards", check, timeout)
 
 
 class _Kind(NamedTuple):
@@ -270,9 +269,8 @@ def shards_request(
     def body() -> Generator[Stage, None, Any]:
         everyone = [told]
         if communicator.size > 1:
-            everyone = [
-                _unpacked(data) for data in (yield from gather_bytes(communicator, _packed(told)))
-            ]
+            packed = yield from gather_bytes(communicator, _packed(told))
+            everyone = list(map(_unpacked, packed))
             wrong = _first_wrong(everyone)
             if wrong:
                 table = {
@@ -316,11 +314,7 @@ def _checked_op(op: Any) -> str:
 
 
 def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Kind | None]:
-    """Return the ids (ascending), the arrays of each shard, and the kind of the shards.
-
-    Raises:
-        ConfigError: An id is wrong, or shards do not fit together.
-    """
+    """Return the ids (ascending), the arrays of each shard, and the kind of the shards."""
     if not isinstance(shards, Mapping):
         raise ConfigError(
             f"shards must be a dict of id -> array, {{}} for none, not {type(shards).__name__}"
@@ -336,9 +330,8 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
         for array in arrays:
             check_finite(array, f"shard {number} of all_reduce_shards")
         leaves[number] = arrays
-        kinds[number] = _Kind(
-            structure, tuple((dtype_index(array.dtype), array.shape) for array in arrays)
-        )
+        shapes = tuple((dtype_index(array.dtype), array.shape) for array in arrays)
+        kinds[number] = _Kind(structure, shapes)
     ids = sorted(leaves)
     for number in ids:
         if kinds[number] != kinds[ids[0]]:

@@ -47,10 +47,9 @@ def broadcast_flat(
         else np.array(mine, dtype=dtype, order="C", copy=True)
     )
     work = result.reshape(-1)
-    yield Stage(
-        communicator.plan("broadcast", work.size, work.itemsize, root=root, algorithm=algorithm),
-        work,
-    )
+    count, nbytes = work.size, work.itemsize
+    plan = communicator.plan("broadcast", count, nbytes, root=root, algorithm=algorithm)
+    yield Stage(plan, work)
     return result
 
 
@@ -60,9 +59,8 @@ def broadcast_bytes(
     """Broadcast bytes whose length only the root knows."""
     records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(mine)))
     data = np.frombuffer(mine, np.uint8) if communicator.member_rank == root else None
-    result = yield from broadcast_flat(
-        communicator, data, (records[root].nbytes,), np.dtype(np.uint8), root
-    )
+    shape, dtype = (records[root].nbytes,), np.dtype(np.uint8)
+    result = yield from broadcast_flat(communicator, data, shape, dtype, root)
     return result.tobytes()
 
 
@@ -106,13 +104,10 @@ def gather_bytes(
 ) -> Generator[Stage, None, list[bytes]]:
     """Gather bytes of any length from each rank, on the root or (None) on every rank.
 
-    It takes one exchange of small frames, and a second round if any rank has more than a frame
-    holds.
+    It takes one exchange of small frames, and a second one if any rank has more bytes.
     """
-    heads = [
-        HEAD.unpack(head)
-        for head in (yield from exchange_bytes(communicator, HEAD.pack(len(mine), mine)))
-    ]
+    packed = yield from exchange_bytes(communicator, HEAD.pack(len(mine), mine))
+    heads = list(map(HEAD.unpack, packed))
     counts = tuple(count for count, _ in heads)
     if max(counts) <= AT_ONCE:
         return [data[:count] for count, data in heads]

@@ -25,12 +25,7 @@ def derive(secret: bytes, purpose: bytes, nbytes: int = KEY_BYTES, salt: bytes =
 
 
 def parse_key(text: str, source: str) -> bytes:
-    """Return the bytes of a secret of 64 hexadecimal digits.
-
-    Args:
-        text: The digits; blanks around them are ignored.
-        source: Origin of the text for the error, which never shows the digits.
-    """
+    """Return the bytes of 64 hexadecimal digits; errors name `source`, and never the digits."""
     try:
         key = bytes.fromhex(text.strip())
     except ValueError:

@@ -60,14 +60,7 @@ Action = SendMessage | ShowMessage | AbortJob | Unresponsive
 
 
 class Coordinator:
-    """State of one version of the membership.
-
-    Args:
-        world_size: Number of ranks.
-        job_id: Random identity of the job.
-        config: Deadlines and intervals.
-        generation: Version of the membership.
-    """
+    """State of one version of the membership of the job with this random identity."""
 
     def __init__(
         self, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0
@@ -100,10 +93,9 @@ class Coordinator:
     # -- messages of ranks -------------------------------------------------------------------------
 
     def join(self, message: Message, now: float) -> tuple[str, list[Action]]:
-        """Add a rank to the handshake.
+        """Add a rank to the handshake; return (reason of refusal or "", actions).
 
-        Returns:
-            (reason of refusal or "", actions). The caller answers a refused peer directly.
+        The caller answers a refused peer directly.
         """
         current = self.handshake.generation
         wanted = message["generation"]
@@ -112,9 +104,8 @@ class Coordinator:
         handshake = self.handshake if wanted == current else self.next_handshake
         if wanted != handshake.generation:
             return f"generation {wanted} cannot be joined, {current} is in force", []
-        member = Member(
-            message["rank"], message["address"], message["host"], message["pid"], message["about"]
-        )
+        names = ("rank", "address", "host", "pid", "about")
+        member = Member(*(message[name] for name in names))
         refused = handshake.join(member, now)
         if refused:
             return refused, []
@@ -125,15 +116,12 @@ class Coordinator:
             ]
         warning = handshake.compare()
         if handshake.failed:
-            refusal = pack_message(
-                "refused", error="HandshakeError", reason=handshake.failed, missing=[]
-            )
+            reason = handshake.failed
+            refusal = pack_message("refused", error="HandshakeError", reason=reason, missing=[])
             return "", [SendMessage(rank, refusal) for rank in sorted(handshake.members)]
         if handshake is self.next_handshake:  # every rank has joined the next membership
-            self.handshake, self.next_handshake = (
-                handshake,
-                self._new_handshake(handshake.generation + 1),
-            )
+            self.handshake = handshake
+            self.next_handshake = self._new_handshake(handshake.generation + 1)
             self.left.clear()
             self._unreceived = UnreceivedMessages()
             self.lost.clear()
@@ -168,11 +156,8 @@ class Coordinator:
         self._drop_reports(rank)
         self.gone[rank] = reason
         data = self._lost_data(rank, reason)
-        joining = [
-            SendMessage(other, data)
-            for other in sorted(self.next_handshake.members)
-            if other != rank
-        ]
+        others = sorted(self.next_handshake.members)
+        joining = [SendMessage(other, data) for other in others if other != rank]
         return self._send_to_others(rank, data) + joining
 
     def fence_rank(self, rank: int, reason: str, now: float) -> list[Action]:
@@ -364,17 +349,12 @@ class Coordinator:
         )
 
     def _new_handshake(self, generation: int) -> Handshake:
-        return Handshake(
-            self.world_size,
-            generation,
-            self.config.rendezvous_timeout_s,
-            self.config.missing_report_s,
-        )
+        limits = self.config.rendezvous_timeout_s, self.config.missing_report_s
+        return Handshake(self.world_size, generation, *limits)
 
     def _rendezvous_failed(self, handshake: Handshake, reason: str) -> list[Action]:
-        data = pack_message(
-            "refused", error="RendezvousError", reason=reason, missing=handshake.missing()
-        )
+        missing = handshake.missing()
+        data = pack_message("refused", error="RendezvousError", reason=reason, missing=missing)
         return [
             AbortJob("RendezvousError", reason, tuple(handshake.missing())),
             *(SendMessage(rank, data) for rank in sorted(handshake.members)),
@@ -389,9 +369,8 @@ class Coordinator:
 
     def _abort_data(self, rank: int, fields: Message) -> bytes:
         names = ("failure_kind", "reason", "group", "call", "missing")
-        return pack_message(
-            "abort", rank=rank, host=self.host(rank), **{name: fields[name] for name in names}
-        )
+        host, values = self.host(rank), {name: fields[name] for name in names}
+        return pack_message("abort", rank=rank, host=host, **values)
 
     def _send_to_others(self, rank: int, data: bytes) -> list[Action]:
         return self._send(self.handshake.members, data, but=rank)

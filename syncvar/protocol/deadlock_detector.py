@@ -38,12 +38,7 @@ def _stall_sentence(
 ) -> str:
     """Return which ranks wait in a call, for how long, and for which ranks.
 
-    Args:
-        waiting: Ranks that wait.
-        waited_s: Time since the first of them began to wait, in seconds.
-        call: Text of the call.
-        late: Ranks that have not entered the call.
-        other_calls: For each late rank that waits in another call: text of that call.
+    `other_calls` has the text of the call for each late rank that waits in another one.
     """
     waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in {call}: "
     if late:
@@ -121,8 +116,7 @@ def find_mismatch(
 ) -> list[DeadlockReport]:
     """Return one entry for each call at which ranks disagree.
 
-    It waits until all members have reported, or `patience_s` seconds after the last report, so
-    that the table names as many ranks as possible.
+    A call is judged when all members have reported, or `patience_s` seconds after the last report.
     """
     found = []
     for (group, call), ours in _by_call(reports).items():

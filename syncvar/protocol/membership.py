@@ -55,9 +55,8 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
           syncvar: '1' (rank 0), '2' (rank 1)
         install the same syncvar everywhere, and give all ranks the same settings
     """
-    settings = sorted(
-        {name for about in abouts.values() for name in about if name.startswith(SETTING)}
-    )
+    names = {name for about in abouts.values() for name in about}
+    settings = sorted(name for name in names if name.startswith(SETTING))
     must = {**_MUST_AGREE, **{name: _shown(name.removeprefix(SETTING))[1:-1] for name in settings}}
     lines = [
         f"  {label}: {values}"
@@ -169,12 +168,9 @@ class Handshake:
         return len(self.members) == self.world_size and not self.failed
 
     def compare(self) -> str:
-        """Compare the installations of all ranks once they have joined.
+        """Compare the installations once all ranks have joined; return a warning or "".
 
         The handshake fails if they cannot work together.
-
-        Returns:
-            A warning about smaller differences, or an empty text.
         """
         abouts = {rank: member.about for rank, member in self.members.items()}
         self.failed, warning = compare_abouts(abouts)
@@ -230,11 +226,7 @@ class Handshake:
         return "", ""
 
     def ended(self, rank: int, how: str) -> str:
-        """Record that a rank ended before it joined.
-
-        Returns:
-            The reason of failure if others are waiting for it, else an empty text.
-        """
+        """Record that a rank ended before it joined; return why the handshake fails, or ""."""
         if rank in self.members or self.failed:
             return ""
         self.absent[rank] = how
@@ -268,10 +260,7 @@ class Health:
     def observe(self, rank: int, sign: str, now: float) -> Suspicion | None:
         """Record one observation; return the rank's new state if it changed.
 
-        Args:
-            rank: The rank.
-            sign: Empty for a sign of life, else the trouble ("its process is stopped (state T)").
-            now: Seconds of a monotonic clock.
+        `sign` is empty for a sign of life, else the trouble ("its process is stopped (state T)").
         """
         if not sign:
             self._silent_since.pop(rank, None)

@@ -51,11 +51,7 @@ def _code_of(value: Any) -> int:
 
 
 def pack_standard(value: Any, place: str) -> tuple[int, bytes] | None:
-    """Return the code and bytes of a value, or None for other types; `place` names it in errors.
-
-    Raises:
-        ConfigError: A dtype of Python objects or with fields, or a range beyond 64-bit integers.
-    """
+    """Return the code and bytes of a value, or None for other types; `place` names it in errors."""
     code = _code_of(value)
     if not code:
         return None
@@ -119,11 +115,7 @@ _NO_ZONE, _FIXED, _NAMED = b"\x00", b"\x01", b"\x02"
 
 
 def pack_datetime(value: Any) -> bytes:
-    """Return a date, time, datetime or timedelta (no subclass) as bytes.
-
-    Raises:
-        ConfigError: Its time zone has a type that cannot be packed.
-    """
+    """Return a date, time, datetime or timedelta (no subclass) as bytes."""
     kind = type(value)
     if kind is dt.date:
         return _DATE.pack(value.year, value.month, value.day)
@@ -340,9 +332,8 @@ def _plain(value: Any, place: str, depth: int) -> Any:  # noqa: C901, PLR0911, P
     if kind is int:
         if -(1 << 63) <= value < 1 << 64:
             return value
-        return msgpack.ExtType(
-            _BIG_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        )
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return msgpack.ExtType(_BIG_INTEGER, data)
     if depth >= DEPTH_MAX:
         raise ConfigError(f"{place} is nested more than {DEPTH_MAX} deep")
     if kind is list:
@@ -451,9 +442,8 @@ def _restore(code: int, data: bytes, depth: int) -> Any:  # noqa: C901, PLR0911 
         (items,) = _list(data, depth)
         return Counter(dict(items))
     if code in (_SET, _FROZEN_SET):
-        return (set if code == _SET else frozenset)(
-            _unpack(part, depth + 1) for part in _list(data, depth)
-        )
+        parts = (_unpack(part, depth + 1) for part in _list(data, depth))
+        return set(parts) if code == _SET else frozenset(parts)
     if _MOMENT <= code < _MOMENT + len(DATETIME_TYPES):
         return unpack_datetime(code - _MOMENT, data)
     if code in STANDARD_CODES:
