@@ -584,7 +584,7 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        asked = self.store.coordinator.stalls.asked
+        asked = self.store.coordinator.stalls.pinged
         self.states.watch([rank for rank in running if rank in asked], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"

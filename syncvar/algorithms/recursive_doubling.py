@@ -148,12 +148,12 @@ def halving_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
         middle = (low + high) // 2
         lower = Chunk(chunks[low].start, chunks[middle - 1].stop)
         upper = Chunk(chunks[middle].start, chunks[high - 1].stop)
-        kept, given = (lower, upper) if rank < peer else (upper, lower)
+        own_half, sent_half = (lower, upper) if rank < peer else (upper, lower)
         low, high = (low, middle) if rank < peer else (middle, high)
-        halvings.append((peer, kept, given))
-        yield (Send(peer, given), RecvReduce(peer, kept, incoming_left=peer < rank))
-    for peer, kept, given in reversed(halvings):
-        yield (Send(peer, kept), Recv(peer, given))
+        halvings.append((peer, own_half, sent_half))
+        yield (Send(peer, sent_half), RecvReduce(peer, own_half, incoming_left=peer < rank))
+    for peer, own_half, sent_half in reversed(halvings):
+        yield (Send(peer, own_half), Recv(peer, sent_half))
     if folding.folded:
         yield () if partner is None else (Send(partner, work),)
 

@@ -76,7 +76,7 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
-    how = (axis, algorithm)
+    arguments = (axis, algorithm)
     return make_call(
         all_gather,
         _all_gather_form,
@@ -87,14 +87,14 @@ def all_gather(
         async_op,
         timeout,
         _foreign,
-        how,
+        arguments,
     )
 
 
 def _all_gather_form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    axis, algorithm = how
+    axis, algorithm = arguments
     return gather_form(x, axis) if algorithm is None else None
 
 
@@ -125,14 +125,14 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
     if keep:
         arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
 
-    def finish(made: NDArray[Any]) -> Any:
-        return deliver(made if axes[0] == 0 else _turned(made, axes[0]), out) if gets else None
+    def finish(output: NDArray[Any]) -> Any:
+        return deliver(output if axes[0] == 0 else _turned(output, axes[0]), out) if gets else None
 
     def general() -> Generator[Stage, None, Any]:
         results = []
         for array, place in zip(arrays, axes, strict=True):
-            made = yield from _gathered(communicator, array, place, name, target, algorithm)
-            results.append(made)
+            output = yield from _gathered(communicator, array, place, name, target, algorithm)
+            results.append(output)
         if not gets:
             return None
         if structure is None:
@@ -228,9 +228,9 @@ def gathered_blocks(
     if root not in (None, rank):
         return Blocks(NOTHING, outgoing)
     rows = array.shape[0]
-    made = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
-    parts = [made[rows * peer : rows * (peer + 1)] for peer in range(size)]
-    return Blocks(made, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
+    output = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
+    parts = [output[rows * peer : rows * (peer + 1)] for peer in range(size)]
+    return Blocks(output, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
 
 
 @native_dispatch(second="root", usual=0, positions=2)
@@ -286,9 +286,9 @@ def gather(  # noqa: PLR0913  (public signature)
 
 
 def _rooted_form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    root, axis, algorithm = how
+    root, axis, algorithm = arguments
     return gather_form(x, axis) if type(root) is int and algorithm is None else None
 
 
@@ -302,5 +302,5 @@ def _rooted_request(
     *,
     keep: bool,
 ) -> TransferArgs:
-    how = (axis, algorithm)
-    return gather_request(communicator, x, out, *how, keep=keep, name="gather", root=root)
+    arguments = (axis, algorithm)
+    return gather_request(communicator, x, out, *arguments, keep=keep, name="gather", root=root)

@@ -159,11 +159,11 @@ def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     return members
 
 
-def by_rank(communicator: Communicator, made: list[Any], nothing: Any) -> list[Any]:
+def by_rank(communicator: Communicator, output: list[Any], nothing: Any) -> list[Any]:
     """Return results in rank order; `nothing` for ranks that have left a block of `sv.uneven`."""
-    if len(made) == len(communicator.whole):
-        return made
-    known = dict(zip(communicator.present, made, strict=True))
+    if len(output) == len(communicator.whole):
+        return output
+    known = dict(zip(communicator.present, output, strict=True))
     return [known.get(rank, nothing) for rank in range(len(communicator.whole))]
 
 

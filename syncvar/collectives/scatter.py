@@ -92,14 +92,14 @@ def scatter(
 
 
 def _scatter_form(
-    communicator: Communicator, x: Any, out: Any, how: tuple[Any, ...]
+    communicator: Communicator, x: Any, out: Any, arguments: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     """Return the array of a call that may be persistent, else None.
 
     Ranks that are not the root expect a part like `out`, or like the last one. If it differs, the
     slow path sends its shape.
     """
-    root, algorithm = how
+    root, algorithm = arguments
     if type(root) is not int or algorithm is not None:
         return None
     if communicator.rank == root:
@@ -149,10 +149,10 @@ def _scatter_request(
         layout = TransferLayout(detail, like.dtype, like.shape, size - 1, takes)
 
     def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
-        made = result_buffer(out, layout.shape, layout.dtype, *parts)
+        output = result_buffer(out, layout.shape, layout.dtype, *parts)
         if parts:
-            return Blocks(made, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], made)
-        return Blocks(made, targets=(made,))
+            return Blocks(output, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], output)
+        return Blocks(output, targets=(output,))
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         rows = x.shape[0] // size if parts else 0
@@ -164,7 +164,7 @@ def _scatter_request(
         fingerprint("scatter", source, algorithm),
         layout if moves(communicator, "scatter", algorithm) else None,
         arrange=lambda: blocks_of(parts, out),
-        finish=lambda made: deliver(made, out),
+        finish=lambda output: deliver(output, out),
         general=general,
         front=front,
     )
@@ -250,9 +250,9 @@ def all_to_all(
 
 
 def _exchange_form(
-    communicator: Communicator, parts: Any, _out: Any, how: tuple[Any, ...]
+    communicator: Communicator, parts: Any, _out: Any, arguments: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    (algorithm,) = how
+    (algorithm,) = arguments
     is_plain = (
         type(parts) is np.ndarray
         and algorithm is None
@@ -274,36 +274,40 @@ def _exchange_request(
     shape, dtype = mine[0].shape, mine[0].dtype
     packed = pack_object([dtype_index(dtype), [list(part.shape) for part in mine]])
 
-    def finish(made: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    def finish(output: list[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return one array for each rank; empty ones for ranks that left a block of `sv.uneven`."""
-        return by_rank(communicator, list(made), np.empty((0, *made[0].shape[1:]), made[0].dtype))
+        return by_rank(
+            communicator, list(output), np.empty((0, *output[0].shape[1:]), output[0].dtype)
+        )
 
     def general() -> Generator[Stage, None, list[NDArray[Any]]]:
-        told = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
-        if any(index != told[0][0] for index, _ in told):
+        headers = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
+        if any(index != headers[0][0] for index, _ in headers):
             table = {
                 communicator.members[rank]: f"brings {DTYPE_NAMES[index]}"
-                for rank, (index, _) in enumerate(told)
+                for rank, (index, _) in enumerate(headers)
             }
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
-        made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
+        output = yield from _exchanged(
+            communicator, mine, [shapes for _, shapes in headers], algorithm
+        )
         if outs is not None:
-            made = [deliver(one, target) for one, target in zip(made, outs, strict=True)]
-        return finish(made)
+            output = [deliver(one, target) for one, target in zip(output, outs, strict=True)]
+        return finish(output)
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         rows = shape[0]
         mine = [x[place * rows : (place + 1) * rows] for place in range(size)]
-        made = np.empty(x.shape, x.dtype) if out is None else out
+        output = np.empty(x.shape, x.dtype) if out is None else out
         is_like_x = (
-            type(made) is np.ndarray
-            and made.shape == x.shape
-            and made.dtype == x.dtype
-            and made.flags.carray
+            type(output) is np.ndarray
+            and output.shape == x.shape
+            and output.dtype == x.dtype
+            and output.flags.carray
         )
-        if is_like_x and not np.may_share_memory(made, x):
-            targets = [made[place * rows : (place + 1) * rows] for place in range(size)]
-            return _sides(mine, targets, rank)._replace(made=made, parts=size)
+        if is_like_x and not np.may_share_memory(output, x):
+            targets = [output[place * rows : (place + 1) * rows] for place in range(size)]
+            return _sides(mine, targets, rank)._replace(made=output, parts=size)
         return _exchange_blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
 
     layout = None
@@ -317,9 +321,9 @@ def _exchange_request(
             layout = UNMOVED
     nbytes = sum(part.nbytes for part in mine)
     fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
-    what = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
+    description = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
     return TransferArgs(
-        what,
+        description,
         fingerprint("all_to_all", algorithm),
         layout,
         arrange=lambda: _exchange_blocks(mine, shape, outs, rank),
@@ -360,19 +364,19 @@ def _exchange_blocks(
     """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
     size, dtype = len(mine), mine[0].dtype
     if outs is None and 0 < len(shape) < _DIMENSIONS_MAX:
-        made = list(np.empty((size, *shape), dtype))
+        output = list(np.empty((size, *shape), dtype))
     elif outs is None:
-        made = [np.empty(shape, dtype) for _ in mine]
+        output = [np.empty(shape, dtype) for _ in mine]
     else:
-        made = outs
-        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):
+        output = outs
+        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in output):
             return None
-    return _sides(mine, made, rank)
+    return _sides(mine, output, rank)
 
 
-def _sides(mine: list[NDArray[Any]], made: list[NDArray[Any]], rank: int) -> Blocks:
-    targets = (*made[rank + 1 :], *made[:rank])
-    return Blocks(made, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], made[rank])
+def _sides(mine: list[NDArray[Any]], output: list[NDArray[Any]], rank: int) -> Blocks:
+    targets = (*output[rank + 1 :], *output[:rank])
+    return Blocks(output, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], output[rank])
 
 
 def _exchanged(

@@ -123,8 +123,8 @@ def exchange(
     communicator: Communicator, mine: InputRecord
 ) -> Generator[Stage, None, list[InputRecord]]:
     """Exchange records; return those of all ranks of the group, in rank order."""
-    told = yield from exchange_bytes(communicator, pack_record(mine))
-    return [unpack_record(data) for data in told]
+    packed = yield from exchange_bytes(communicator, pack_record(mine))
+    return [unpack_record(data) for data in packed]
 
 
 def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, None, list[bytes]]:
@@ -139,14 +139,16 @@ def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, 
 
 
 def require_same(
-    communicator: Communicator, what: str, values: list[Any], records: list[InputRecord]
+    communicator: Communicator, description: str, values: list[Any], records: list[InputRecord]
 ) -> None:
     """Raise MismatchError with a table of all inputs, unless all `values` are equal."""
     if any(value != values[0] for value in values):
         table = {
             communicator.members[rank]: record.describe() for rank, record in enumerate(records)
         }
-        raise MismatchError(f"{what}: the ranks bring values that do not fit together", table)
+        raise MismatchError(
+            f"{description}: the ranks bring values that do not fit together", table
+        )
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -154,7 +156,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 def meet(
     communicator: Communicator,
-    what: str,
+    description: str,
     parts: tuple[Hashable, ...],
     timeout: float | None,
     check: Callable[[], None] | None = None,
@@ -164,9 +166,9 @@ def meet(
     def request() -> CollectiveSpec:
         if check is not None:
             check()
-        return CollectiveSpec(what, fingerprint(*parts), meeting(communicator))
+        return CollectiveSpec(description, fingerprint(*parts), meeting(communicator))
 
-    communicator.perform(what, request, timeout)
+    communicator.perform(description, request, timeout)
 
 
 def meeting(communicator: Communicator) -> Generator[Stage, None, None]:

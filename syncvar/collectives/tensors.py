@@ -122,7 +122,7 @@ def convert_back(like: Any, result: Any) -> Any:
     if isinstance(result, dict):
         return rebuild(result, [convert_back(like[key], part) for key, part in result.items()])
     pairs = zip(parts, children_of(result), strict=True)
-    return rebuild(result, [convert_back(part, made) for part, made in pairs])
+    return rebuild(result, [convert_back(part, part_of_result) for part, part_of_result in pairs])
 
 
 def _each(give: Callable[[Any, Any], Any], like: Any, result: Any) -> Any:

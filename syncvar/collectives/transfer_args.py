@@ -35,7 +35,7 @@ class TransferArgs(Cacheable):
     """A checked call that moves blocks.
 
     Args:
-        what: Text of the call.
+        description: Text of the call.
         digest: Its fingerprint.
         layout: Layout of the blocks; `UNMOVED` if this rank's input has none, None without shared
             memory.
@@ -50,7 +50,7 @@ class TransferArgs(Cacheable):
 
     def __init__(
         self,
-        what: str,
+        description: str,
         digest: int,
         layout: TransferLayout | None,
         arrange: Callable[[], Blocks | None],
@@ -59,7 +59,7 @@ class TransferArgs(Cacheable):
         front: Front | None = None,
     ) -> None:
         self._layout, self.general, self._front = layout, general, front
-        super().__init__(what, digest, self._stages(arrange, finish))
+        super().__init__(description, digest, self._stages(arrange, finish))
 
     def _stages(
         self, arrange: Callable[[], Blocks | None], finish: Callable[[Any], Any]

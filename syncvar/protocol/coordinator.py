@@ -71,7 +71,7 @@ class Coordinator:
         self.handshake = self._new_handshake(generation)
         self.next_handshake = self._new_handshake(generation + 1)
         self.left: dict[int, dict[int, int]] = {}
-        self.gone: dict[int, str] = {}
+        self.failed_ranks: dict[int, str] = {}
         # Ranks whose failure another rank has reported, perhaps before the launcher notices it.
         self.lost: set[int] = set()
         self.broken_by: tuple[int, str] | None = None
@@ -112,7 +112,7 @@ class Coordinator:
         if handshake.missing():  # a rank that joins after another has failed need not wait for it
             return "", [
                 SendMessage(member.rank, self._lost_data(rank, reason))
-                for rank, reason in self.gone.items()
+                for rank, reason in self.failed_ranks.items()
             ]
         warning = handshake.compare()
         if handshake.failed:
@@ -137,7 +137,7 @@ class Coordinator:
             if member.host_index not in by_host:
                 by_host[member.host_index] = self._members_data(member)
             actions.append(SendMessage(rank, by_host[member.host_index]))
-        for rank, reason in self.gone.items():
+        for rank, reason in self.failed_ranks.items():
             actions += self._abort(rank, reason)
         return "", actions
 
@@ -151,10 +151,10 @@ class Coordinator:
     def ended(self, rank: int, reason: str, now: float) -> list[Action]:
         """Record that a rank's process has failed, for instance with "signal 9"."""
         del now
-        if rank in self.gone:
+        if rank in self.failed_ranks:
             return []
         self._drop_reports(rank)
-        self.gone[rank] = reason
+        self.failed_ranks[rank] = reason
         data = self._lost_data(rank, reason)
         others = sorted(self.next_handshake.members)
         joining = [SendMessage(other, data) for other in others if other != rank]
@@ -166,7 +166,7 @@ class Coordinator:
         If its process wakes up, the message stops it from taking part in later calls.
         """
         fence: list[Action] = []
-        if rank in self.handshake.members and rank not in self.gone:
+        if rank in self.handshake.members and rank not in self.failed_ranks:
             fence = [SendMessage(rank, self._lost_data(rank, reason))]
         return self.ended(rank, reason, now) + fence
 
@@ -226,7 +226,7 @@ class Coordinator:
             call=message["call"],
             ordinal=message["ordinal"],
             fingerprint=message["fingerprint"],
-            what=message["description"][:400],
+            description=message["description"][:400],
             site=message["site"][:400],
             awaiting=tuple(message["awaiting"]),
             since=now - message["waited_s"],
@@ -318,7 +318,11 @@ class Coordinator:
         return self._send(finding.members, data)
 
     def _may_answer(self, rank: int) -> bool:
-        return rank in self.handshake.members and rank not in self.left and rank not in self.gone
+        return (
+            rank in self.handshake.members
+            and rank not in self.left
+            and rank not in self.failed_ranks
+        )
 
     def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]
@@ -381,7 +385,7 @@ class Coordinator:
             for rank in sorted(ranks)
             if rank != but
             and rank in self.handshake.members
-            and rank not in self.gone
+            and rank not in self.failed_ranks
             and rank not in self.left
         ]
 

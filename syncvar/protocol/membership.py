@@ -225,18 +225,20 @@ class Handshake:
             return f"still waiting for {absent} to join after {waited:.0f} s (joined: {joined})", ""
         return "", ""
 
-    def ended(self, rank: int, how: str) -> str:
+    def ended(self, rank: int, ending: str) -> str:
         """Record that a rank ended before it joined; return why the handshake fails, or ""."""
         if rank in self.members or self.failed:
             return ""
-        self.absent[rank] = how
+        self.absent[rank] = ending
         if self.members:  # otherwise the first rank that joins learns it from `tick`
             self.failed = self._missing_forever()
         return self.failed
 
     def _missing_forever(self) -> str:
-        rank, how = next(iter(self.absent.items()))
-        return f"rank {rank} {how} without joining, while {rank_list(self.members)} waited for it"
+        rank, ending = next(iter(self.absent.items()))
+        return (
+            f"rank {rank} {ending} without joining, while {rank_list(self.members)} waited for it"
+        )
 
 
 class Suspicion(NamedTuple):

@@ -93,7 +93,7 @@ class ServerTable:
         self._incarnations[number] = incarnation
         self.version += 1
 
-    def told(self, host_index: int) -> bytes:
+    def message_for(self, host_index: int) -> bytes:
         """Return the table as a message for the processes of a host."""
         return pack_message(
             "servers",
