@@ -13,12 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.algorithms.builders import build, build_all, sums_by_the_tree
-from syncvar.algorithms.schedule import (
-    Chunk,
-    Schedule,
-    ScheduleArgs,
-    even_chunks,
-)
+from syncvar.algorithms.schedule import Chunk, Schedule, ScheduleArgs, even_chunks
 from syncvar.algorithms.selection import choose
 
 if TYPE_CHECKING:

@@ -245,9 +245,8 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
                 steps += [Recv(peer, wider), prefix, Reduce(block, wider, source_left=False)]
                 block = wider
             else:
-                steps.append(
-                    Recv(peer, work) if is_empty else RecvReduce(peer, work, incoming_left=True)
-                )
+                receive = Recv(peer, work)
+                steps.append(receive if is_empty else RecvReduce(peer, work, incoming_left=True))
             is_empty = False
         yield tuple(steps)
 
@@ -262,7 +261,6 @@ def _is_needed(rank: int, level: int, world_size: int) -> bool:
     if span >= world_size:
         return False
     if rank & span:
-        return _is_needed(rank - span, level + 1, world_size) or _is_needed(
-            rank, level + 1, world_size
-        )
+        lower = rank - span
+        return _is_needed(lower, level + 1, world_size) or _is_needed(rank, level + 1, world_size)
     return rank + span < world_size or _is_needed(rank, level + 1, world_size)

@@ -105,26 +105,24 @@ def all_reduce(  # noqa: PLR0913  (public signature)
     """
     factors = (prescale, postscale, weight)
     scales = None if all(one is None for one in factors) else factors
-    arguments = (op_name(op), reproducible, scales, algorithm)
-    return make_call(
-        all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, arguments
-    )
+    rest = (op_name(op), reproducible, scales, algorithm)
+    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, rest)
 
 
 def _form(
-    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | PyTree | None:
-    op, reproducible, scales, algorithm = arguments
+    op, reproducible, scales, algorithm = rest
     if scales is None and algorithm is None and isinstance(op, str) and type(reproducible) is bool:
         return x if type(x) is np.ndarray else form_of(x)
     return None
 
 
 def _request(
-    communicator: Communicator, x: Any, out: Any, *arguments: Any, keep: bool
+    communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
 ) -> CollectiveSpec:
     """Return the request of a public call; factors wrap the plain all-reduce."""
-    op, reproducible, scales, algorithm = arguments
+    op, reproducible, scales, algorithm = rest
     options = ReduceOptions(reproducible, algorithm)
     if scales is not None:
         return _scaled_request(communicator, x, out, op, scales, options)
@@ -195,7 +193,7 @@ def reduce_request(
     """Check the arguments of an all-reduce and return the request; `keep` copies the input."""
     if not is_structure(x):
         array = as_array(x)
-        reducer, digest, description = described_reduction(array, op, name, options)
+        reducer, digest, text = described_reduction(array, op, name, options)
         if reducer.is_locating and out is not None:
             raise ConfigError(f"{reducer.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, reducer.result)
@@ -203,7 +201,7 @@ def reduce_request(
             array = array.copy()
             target = _output_for(communicator, array, reducer, target)
         body = reduce_one(communicator, array, reducer, target, options)
-        return ReduceArgs(description, digest, body, op, is_entered=array.dtype == reducer.result)
+        return ReduceArgs(text, digest, body, op, is_entered=array.dtype == reducer.result)
     structure, leaves = flatten(x)
     arrays = arrays_of(x, leaves)
     reducers = [reduction_of(array, op) for array in arrays]
@@ -216,7 +214,7 @@ def reduce_request(
             checked_output(one, array.shape, reducer.result)
             for one, array, reducer in zip(outs, arrays, reducers, strict=True)
         ]
-    digest, description = described_together(structure, arrays, reducers, op, name, options)
+    digest, text = described_together(structure, arrays, reducers, op, name, options)
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
@@ -228,10 +226,8 @@ def reduce_request(
         )
         return unflatten(structure, results, like)
 
-    is_entered = all(
-        array.dtype == reducer.result for array, reducer in zip(arrays, reducers, strict=True)
-    )
-    return ReduceArgs(description, digest, together(), op, is_entered=is_entered)
+    is_entered = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
+    return ReduceArgs(text, digest, together(), op, is_entered=is_entered)
 
 
 def _output_for(
@@ -263,9 +259,9 @@ def agree(
     make = partial(_agreement, communicator, op, name)
     output = call_persistent(communicator, key, numbers, None, timeout, make, label)
     if output is None:
-        description = name if label is None else label[0]
+        text = name if label is None else label[0]
         check = partial(agreement_request, communicator, name, op, numbers, label)
-        output = communicator.perform(description, check, timeout)
+        output = communicator.perform(text, check, timeout)
     return output  # type: ignore[no-any-return]
 
 

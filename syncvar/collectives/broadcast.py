@@ -88,16 +88,16 @@ def broadcast(
         >>> sv.broadcast(np.arange(3))
         array([0, 1, 2])
     """
-    arguments = (root, algorithm)
+    rest = (root, algorithm)
     return make_call(
-        broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, arguments
+        broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
 def _form(
-    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    root, algorithm = arguments
+    root, algorithm = rest
     return plain_array(x) if type(root) is int and algorithm is None else None
 
 

@@ -129,9 +129,8 @@ def _side_by_side(
         outputs = _results(reducer, sources, [targets[index] for index in places])
         outs = flat_of(outputs)
         divisor = size if reducer.is_mean else 0
-        vectors.append(
-            ReduceBuffers.of(flat_of(sources), outs, reducer.ufunc, reducer.accumulate, divisor)
-        )
+        sums = reducer.ufunc, reducer.accumulate, divisor
+        vectors.append(ReduceBuffers.of(flat_of(sources), outs, *sums))
         stored += list(zip(places, outputs, outs, strict=True))
     vector = None if longest is None else vectors.pop(longest)
     yield Stage(plan, np.empty(0, np.uint8), vector=vector, several=vectors)
@@ -261,11 +260,8 @@ def _copy_overlapping(
         low, high = np.lib.array_utils.byte_bounds(array)
         last = bisect_left(starts, high)
         first = bisect_right(reach, low, 0, last)
-        reached = {
-            written[place][2]
-            for place in range(first, last)
-            if written[place][1] > low and array.size
-        }
+        places = [place for place in range(first, last) if written[place][1] > low]
+        reached = {written[place][2] for place in places if array.size}
         target = targets[index]
         if target is not None and array.strides == target.strides and _are_same(array, target):
             reached.discard(index)

@@ -76,7 +76,7 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
-    arguments = (axis, algorithm)
+    rest = (axis, algorithm)
     return make_call(
         all_gather,
         _all_gather_form,
@@ -87,14 +87,14 @@ def all_gather(
         async_op,
         timeout,
         _foreign,
-        arguments,
+        rest,
     )
 
 
 def _all_gather_form(
-    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    axis, algorithm = arguments
+    axis, algorithm = rest
     return gather_form(x, axis) if algorithm is None else None
 
 
@@ -286,9 +286,9 @@ def gather(  # noqa: PLR0913  (public signature)
 
 
 def _rooted_form(
-    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    root, axis, algorithm = arguments
+    root, axis, algorithm = rest
     return gather_form(x, axis) if type(root) is int and algorithm is None else None
 
 
@@ -302,5 +302,5 @@ def _rooted_request(
     *,
     keep: bool,
 ) -> TransferArgs:
-    arguments = (axis, algorithm)
-    return gather_request(communicator, x, out, *arguments, keep=keep, name="gather", root=root)
+    rest = (axis, algorithm)
+    return gather_request(communicator, x, out, *rest, keep=keep, name="gather", root=root)

@@ -168,19 +168,14 @@ def by_rank(communicator: Communicator, output: list[Any], nothing: Any) -> list
 
 
 def communicator_of(group: Any) -> Communicator:
-    """Return the communicator of `group`, or of the world for None.
-
-    Raises:
-        ConfigError: `group` is not a group.
-        UsageError: The group belongs to a job that this process has left.
-    """
+    """Return the communicator of `group`, or of the world for None."""
     if group is None:
         return current().world
     if not isinstance(group, Group):
         from syncvar.core.migration_hints import group_hint
 
-        given = f"{type(group).__name__}{group_hint(group)}"
-        raise ConfigError(f"group must be made by sv.new_group or split, not {given}")
+        shown = f"{type(group).__name__}{group_hint(group)}"
+        raise ConfigError(f"group must be made by sv.new_group or split, not {shown}")
     communicator = group._communicator  # noqa: SLF001
     if communicator.engine is not current().engine:
         raise UsageError(
@@ -194,12 +189,7 @@ def _identity(parent: Communicator, members: tuple[int, ...]) -> int:
 
 
 def checked_root(root: Any, communicator: Communicator) -> int:
-    """Return `root` as an index into the ranks that make the call.
-
-    Raises:
-        ConfigError: `root` is not an integer, or outside the group.
-        UsageError: The root has left the block of `sv.uneven` that this rank is in.
-    """
+    """Return the root as a rank of the group; raise ConfigError if it is none."""
     size = len(communicator.whole)
     rank = checked_integer("root", root)
     if not 0 <= rank < size:

@@ -343,12 +343,12 @@ def _transfer(
     layout = None
     if small.is_small and moves(communicator, name):
         layout = UNMOVED if heads is None else small
-    description, digest = name, fingerprint(name)
+    text, digest = name, fingerprint(name)
     if root is not None:
-        description = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
+        text = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
         digest = fingerprint(name, root)
     return TransferArgs(
-        description,
+        text,
         digest,
         layout,
         arrange=lambda: None if heads is None else blocks_of(heads),

@@ -47,10 +47,7 @@ _STREAMS_MAX = 128  # channels of a group; beyond that, idle ones are dropped
 
 
 def channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2PChannel:
-    """Return the channel of a pair and tag: send k meets receive k.
-
-    A tag may be the number of a step. An unused channel keeps only the number of its next message.
-    """
+    """Return the channel of a pair and tag: send k meets receive k. A tag may be a step number."""
     streams = communicator.streams
     found = streams.get((source, dest, tag))
     if found is None:
@@ -121,8 +118,8 @@ def send_request(
     message = None
     if isinstance(channel.end, SendEndpoint):
         message = Sending(channel.end, code, work.reshape(array.shape), waits=waits)
-    description = send_text(name, channel, array, kind, tag)
-    return CollectiveSpec(description, fingerprint("message"), body(), message)
+    text = send_text(name, channel, array, kind, tag)
+    return CollectiveSpec(text, fingerprint("message"), body(), message)
 
 
 def receive_request(
@@ -147,10 +144,10 @@ def receive_request(
 
     peer = stream.members[_SOURCE]
     fields = CallFields(name, peer=peer, tag=tag)
-    description = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
+    text = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
     end = channel.end
     message = Receiving(end, landing, finish) if isinstance(end, RecvEndpoint) else None
-    return CollectiveSpec(description, fingerprint("message"), body(), message)
+    return CollectiveSpec(text, fingerprint("message"), body(), message)
 
 
 def _continued_call(tag: int, channel: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:

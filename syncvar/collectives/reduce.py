@@ -84,16 +84,16 @@ def reduce(  # noqa: PLR0913  (public signature)
         >>> sv.reduce(np.array([1.0, 2.0]), root=0)
         array([1., 2.])
     """
-    arguments = (op_name(op), root, algorithm)
+    rest = (op_name(op), root, algorithm)
     return make_call(
-        reduce, _reduce_form, _reduce_request, x, out, group, async_op, timeout, _foreign, arguments
+        reduce, _reduce_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
 def _reduce_form(
-    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    op, root, algorithm = arguments
+    op, root, algorithm = rest
     is_plain = isinstance(op, str) and type(root) is int and algorithm is None
     return plain_array(x) if is_plain else None
 
@@ -143,13 +143,13 @@ def _reduce_request(
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
-        description = f"reduce({op}, {len(arrays)} arrays, root {target})"
+        text = f"reduce({op}, {len(arrays)} arrays, root {target})"
         fields = CallFields("reduce", op, root=target)
-        return ReduceArgs(CallLabel(description, fields), digest, body(), op)
-    ((reducer, digest, description),) = parts
+        return ReduceArgs(CallLabel(text, fields), digest, body(), op)
+    ((reducer, digest, text),) = parts
     ends = ResultPlacement("reduce", target)
     is_entered = arrays[0].dtype == reducer.result
-    return ReduceArgs(description, digest, body(), op, ends, is_entered=is_entered)
+    return ReduceArgs(text, digest, body(), op, ends, is_entered=is_entered)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -234,16 +234,16 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    arguments = (op_name(op), algorithm)
+    rest = (op_name(op), algorithm)
     return make_call(
-        exscan, _scan_form, _exscan_request, x, out, group, async_op, timeout, {}, arguments
+        exscan, _scan_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
     )
 
 
 def _scan_form(
-    _communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    op, algorithm = arguments
+    op, algorithm = rest
     return plain_array(x) if isinstance(op, str) and algorithm is None else None
 
 
@@ -259,7 +259,7 @@ def _prefix_request(
     """Check the arguments and return the request; the input is copied now."""
     array = as_array(x)
     check_finite(array, name)
-    reducer, digest, description = described(array, op, name, algorithm)
+    reducer, digest, text = described(array, op, name, algorithm)
     neutral = identity(reducer) if name == "exscan" else None
     into = None if out is None else checked_output(out, array.shape, reducer.result)
     rank = communicator.member_rank
@@ -274,7 +274,7 @@ def _prefix_request(
         return deliver(np.full(array.shape, neutral, reducer.result), into)
 
     ends, is_entered = ResultPlacement(name), array.dtype == reducer.result
-    return ReduceArgs(description, digest, body(), op, ends, is_entered=is_entered)
+    return ReduceArgs(text, digest, body(), op, ends, is_entered=is_entered)
 
 
 _scan_request = partial(_prefix_request, "scan")
@@ -320,7 +320,7 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
         >>> sv.reduce_scatter(np.arange(3.0))
         array([0., 1., 2.])
     """
-    arguments = (op_name(op), lengths, algorithm)
+    rest = (op_name(op), lengths, algorithm)
     return make_call(
         reduce_scatter,
         _scatter_form,
@@ -331,14 +331,14 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
         async_op,
         timeout,
         _foreign,
-        arguments,
+        rest,
     )
 
 
 def _scatter_form(
-    communicator: Communicator, x: Any, _out: Any, arguments: tuple[Any, ...]
+    communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    op, lengths, algorithm = arguments
+    op, lengths, algorithm = rest
     is_plain = (
         type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
     )
@@ -364,7 +364,7 @@ def _scatter_request(
             "pass np.reshape(x, (1,)), or use all_reduce"
         )
     rows = _rows(lengths, array.shape[0], communicator)
-    reducer, digest, description = described(array, op, "reduce_scatter", rows, algorithm)
+    reducer, digest, text = described(array, op, "reduce_scatter", rows, algorithm)
     rank = communicator.member_rank
     if len(reducer.element_shape) == array.ndim:
         raise ConfigError(
@@ -383,7 +383,7 @@ def _scatter_request(
     )
     if is_moved:
         operand = array.copy() if keep else array
-        return _shared_request(communicator, operand, into, reducer, shape, (description, digest))
+        return _shared_request(communicator, operand, into, reducer, shape, (text, digest))
     work = contribution(array, reducer, communicator.home_rank)
     width = prod(array.shape[1:]) // prod(reducer.element_shape)
     counts = tuple(row * width for row in rows)
@@ -394,7 +394,7 @@ def _scatter_request(
         yield from run_plan(communicator, "reduce_scatter", work, reducer, **options)
         return outcome(reducer, work[start : start + counts[rank]], communicator.size, shape, into)
 
-    return TransferArgs(description, digest, None, lambda: None, lambda output: output, general)
+    return TransferArgs(text, digest, None, lambda: None, lambda output: output, general)
 
 
 def _shared_request(

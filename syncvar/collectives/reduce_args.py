@@ -56,7 +56,7 @@ def described(
 ) -> tuple[Reduction, int, str]:
     """Return the reduction of an array, and the fingerprint and the text of the call.
 
-    `options` must be the same on all ranks; `shown` is added to the text.
+    All ranks pass the same `options`; `shown` is added to the text.
     """
     reducer = reduction_of(array, op)
     digest = fingerprint(
@@ -204,8 +204,7 @@ def run_plan(
 ) -> Generator[Stage, None, Reduction]:
     """Run the schedule of a collective on a flat array; return what is left to do for `outcome`.
 
-    In shared memory each rank divides a mean where it combines, exactly as the persistent call
-    does: another rank may be making that one.
+    In shared memory each rank divides a mean where it combines, as the persistent call does.
     """
     counts = options.pop("counts", work.size)
     if not reducer.commutes and collective not in ("scan", "exscan"):
@@ -268,22 +267,16 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
 
 
 class ReduceArgs(Cacheable):
-    """A checked call that combines.
+    """A checked call that combines by `op`; `ends` says which ranks get which result.
 
-    Args:
-        description: Text of the call.
-        digest: Its fingerprint.
-        body: Generator of stages.
-        op: Name of the op, as the caller passed it.
-        ends: Which ranks get which result.
-        is_entered: The result has the dtype of the input; the C dispatch looks at no other dtype.
+    `is_entered`: the result has the dtype of the input, the only one that the C dispatch looks at.
     """
 
     __slots__ = ("_ends", "_op", "is_entered")
 
     def __init__(
         self,
-        description: str,
+        text: str,
         digest: int,
         body: Generator[Stage, None, Any],
         op: str,
@@ -291,7 +284,7 @@ class ReduceArgs(Cacheable):
         *,
         is_entered: bool = False,
     ) -> None:
-        super().__init__(description, digest, body)
+        super().__init__(text, digest, body)
         self._op, self._ends, self.is_entered = op, ends, is_entered
 
     def prepared(
@@ -306,14 +299,14 @@ def prepare_form(
     form: NDArray[Any] | PyTree,
     op: str,
     digest: int,
-    description: str,
+    text: str,
     ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
     """Build the persistent call of reductions like `form`, or None, or `uncacheable`.
 
-    `ends` says which ranks get which result. With `apply`, `out` must be given and becomes
-    apply(out, result). Registered ops have no persistent calls, because they may be replaced.
+    With `apply`, `out` must be given and becomes apply(out, result). Registered ops have no such
+    call, because they may be replaced.
     """
     if not communicator.prepares or communicator.channel is None:
         return None
@@ -335,7 +328,7 @@ def prepare_form(
     if leaves is not None and (len(kinds) > 1 or not is_small):
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
         if are_at_once:
-            return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, description)
+            return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, text)
         return uncacheable
     (reducer,) = kinds
     if not is_small and ends != EVERYWHERE and form.dtype != reducer.accumulate:
@@ -343,7 +336,7 @@ def prepare_form(
     neutral = identity(reducer) if ends.collective == "exscan" else None
     shape = arrays[0].shape if leaves is None else (sum([array.size for array in arrays]),)
     return prepare_reduction(
-        communicator, reducer, shape, digest, description, apply, ends, neutral, leaves
+        communicator, reducer, shape, digest, text, apply, ends, neutral, leaves
     )
 
 
@@ -351,8 +344,8 @@ def persistent_reduction(
     communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
 ) -> PreparedCall | None:
     """Build the persistent call of the all-reduces of `reduce_request`."""
-    _, digest, description = described_reduction(x, op, name, options)
-    call = prepare_form(communicator, x, op, digest, description, apply=options.apply)
+    _, digest, text = described_reduction(x, op, name, options)
+    call = prepare_form(communicator, x, op, digest, text, apply=options.apply)
     return None if call is uncacheable else call
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.dispatch import make_call, native_dispatch
+from syncvar.collectives.gather import other_ranks
 from syncvar.collectives.groups import by_rank, checked_root
 from syncvar.collectives.stage_builders import broadcast_bytes, gather_bytes, scatter_flat
 from syncvar.collectives.transfer_args import (
@@ -92,14 +93,14 @@ def scatter(
 
 
 def _scatter_form(
-    communicator: Communicator, x: Any, out: Any, arguments: tuple[Any, ...]
+    communicator: Communicator, x: Any, out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     """Return the array of a call that may be persistent, else None.
 
     Ranks that are not the root expect a part like `out`, or like the last one. If it differs, the
     slow path sends its shape.
     """
-    root, algorithm = arguments
+    root, algorithm = rest
     if type(root) is not int or algorithm is not None:
         return None
     if communicator.rank == root:
@@ -250,9 +251,9 @@ def all_to_all(
 
 
 def _exchange_form(
-    communicator: Communicator, parts: Any, _out: Any, arguments: tuple[Any, ...]
+    communicator: Communicator, parts: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    (algorithm,) = arguments
+    (algorithm,) = rest
     is_plain = (
         type(parts) is np.ndarray
         and algorithm is None
@@ -312,8 +313,7 @@ def _exchange_request(
 
     layout = None
     if moves(communicator, "all_to_all", algorithm):
-        peers = [(rank + distance) % size for distance in range(1, size)]
-        takes = tuple((peer, place_of(peer, rank)) for peer in peers)
+        takes = tuple((peer, place_of(peer, rank)) for peer, _ in other_ranks(size, rank))
         is_alike = all(part.shape == shape for part in mine)
         detail, most = detail_of(dtype, shape), size - 1
         layout = TransferLayout(detail, dtype, shape, most, takes, most_takes=most)
@@ -321,9 +321,9 @@ def _exchange_request(
             layout = UNMOVED
     nbytes = sum(part.nbytes for part in mine)
     fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
-    description = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
+    text = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
     return TransferArgs(
-        description,
+        text,
         fingerprint("all_to_all", algorithm),
         layout,
         arrange=lambda: _exchange_blocks(mine, shape, outs, rank),

@@ -182,9 +182,8 @@ def _send(
 
     def check() -> CollectiveSpec:
         array = make()
-        return send_request(
-            name, channel, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op
-        )
+        waits = array.nbytes > eager_bytes
+        return send_request(name, channel, array, kind, tag, waits=waits, copies=async_op)
 
     if channel.end is not None and (timeout is None or is_seconds(timeout)):
         with contextlib.suppress(ConfigError):  # the slow path raises it, and informs the receiver
@@ -374,10 +373,7 @@ def _receive(
     out: Any = None,
     async_op: bool,
 ) -> Any:
-    """Receive the next message of a tag: an array, or with `kind` BYTES an object.
-
-    If `out` has the message's dtype and shape, the message may be written to it directly.
-    """
+    """Receive the next message of a tag, possibly directly in `out`; `kind` BYTES is an object."""
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
     name, finish = ("recv", partial(_delivered, out)) if kind == ARRAY else _RECV_OBJECT
@@ -462,11 +458,9 @@ def _checked(name: str, rank: Any, size: int) -> int:
     from syncvar.core.migration_hints import hint_for
 
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        hint = (
-            hint_for("sv", "ANY_SOURCE")
-            if name == "source"
-            else f"write sv.send(x, {size - 1}), for instance"
-        )
+        hint = f"write sv.send(x, {size - 1}), for instance"
+        if name == "source":
+            hint = hint_for("sv", "ANY_SOURCE")
         raise ConfigError(f"{name} must be a rank, not {rank!r:.100}: {hint}")
     if not 0 <= rank < size:
         # MPI's ANY_SOURCE and PROC_NULL are negative numbers, others in each implementation.

@@ -114,10 +114,9 @@ def tree_combined(arrays: Sequence[NDArray[Any]], op: str) -> NDArray[Any]:
 def summed(
     held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any], start: int
 ) -> None:
-    """Sum the tree T(lo, hi) into `out`, in the dtype of `out`.
+    """Sum the tree T(lo, hi) into `out`, in the dtype of `out`, from element `start` of the nodes.
 
-    `held` has the flat arrays of known nodes (lo, hi), which cover the tree. `start` is the element
-    of the nodes that belongs to the first one of `out`.
+    `held` has the flat arrays of known nodes (lo, hi), which cover the tree.
     """
     rooms: list[NDArray[Any]] = []
     with quiet():
@@ -351,9 +350,8 @@ def _packed(announcement: _Announcement) -> bytes:
 
 def _unpacked(data: bytes) -> _Announcement:
     runs, kind = unpack_object(data)
-    return _Announcement(
-        runs, None if kind is None else _Kind(structure_from_plain(kind[0]), kind[1])
-    )
+    kind = None if kind is None else _Kind(structure_from_plain(kind[0]), kind[1])
+    return _Announcement(runs, kind)
 
 
 def _first_wrong(everyone: Sequence[_Announcement]) -> str:
@@ -381,14 +379,11 @@ def _first_wrong(everyone: Sequence[_Announcement]) -> str:
             missing.append((reached, start))
         if stop > reached:
             reached, last = stop, rank
-    words = [
-        f"ranks {one} and {other} both have {_shown([run])}" for run, (one, other) in twice[:3]
-    ]
+    words = [f"ranks {a} and {b} both have {_shown([run])}" for run, (a, b) in twice[:3]]
     if missing:
         words.append(f"no rank has {_shown(missing)}")
-    return "; ".join(words) + (
-        "" if not words else ". The ids of all ranks must be 0 to n-1, each once"
-    )
+    rule = ". The ids of all ranks must be 0 to n-1, each once"
+    return "; ".join(words) + (rule if words else "")
 
 
 def _shown(runs: Sequence[tuple[int, int]]) -> str:

@@ -209,8 +209,7 @@ def memory_in_common(
 ) -> NDArray[np.uint8] | SharedMemoryFull:
     """Return memory that all ranks of a group share; SharedMemoryFull, on all ranks, if it is full.
 
-    Collective. `check` checks the arguments; the group must share memory, and its first rank
-    allocates.
+    Collective. `check` checks the arguments; the group's first rank allocates.
     """
     rank, size = communicator.member_rank, communicator.size
     head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES

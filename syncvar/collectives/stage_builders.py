@@ -93,9 +93,8 @@ def scatter_flat(
     """Scatter a flat array whose counts all ranks know; return a view of this rank's block."""
     work = np.empty(sum(counts), dtype) if whole is None else whole
     start = list(accumulate(counts, initial=0))[communicator.member_rank]
-    yield Stage(
-        communicator.plan("scatter", counts, work.itemsize, root=root, algorithm=algorithm), work
-    )
+    plan = communicator.plan("scatter", counts, work.itemsize, root=root, algorithm=algorithm)
+    yield Stage(plan, work)
     return work[start : start + counts[communicator.member_rank]]
 
 
@@ -139,16 +138,14 @@ def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, 
 
 
 def require_same(
-    communicator: Communicator, description: str, values: list[Any], records: list[InputRecord]
+    communicator: Communicator, text: str, values: list[Any], records: list[InputRecord]
 ) -> None:
     """Raise MismatchError with a table of all inputs, unless all `values` are equal."""
     if any(value != values[0] for value in values):
         table = {
             communicator.members[rank]: record.describe() for rank, record in enumerate(records)
         }
-        raise MismatchError(
-            f"{description}: the ranks bring values that do not fit together", table
-        )
+        raise MismatchError(f"{text}: the ranks bring values that do not fit together", table)
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -156,7 +153,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 def meet(
     communicator: Communicator,
-    description: str,
+    text: str,
     parts: tuple[Hashable, ...],
     timeout: float | None,
     check: Callable[[], None] | None = None,
@@ -166,9 +163,9 @@ def meet(
     def request() -> CollectiveSpec:
         if check is not None:
             check()
-        return CollectiveSpec(description, fingerprint(*parts), meeting(communicator))
+        return CollectiveSpec(text, fingerprint(*parts), meeting(communicator))
 
-    communicator.perform(description, request, timeout)
+    communicator.perform(text, request, timeout)
 
 
 def meeting(communicator: Communicator) -> Generator[Stage, None, None]:

@@ -49,9 +49,9 @@ _PLAIN = {bool, int, float, complex, np.ndarray, np.float64, np.float32, np.int6
 
 
 def call_with_numpy(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
-    """Make a call with NumPy arrays in place of other libraries' arrays; convert its result back.
+    """Make `call` with NumPy arrays in place of other libraries' arrays; convert its result back.
 
-    `call` takes (x), or (x, out=out). The result is the caller's own `out`, if there is one.
+    It takes (x), or (x, out=out). The result is the caller's own `out`, if there is one.
     """
     places: dict[int, tuple[Any, Any]] = {}
     mine = _to_numpy(x, places if out is None else {})

@@ -161,10 +161,7 @@ class Coordinator:
         return self._send_to_others(rank, data) + joining
 
     def fence_rank(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Record that a rank is unresponsive, and fence it.
-
-        If its process wakes up, the message stops it from taking part in later calls.
-        """
+        """Record that a rank is unresponsive; if it wakes up, it takes part in no later call."""
         fence: list[Action] = []
         if rank in self.handshake.members and rank not in self.failed_ranks:
             fence = [SendMessage(rank, self._lost_data(rank, reason))]
@@ -272,19 +269,17 @@ class Coordinator:
         failed = [peer for peer in message["missing"] if peer in self.handshake.members]
         self.lost |= set(failed)
         others = [other for other in self.handshake.members if other not in failed]
-        return [
-            action
-            for peer in failed
-            for action in self._send(others, self._lost_data(peer, reason), but=rank)
-        ]
+        actions: list[Action] = []
+        for peer in failed:
+            actions += self._send(others, self._lost_data(peer, reason), but=rank)
+        return actions
 
     def _leave(self, rank: int, message: Message, _now: float) -> list[Action]:
         self._drop_reports(rank)
         self.left[rank] = message["entered"]
         texts = self._unreceived.leave(rank, message["entered"], message["sent"], message["sites"])
-        data = pack_message(
-            "leave_notice", rank=rank, entered=message["entered"], skipped=message["skipped"]
-        )
+        counts = {name: message[name] for name in ("entered", "skipped")}
+        data = pack_message("leave_notice", rank=rank, **counts)
         return [*map(ShowMessage, texts), *self._send_to_others(rank, data)]
 
     def _judge(self, now: float) -> list[Action]:
@@ -318,11 +313,7 @@ class Coordinator:
         return self._send(finding.members, data)
 
     def _may_answer(self, rank: int) -> bool:
-        return (
-            rank in self.handshake.members
-            and rank not in self.left
-            and rank not in self.failed_ranks
-        )
+        return rank in self.handshake.members and rank not in {*self.left, *self.failed_ranks}
 
     def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]

@@ -220,13 +220,9 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
         if waited_s < after_s:
             continue
         late = [rank for rank in ours[0].members if latest.get((rank, group), -1) < call]
-        sentence = _stall_sentence(
-            [report.rank for report in ours],
-            waited_s,
-            ours[0].describe(),
-            late,
-            {rank: first[rank].describe() for rank in late if rank in first},
-        )
+        waiting = [report.rank for report in ours]
+        others = {rank: first[rank].describe() for rank in late if rank in first}
+        sentence = _stall_sentence(waiting, waited_s, ours[0].describe(), late, others)
         result.append(Stall((group, call), waited_s, sentence, late))
     return result
 
@@ -286,10 +282,7 @@ class Stalls:
     def tick(
         self, reports: list[WaitReport], now: float, may_answer: Callable[[int], bool]
     ) -> StallActions:
-        """Return the actions that are due at time `now` (seconds).
-
-        `may_answer(rank)` says whether the rank is connected and can be asked.
-        """
+        """Return the actions that are due at `now`; `may_answer(rank)`: the rank can be asked."""
         actions = StallActions([], [], [])
         found = {stall.key: stall for stall in find_stalls(reports, now, self._after_s)}
         for notes in (self._warnings, self._pending):

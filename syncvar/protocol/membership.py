@@ -33,8 +33,6 @@ _SHOWN_MAX = 60  # characters of a value
 _VALUES_MAX = 6  # of one line
 _LINES_MAX = 12
 
-_About = dict[str, int | str]
-
 
 def check_about(about: Mapping[str, int | str]) -> None:
     """Raise WireError if a rank sends too many entries, or too long ones."""
@@ -66,41 +64,15 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     refusal = ""
     if lines:
         rest = [f"  ({len(lines) - _LINES_MAX} more)"] if len(lines) > _LINES_MAX else []
-        refusal = "\n".join(
-            (
-                "the ranks differ in what all must have alike:",
-                *lines[:_LINES_MAX],
-                *rest,
-                "install the same syncvar everywhere, and give all ranks the same settings",
-            )
-        )
+        first = "the ranks differ in what all must have alike:"
+        last = "install the same syncvar everywhere, and give all ranks the same settings"
+        refusal = "\n".join((first, *lines[:_LINES_MAX], *rest, last))
     parts = [
         f"{label} {values}"
         for name, label in _SHOULD_AGREE.items()
         if (values := _values(abouts, name, skips_empty=True))
     ]
     return refusal, f"the ranks differ: {'; '.join(parts)}" if parts else ""
-
-
-def check_protocol(abouts: Mapping[int, Mapping[str, int | str]]) -> str:
-    """Return the error if ranks have another version of the protocol than this process.
-
-    Example:
-        >>> check_protocol({0: {"protocol": 1}, 1: {"protocol": 1}})
-        'ranks 0, 1 have protocol 1, and this process has 2: install the same syncvar everywhere'
-    """
-    others = {
-        rank: about["protocol"]
-        for rank, about in abouts.items()
-        if about.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION
-    }
-    if not others:
-        return ""
-    protocol = next(iter(others.values()))
-    return (
-        f"{rank_list(others)} {'has' if len(others) == 1 else 'have'} protocol {protocol}, "
-        f"and this process has {PROTOCOL_VERSION}: install the same syncvar everywhere"
-    )
 
 
 def _values(abouts: Mapping[int, Mapping[str, int | str]], name: str, *, skips_empty: bool) -> str:
@@ -174,8 +146,13 @@ class Handshake:
         """
         abouts = {rank: member.about for rank, member in self.members.items()}
         self.failed, warning = compare_abouts(abouts)
-        if not self.failed:
-            self.failed = check_protocol(abouts)
+        others = {about.get("protocol", PROTOCOL_VERSION) for about in abouts.values()}
+        others.discard(PROTOCOL_VERSION)
+        if others and not self.failed:
+            self.failed = (
+                f"the ranks have protocol {others.pop()}, and this process has {PROTOCOL_VERSION}: "
+                "install the same syncvar everywhere"
+            )
         return "" if self.failed else warning
 
     def missing(self) -> list[int]:
@@ -236,9 +213,8 @@ class Handshake:
 
     def _missing_forever(self) -> str:
         rank, ending = next(iter(self.absent.items()))
-        return (
-            f"rank {rank} {ending} without joining, while {rank_list(self.members)} waited for it"
-        )
+        others = rank_list(self.members)
+        return f"rank {rank} {ending} without joining, while {others} waited for it"
 
 
 class Suspicion(NamedTuple):

@@ -127,7 +127,7 @@ def pack_datetime(value: Any) -> bytes:
 
 
 def unpack_datetime(index: int, data: bytes) -> Any:
-    """Return the value of type `MOMENTS[index]`, or raise ValueError or struct.error."""
+    """Return the value of type `DATETIME_TYPES[index]`, or raise ValueError or struct.error."""
     kind = DATETIME_TYPES[index]
     if kind is dt.date:
         return dt.date(*_DATE.unpack(data))

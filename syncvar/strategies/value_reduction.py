@@ -166,7 +166,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
             timeout,
             request_of,
             public=public,
-            arguments=(reduce_op,),
+            rest=(reduce_op,),
         )
         if result is not None:
             return result
