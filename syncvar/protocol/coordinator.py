@@ -138,7 +138,7 @@ class Coordinator:
                 by_host[member.host_index] = self._members_data(member)
             actions.append(SendMessage(rank, by_host[member.host_index]))
         for rank, reason in self.failed_ranks.items():
-            actions += self._abort(rank, reason)
+            actions += self._send_to_others(rank, self._lost_data(rank, reason))
         return "", actions
 
     def message(self, rank: int, message: Message, now: float) -> list[Action]:
@@ -313,7 +313,9 @@ class Coordinator:
         return self._send(finding.members, data)
 
     def _may_answer(self, rank: int) -> bool:
-        return rank in self.handshake.members and rank not in {*self.left, *self.failed_ranks}
+        return rank in self.handshake.members and not (
+            rank in self.left or rank in self.failed_ranks
+        )
 
     def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]
@@ -351,12 +353,9 @@ class Coordinator:
         missing = handshake.missing()
         data = pack_message("refused", error="RendezvousError", reason=reason, missing=missing)
         return [
-            AbortJob("RendezvousError", reason, tuple(handshake.missing())),
+            AbortJob("RendezvousError", reason, tuple(missing)),
             *(SendMessage(rank, data) for rank in sorted(handshake.members)),
         ]
-
-    def _abort(self, rank: int, reason: str) -> list[Action]:
-        return self._send_to_others(rank, self._lost_data(rank, reason))
 
     def _lost_data(self, rank: int, reason: str) -> bytes:
         fields = {"failure_kind": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
@@ -371,14 +370,8 @@ class Coordinator:
         return self._send(self.handshake.members, data, but=rank)
 
     def _send(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
-        return [
-            SendMessage(rank, data)
-            for rank in sorted(ranks)
-            if rank != but
-            and rank in self.handshake.members
-            and rank not in self.failed_ranks
-            and rank not in self.left
-        ]
+        receivers = [rank for rank in sorted(ranks) if rank != but and self._may_answer(rank)]
+        return [SendMessage(rank, data) for rank in receivers]
 
     def _drop_reports(self, rank: int) -> None:
         for key in [key for key in self._reports if key[0] == rank]:
