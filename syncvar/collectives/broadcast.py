@@ -131,9 +131,8 @@ def broadcast_request(
         if theirs.kind == BYTES:
             members = communicator.members
             absent = [members[rank] for rank, one in enumerate(records) if one.kind == NOTHING]
-            return (
-                yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent)
-            )
+            body = _structure_body(communicator, arrays, skeleton, root, like, name, absent)
+            return (yield from body)
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) passes no value")
         dtype = dtype_from_index(theirs.dtype)

@@ -59,13 +59,10 @@ def described(
     All ranks pass the same `options`; `shown` is added to the text.
     """
     reducer = reduction_of(array, op)
-    digest = fingerprint(
-        name, reducer.name, reducer.source, array.shape, *options, *reducer.element_shape
-    )
-    text = f"{name}({reducer.name}, {reducer.source}{list(array.shape)}{shown})"
-    fields = CallFields(
-        name, reducer.name, reducer.source, array.shape, array.size, array.nbytes, root
-    )
+    op, source, shape = reducer.name, reducer.source, array.shape
+    digest = fingerprint(name, op, source, shape, *options, *reducer.element_shape)
+    text = f"{name}({op}, {source}{list(shape)}{shown})"
+    fields = CallFields(name, op, source, shape, array.size, array.nbytes, root)
     return reducer, digest, CallLabel(text, fields)
 
 

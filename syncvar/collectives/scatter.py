@@ -277,9 +277,8 @@ def _exchange_request(
 
     def finish(output: list[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return one array for each rank; empty ones for ranks that left a block of `sv.uneven`."""
-        return by_rank(
-            communicator, list(output), np.empty((0, *output[0].shape[1:]), output[0].dtype)
-        )
+        empty = np.empty((0, *output[0].shape[1:]), output[0].dtype)
+        return by_rank(communicator, list(output), empty)
 
     def general() -> Generator[Stage, None, list[NDArray[Any]]]:
         headers = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
@@ -289,9 +288,8 @@ def _exchange_request(
                 for rank, (index, _) in enumerate(headers)
             }
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
-        output = yield from _exchanged(
-            communicator, mine, [shapes for _, shapes in headers], algorithm
-        )
+        shapes = [one for _, one in headers]
+        output = yield from _exchanged(communicator, mine, shapes, algorithm)
         if outs is not None:
             output = [deliver(one, target) for one, target in zip(output, outs, strict=True)]
         return finish(output)

@@ -91,9 +91,7 @@ def send(
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(dest) is int is type(tag):
         channel = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
-        native = (
-            None if channel is None else channel.native
-        )  # another thread may retire the channel
+        native = None if channel is None else channel.native  # a thread may retire it
         if (
             channel is not None
             and native is not None
@@ -239,9 +237,7 @@ def recv(
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(source) is int is type(tag):
         channel = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
-        native = (
-            None if channel is None else channel.native
-        )  # another thread may retire the channel
+        native = None if channel is None else channel.native  # a thread may retire it
         if channel is not None and native is not None and communicator.uneven is None:
             value = native.receive(out)
             if value is not None:

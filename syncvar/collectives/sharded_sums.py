@@ -159,6 +159,8 @@ def _sum(
     np.add(first, second, out=out)
 
 
+# -- shards on several ranks -----------------------------------------------------------------------
+
 _SMALL_BYTES = 1 << 16  # of all nodes: up to here each rank gets all of them, in one round
 _OPS = ("sum", "mean")
 _SHOWN_MAX = 8  # ids, or ranges of ids, that a message lists
@@ -272,9 +274,8 @@ def shards_request(
             everyone = list(map(_unpacked, packed))
             wrong = _first_wrong(everyone)
             if wrong:
-                table = {
-                    communicator.members[rank]: one.describe() for rank, one in enumerate(everyone)
-                }
+                members = communicator.members
+                table = {members[rank]: one.describe() for rank, one in enumerate(everyone)}
                 raise MismatchError(f"{name}: {wrong}", table)
         agreed = next(one.kind for one in everyone if one.kind is not None)
         results: list[Any] = [None] * len(agreed.arrays)

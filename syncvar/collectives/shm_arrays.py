@@ -222,9 +222,7 @@ def memory_in_common(
         wanted.append(one)
         reference = bytes(REFERENCE_NBYTES)  # of no memory
         if rank == 0:
-            mappings[:] = [
-                each for each in mappings if not each.marks.all()
-            ]  # free what all have dropped
+            mappings[:] = [each for each in mappings if not each.marks.all()]  # free the rest
             try:
                 assert context.shm is not None
                 mappings.append(_allocated(context.shm, size, head, one))

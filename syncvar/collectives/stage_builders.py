@@ -142,11 +142,12 @@ def require_same(
 ) -> None:
     """Raise MismatchError with a table of all inputs, unless all `values` are equal."""
     if any(value != values[0] for value in values):
-        table = {
-            communicator.members[rank]: record.describe() for rank, record in enumerate(records)
-        }
+        members = communicator.members
+        table = {members[rank]: record.describe() for rank, record in enumerate(records)}
         raise MismatchError(f"{text}: the ranks bring values that do not fit together", table)
 
+
+# -- calls in which ranks wait for each other, or gather an object of each -------------------------
 
 _NOTHING = np.empty(0, np.uint8)
 

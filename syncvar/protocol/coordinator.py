@@ -313,9 +313,8 @@ class Coordinator:
         return self._send(finding.members, data)
 
     def _may_answer(self, rank: int) -> bool:
-        return rank in self.handshake.members and not (
-            rank in self.left or rank in self.failed_ranks
-        )
+        is_over = rank in self.left or rank in self.failed_ranks
+        return rank in self.handshake.members and not is_over
 
     def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]

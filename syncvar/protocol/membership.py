@@ -20,6 +20,8 @@ from syncvar.protocol.frame import PROTOCOL_VERSION
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# -- installations of the ranks --------------------------------------------------------------------
+
 SETTING = "set."
 """Prefix of settings in `about` that must be equal on all ranks."""
 
@@ -92,6 +94,9 @@ def _values(abouts: Mapping[int, Mapping[str, int | str]], name: str, *, skips_e
 def _shown(value: int | str) -> str:
     """Return a value from a rank without control characters, for the terminal."""
     return ascii(value[:_SHOWN_MAX]) if isinstance(value, str) else str(value)
+
+
+# -- handshake -------------------------------------------------------------------------------------
 
 
 class Member(NamedTuple):
@@ -215,6 +220,9 @@ class Handshake:
         rank, ending = next(iter(self.absent.items()))
         others = rank_list(self.members)
         return f"rank {rank} {ending} without joining, while {others} waited for it"
+
+
+# -- failure detector ------------------------------------------------------------------------------
 
 
 class Suspicion(NamedTuple):

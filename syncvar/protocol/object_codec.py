@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+# -- ranges, paths, decimals and dtypes ------------------------------------------------------------
+
 _RANGE, _PATH, _DECIMAL, _DTYPE = STANDARD_CODES = range(11, 15)  # of msgpack's extension types
 _BOUNDS = struct.Struct("<qqq")  # start, stop, step
 _DTYPE_TEXT = re.compile(r"[<>|][?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
@@ -178,10 +180,12 @@ def _zone(data: bytes) -> dt.tzinfo | None:
     raise ValueError("the bytes are no time zone")
 
 
+# -- objects ---------------------------------------------------------------------------------------
+
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
 # 11 to 14 are STANDARD_CODES.
-_MOMENT = 16  # first of one code for each type in MOMENTS
+_MOMENT = 16  # first of one code for each type in DATETIME_TYPES
 DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
 _VERSIONS = "_metadata"  # attribute of PyTorch's state dicts, with the versions of modules
