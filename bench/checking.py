@@ -1,10 +1,11 @@
 """What the replica checker costs at its default, on models of 1, 16 and 100 MiB: `python bench/checking.py`.
 
-Two workers make steps of SGD on ResNet-50's 161 variables, scaled to a size: in `strategy.run`, outside runs, and
-outside runs with a write of each variable by itself. Each begins with the multiplications that a batch of 32 needs in
-dense layers with so many weights (6 a weight and example), which is little: convolutions have more. `--batch 0` leaves
-them out. Processor time inside the comparisons is told as a share of that of the rest, so that the machine's load,
-which slows both, matters less. Also printed: the most that comparing took in one step.
+Two workers make steps of SGD on ResNet-50's 161 variables, scaled to a size: in `strategy.run`,
+outside runs, and outside runs with a write of each variable by itself. Each begins with the
+multiplications that a batch of 32 needs in dense layers with so many weights (6 a weight and
+example), which is little: convolutions have more. `--batch 0` leaves them out. Processor time
+inside the comparisons is told as a share of that of the rest, so that the machine's load, which
+slows both, matters less. Also printed: the most that comparing took in one step.
 """
 
 from __future__ import annotations

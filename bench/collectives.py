@@ -1,7 +1,7 @@
 """Times of the collectives by size: `syncvar-launch --workers 2 bench/collectives.py [--dtype float32]`.
 
-Rank 0 prints one line for each size: median and spread (first and third quartile) of one call, in microseconds.
-`bench/compare.py` runs beside other libraries.
+Rank 0 prints one line for each size: median and spread (first and third quartile) of one call, in
+microseconds. `bench/compare.py` runs beside other libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if sv.rank() == 0:
         print(
-            f"all_reduce sum {chosen.dtype}, {sv.world_size()} ranks, transport {current().transport}"
+            f"all_reduce sum {chosen.dtype}, {sv.world_size()} ranks, transport "
+            f"{current().transport}"
         )
         print(f"{'bytes':>10} {'median us':>11} {'quartiles us':>20} {'calls':>7}")
     for size in map(int, chosen.sizes.split(",")):

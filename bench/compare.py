@@ -1,13 +1,14 @@
 """syncvar beside its peers, on one host, in turns.
 
-python bench/compare.py --setup                    once: the peers' virtual environments (see bench/README.md)
-python bench/compare.py --workers 2,4 --json FILE  the all-reduce
-python bench/compare.py --collective broadcast,all_gather --dtype float64    other collectives, another dtype
-python bench/compare.py --parts launch,import      other parts alone; see --parts
-python bench/compare.py --all --json FILE          every part, all collectives, every bound
-python bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root): beside gloo and mpirun
-python bench/compare.py --slow-peer                CPU time of a wait for a worker that comes 10 s late
-python bench/compare.py --busy-thread              slowdown beside a busy Python thread in each worker
+python bench/compare.py --setup                    once: the peers' virtual environments (see
+bench/README.md) python bench/compare.py --workers 2,4 --json FILE  the all-reduce python
+bench/compare.py --collective broadcast,all_gather --dtype float64    other collectives, another
+dtype python bench/compare.py --parts launch,import      other parts alone; see --parts python
+bench/compare.py --all --json FILE          every part, all collectives, every bound python
+bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root): beside
+gloo and mpirun python bench/compare.py --slow-peer                CPU time of a wait for a worker
+that comes 10 s late python bench/compare.py --busy-thread              slowdown beside a busy
+Python thread in each worker
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What AUTO and the replica checker cost a training step: `python bench/overhead.py`.
 
-Two workers make steps of a small model: some computation, then an increment of each of its variables. The same steps are
-made in turns with variables that are asked as ON_WRITE and never compared, asked as AUTO and never compared, and asked as
-ON_WRITE and compared every 100 steps. Printed are the median times of a step and how much longer the last two take than
-the first. AUTO decides for eager here, so what is measured is its counting and deciding; on a busy machine the differences
-drown in the noise, which the spread between the rounds shows.
+Two workers make steps of a small model: some computation, then an increment of each of its
+variables. The same steps are made in turns with variables that are asked as ON_WRITE and never
+compared, asked as AUTO and never compared, and asked as ON_WRITE and compared every 100 steps.
+Printed are the median times of a step and how much longer the last two take than the first. AUTO
+decides for eager here, so what is measured is its counting and deciding; on a busy machine the
+differences drown in the noise, which the spread between the rounds shows.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def show(times: dict[str, list[float]]) -> None:
             "" if name == "ON_WRITE" else f"   overhead {(median(found) / usual - 1) * 100:+.1f} %"
         )
         print(
-            f"{name:9} {median(found):9.1f} us a step (rounds {min(found):.1f} to {max(found):.1f}){added}"
+            f"{name:9} {median(found):9.1f} us a step (rounds {min(found):.1f} to "
+            f"{max(found):.1f}){added}"
         )
 
 

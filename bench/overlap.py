@@ -1,8 +1,9 @@
 """How much of an all-reduce between processes hides behind NumPy work: `syncvar-launch --workers 2 bench/overlap.py`.
 
-Over links (SYNCVAR_TRANSPORT=zmq) ZeroMQ's own threads move bytes and the progress thread reduces while the program
-computes. Rank 0 prints, for each size: the all-reduce alone, the computation alone, both one after the other, both at
-once (started with async_op, waited for after the computation), and the share of the shorter one that was hidden.
+Over links (SYNCVAR_TRANSPORT=zmq) ZeroMQ's own threads move bytes and the progress thread reduces
+while the program computes. Rank 0 prints, for each size: the all-reduce alone, the computation
+alone, both one after the other, both at once (started with async_op, waited for after the
+computation), and the share of the shorter one that was hidden.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main() -> None:
             f"{sv.world_size()} ranks, {current().transport}; medians of {chosen.rounds} rounds, ms"
         )
         print(
-            f"{'bytes':>10} {'reduce':>9} {'compute':>9} {'in turn':>9} {'at once':>9} {'hidden':>7}"
+            f"{'bytes':>10} {'reduce':>9} {'compute':>9} {'in turn':>9} {'at once':>9} "
+            f"{'hidden':>7}"
         )
     for size in map(int, chosen.sizes.split(",")):
         x = np.ones(size // 4, np.float32)
@@ -73,7 +75,8 @@ def main() -> None:
         hidden = max(0.0, turn_ms - once_ms) / min(reduce_ms, compute_ms)
         if sv.rank() == 0:
             print(
-                f"{size:>10} {reduce_ms:>9.2f} {compute_ms:>9.2f} {turn_ms:>9.2f} {once_ms:>9.2f} {hidden:>7.0%}"
+                f"{size:>10} {reduce_ms:>9.2f} {compute_ms:>9.2f} {turn_ms:>9.2f} {once_ms:>9.2f} "
+                f"{hidden:>7.0%}"
             )
 
 

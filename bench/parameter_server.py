@@ -1,14 +1,18 @@
 """What servers give: `python bench/parameter_server.py [--redis] [--json FILE]`.
 
-One worker and one server on this host are timed beside a bare ZeroMQ ROUTER that sends back what it gets (an echo), in the same
-process, turn and turn about, so that whatever else the machine does meets both:
+One worker and one server on this host are timed beside a bare ZeroMQ ROUTER that sends back what it
+gets (an echo), in the same process, turn and turn about, so that whatever else the machine does
+meets both:
 
-* throughput: a request pushes an array and pulls one of the same size; the echo gets as many bytes and sends them back.
-  Within a host requests go through pipes, long arrays through shared memory; over ZeroMQ alone is the column beside it.
+* throughput: a request pushes an array and pulls one of the same size; the echo gets as many bytes
+  and sends them back. Within a host requests go through pipes, long arrays through shared memory;
+  over ZeroMQ alone is the column beside it.
 * a dense pull of 16 MiB, through shared memory and over ZeroMQ.
-* lookups of 4 096 rows out of 1 000 000 of 64 floats, with --redis beside MGET of the same rows (redis-server on loopback;
-  `redis` and, for its parser in C, `hiredis` must be installed), and pushes of as many rows beside MSET.
-* `--slow`: four workers, one of which is ten times slower: steps per second of the others, with staleness None and 4.
+* lookups of 4 096 rows out of 1 000 000 of 64 floats, with --redis beside MGET of the same rows
+  (redis-server on loopback; `redis` and, for its parser in C, `hiredis` must be installed), and
+  pushes of as many rows beside MSET.
+* `--slow`: four workers, one of which is ten times slower: steps per second of the others, with
+  staleness None and 4.
 
 Rates are of the median round; rounds are short and take turns.
 """
@@ -34,9 +38,9 @@ import zmq
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.client.worker_session import WorkerSession
-from syncvar.parameter_server.server.shard import Spec
+from syncvar.parameter_server.request_client import RequestBuilder
+from syncvar.parameter_server.shard import Spec
+from syncvar.parameter_server.worker_session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -314,7 +318,8 @@ def redis_server(is_wanted: bool) -> Iterator[int]:  # noqa: FBT001
         return
     if program is None:
         raise SystemExit(
-            "--redis needs redis-server: apt-get install redis-server, and pip install redis hiredis"
+            "--redis needs redis-server: apt-get install redis-server, and pip install redis "
+            "hiredis"
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -382,18 +387,21 @@ def main() -> None:
 def show(found: dict[str, Any]) -> None:
     """Print the numbers."""
     print(
-        "push + pull of an array, MB/s both ways\n   bytes      echo    server  of echo   by zmq  of echo"
+        "push + pull of an array, MB/s both ways\n   bytes      echo    server  of echo   by zmq  "
+        "of echo"
     )
     for row in found["throughput"]:
         rates = [row[name] / 1e6 for name in ("echo", "server", "zmq")]
         print(
-            f"{row['nbytes']:>8} {rates[0]:>9.1f} {rates[1]:>9.1f} {rates[1] / rates[0]:>7.0%} {rates[2]:>9.1f} {rates[2] / rates[0]:>7.0%}"
+            f"{row['nbytes']:>8} {rates[0]:>9.1f} {rates[1]:>9.1f} {rates[1] / rates[0]:>7.0%} "
+            f"{rates[2]:>9.1f} {rates[2] / rates[0]:>7.0%}"
         )
     if "dense" not in found:
         return
     shm, over = found["dense"]["shm"], found["dense"]["zmq"]
     print(
-        f"\ndense pull of 16 MiB: {1e3 * shm:.2f} ms through shared memory, {1e3 * over:.2f} ms over ZeroMQ: {over / shm:.1f} x"
+        f"\ndense pull of 16 MiB: {1e3 * shm:.2f} ms through shared memory, {1e3 * over:.2f} ms "
+        f"over ZeroMQ: {over / shm:.1f} x"
     )
     print(f"\n{_LOOKUP} rows of {_WIDTH} floats out of {_ROWS}, rows/s")
     for name, rate in found["embedding"].items():

@@ -1,11 +1,12 @@
 """Where each microsecond of a small call goes: `python bench/percall.py`.
 
-Two workers in shared memory make 8-byte all-reduces and writes to an ON_WRITE variable. The whole call is timed; then
-each of its parts by itself, on the very objects that the call uses: finding the persistent call, bringing the value,
-publishing it, comparing, combining, taking it down in the flight recorder. "alone" is the whole call with nobody to wait
-for (its group's other words are its own). What the call takes more than that is waiting: the other worker's turn, the
-way of a cache line between cores, cold caches. The floor is two processes that do nothing but publish a word and wait for
-the other's. Blocks that a call leaves allocated in the steady state are counted as well.
+Two workers in shared memory make 8-byte all-reduces and writes to an ON_WRITE variable. The whole
+call is timed; then each of its parts by itself, on the very objects that the call uses: finding the
+persistent call, bringing the value, publishing it, comparing, combining, taking it down in the
+flight recorder. "alone" is the whole call with nobody to wait for (its group's other words are its
+own). What the call takes more than that is waiting: the other worker's turn, the way of a cache
+line between cores, cold caches. The floor is two processes that do nothing but publish a word and
+wait for the other's. Blocks that a call leaves allocated in the steady state are counted as well.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
+from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.recorder import Recorder
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
-from syncvar.variables.scope import scope_stack
+from syncvar.variables.variable_owner import scope_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -249,7 +250,8 @@ def show(
 ) -> None:
     """Print a table."""
     print(
-        f"{name}: {whole:.2f} us (two processes that exchange words and do nothing else: {floor:.2f} us)"
+        f"{name}: {whole:.2f} us (two processes that exchange words and do nothing else: "
+        f"{floor:.2f} us)"
     )
     rows = [
         *parts,

@@ -1,8 +1,9 @@
 """Deferred writes beside eager ones, and what size of bucket is best: `python bench/queued.py`.
 
-Two workers make a step of increments to AUTO variables and read them at its end: eager (each write is one transfer),
-then deferred with buckets of several sizes, in turns, over shared memory and over ZeroMQ. Medians, in microseconds of a
-write. A bucket that is full is sent at once; a larger one is fuller when the step ends, and less of it is in the caches.
+Two workers make a step of increments to AUTO variables and read them at its end: eager (each write
+is one transfer), then deferred with buckets of several sizes, in turns, over shared memory and over
+ZeroMQ. Medians, in microseconds of a write. A bucket that is full is sent at once; a larger one is
+fuller when the step ends, and less of it is in the caches.
 """
 
 from __future__ import annotations

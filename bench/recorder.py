@@ -1,8 +1,9 @@
 """What the flight recorder costs: `python bench/recorder.py`.
 
-First the time of one entry, on the short way of a call and on the long way. Then an 8-byte all-reduce of two workers in
-shared memory, with and without the recorder in turns within one run, so that a machine that drifts drifts for both.
-Each turn makes a group of its own, whose calls either have the recorder or one that keeps nothing.
+First the time of one entry, on the short way of a call and on the long way. Then an 8-byte
+all-reduce of two workers in shared memory, with and without the recorder in turns within one run,
+so that a machine that drifts drifts for both. Each turn makes a group of its own, whose calls
+either have the recorder or one that keeps nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.runtime.flight_recorder.call_record import CallInfo
-from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.persistent import persistent_reduce
+from syncvar.runtime import persistent_reduce
+from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.recorder import Recorder
 
 _TOLD = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "shm small")
 
@@ -36,7 +37,7 @@ def _short(recorder: Recorder, count: int) -> None:
 
 def _long(recorder: Recorder, count: int) -> None:
     for number in range(count):
-        entry = recorder.begin(CallInfo(_TOLD.what, 0, (0, 1), 1, 0, "shm"), number)
+        entry = recorder.begin(CallInfo(_TOLD.label, 0, (0, 1), 1, 0, "shm"), number)
         entry.stage("direct", 8)
         entry.end()
 
@@ -93,7 +94,8 @@ def paired(rounds: int, calls: int) -> None:
             [on - off for on, off in zip(times["on"], times["off"], strict=True)], n=4
         )
         print(
-            f"difference by pair: {middle:.0f} ns ({low:.0f} - {high:.0f}), {len(times['on'])} pairs of {calls} calls"
+            f"difference by pair: {middle:.0f} ns ({low:.0f} - {high:.0f}), {len(times['on'])} "
+            f"pairs of {calls} calls"
         )
 
 

@@ -4,8 +4,8 @@ python bench/training.py --setup                     once: the environments (see
 python bench/training.py --json FILE                 all networks and batches
 python bench/training.py --tasks mlp/8 --rounds 3    one of them
 
-Every library trains the same network from the same first weights on the same batches, with the same optimizer and one thread
-for each worker.
+Every library trains the same network from the same first weights on the same batches, with the same
+optimizer and one thread for each worker.
 """
 
 from __future__ import annotations

@@ -11,22 +11,20 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from syncvar_launcher.job.start_clock import clock, write_error
+from syncvar_launcher.job.start_progress import clock, write_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
     from typing import NoReturn
 
-    from syncvar_launcher.local.fork_client import ForkServer
-    from syncvar_launcher.options.allocated_hosts import Allocation
+    from syncvar.core.errors import SyncvarError
+    from syncvar_launcher.local.worker_start import ForkServer
+    from syncvar_launcher.options.host_selection import Allocation
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 
-_EARLY = (
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)  # the launcher passes them on by default; unhandled they kill
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # by default; they kill a process without handler
 _SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID")
 _SPARE_S = 2.0  # a step with a deadline of its own meets that first
 
@@ -40,56 +38,68 @@ def program() -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError):  # nobody reads it, which the interpreter says at its own end
+    except (OSError, ValueError):  # no reader: the interpreter reports that at its own end
         sys.exit(code)
     os._exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `syncvar-launch`, and return its exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if (
-            number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        ):  # ignored under nohup
-            signal.signal(number, _end)
-    for number in _EARLY:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _drop)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # ignored, as some daemons leave it, no end of a rank could be told
+    _handle_early_signals()
     _open_streams()
     clock.read_limits(os.environ)
     clock.enter("starts the process that workers are forked from")
-    from syncvar_launcher.local.fork_client import start_early
+    from syncvar_launcher.local.worker_start import start_early
 
     arguments = sys.argv[1:] if argv is None else argv
     ahead = start_early(arguments, os.environ)
     clock.enter("imports what reads its options")
-    from syncvar.core import exit_codes
-    from syncvar.core.errors import ConfigError, HostUnreachable, SyncvarError
-    from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
+    from syncvar.core.errors import SyncvarError
+    from syncvar_launcher.local.host_resources import OF_LIMITS
 
     try:
-        return _run(arguments, ahead)
-    except ConfigError as error:
+        return _launch(arguments, ahead)
+    except SyncvarError as error:
         _refuse(str(error))
-        return exit_codes.LIMITS if isinstance(error, LimitTooLow) else exit_codes.CONFIGURATION
+        return _exit_code_of(error)
     except OSError as error:
         if error.errno not in OF_LIMITS:
             raise
+        from syncvar.core.exit_status import LIMITS
+
         _refuse(f"a limit of the system is too low: {error.strerror}")
-        return exit_codes.LIMITS
-    except HostUnreachable as error:
-        _refuse(str(error))
-        return exit_codes.TIMEOUT if isinstance(error, TimePassed) else exit_codes.RENDEZVOUS
-    except SyncvarError as error:
-        _refuse(str(error))
-        return exit_codes.INTERNAL
+        return LIMITS
     finally:
         clock.stop()
         if ahead is not None:
             ahead.close()
+
+
+def _handle_early_signals() -> None:
+    """Handle signals until the ranks begin: some end the launcher, others are dropped."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        is_ignored = signal.getsignal(number) == signal.SIG_IGN
+        if not (number == signal.SIGHUP and is_ignored):  # as under nohup
+            signal.signal(number, _end)
+    for number in _FORWARDED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _drop)
+    # Some daemons leave SIGCHLD ignored: then no end of a rank could be seen.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _exit_code_of(error: SyncvarError) -> int:
+    from syncvar.core import exit_status
+    from syncvar.core.errors import ConfigError, HostUnreachable
+    from syncvar_launcher.local.host_resources import LimitTooLow, TimePassed
+
+    codes: tuple[tuple[type[SyncvarError], int], ...] = (
+        (LimitTooLow, exit_status.LIMITS),
+        (ConfigError, exit_status.CONFIGURATION),
+        (TimePassed, exit_status.TIMEOUT),
+        (HostUnreachable, exit_status.RENDEZVOUS),
+    )
+    return next((code for kind, code in codes if isinstance(error, kind)), exit_status.INTERNAL)
 
 
 def _refuse(sentence: str) -> None:
@@ -115,12 +125,12 @@ def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
     from contextlib import redirect_stderr
     from io import StringIO
 
-    said = StringIO()
+    messages = StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(messages):
             return parse(arguments, os.environ, here, _find_allocation)
     except SystemExit:
-        sentence = said.getvalue().partition("\n")[0].removeprefix("syncvar-launch: ")
+        sentence = messages.getvalue().partition("\n")[0].removeprefix("syncvar-launch: ")
         raise ConfigError(sentence) from None
 
 
@@ -133,15 +143,10 @@ def _find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return find_allocation(environ)
 
 
-def _run(arguments: list[str], ahead: ForkServer | None) -> int:
+def _launch(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
-    from syncvar.bootstrap.launch_env.detection import started_with_others, wants_world_of_one
-    from syncvar.core.settings import doubtful_variables
-    from syncvar_launcher.job.job import Job
-    from syncvar_launcher.job.job_runner import run_job
-    from syncvar_launcher.job.resource_limits import check_limits
-    from syncvar_launcher.options.forwarded_signals import parse_signals
+    from syncvar_launcher.options.option_table import parse_signals
 
     try:
         here = Path.cwd()
@@ -154,18 +159,35 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     )
     if signal.SIGALRM in parse_signals(chosen.limits.forward_signals):
         clock.turn_off()
-    if ahead is not None and (
-        chosen.join.address is not None or chosen.has_hosts or chosen.program.dry_run
-    ):
+    joins = chosen.join.address is not None
+    if ahead is not None and (joins or chosen.has_hosts or chosen.program.dry_run):
         ahead.close()
-    if chosen.join.address is not None or chosen.has_hosts:
-        clock.stop()  # to log in, and to wait for hosts, has limits and words of its own
-    if chosen.join.address is not None:
+    if joins or chosen.has_hosts:
+        clock.stop()  # logins, and waits for hosts, have limits and messages of their own
+    if joins:
         from syncvar_launcher.join.join_client import join
 
         return join(chosen)
+    _warn_about_other_launcher()
+    if chosen.program.dry_run:
+        sys.stdout.write(_dry_run(chosen, arguments))
+        return 0
+    for number in set(_FORWARDED).difference(parse_signals(chosen.limits.forward_signals)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    _warn_about_settings(chosen)
     if chosen.has_hosts:
         from syncvar_launcher.hosts import multi_host  # one host needs nothing of it
+
+        return multi_host.launch(chosen, arguments)
+    return _launch_here(chosen, arguments, ahead)
+
+
+def _warn_about_other_launcher() -> None:
+    """Warn if another launcher, such as mpirun, has started several of this one."""
+    from syncvar.bootstrap.launch_env.detection import started_with_others
+    from syncvar.core.environment import wants_world_of_one
+
     seen = None if wants_world_of_one(os.environ) else started_with_others(os.environ)
     if seen is not None:
         sys.stderr.write(
@@ -174,31 +196,49 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
             "syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are "
             "meant)\n"
         )
-    if chosen.program.dry_run:
-        sys.stdout.write(
-            multi_host.dry_run(chosen)
-            if chosen.has_hosts
-            else Job(chosen, arguments, os.environ).dry_run()
-        )
-        return 0
-    for number in set(_EARLY).difference(parse_signals(chosen.limits.forward_signals)):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+
+
+def _warn_about_settings(chosen: LaunchOptions) -> None:
+    """Warn about unknown variables, and about links between hosts without encryption."""
+    from syncvar.core.settings import doubtful_variables
+
     for sentence in doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
-    if chosen.runtime.exposure_warning and (chosen.has_hosts or chosen.ranks.fake_hosts > 1):
-        words = f"syncvar-launch: {chosen.runtime.exposure_warning}"
-        sys.stderr.write(
-            f"\x1b[31m{words}\x1b[0m\n"
-            if chosen.output.has_color(is_terminal=sys.stderr.isatty())
-            else f"{words}\n"
-        )
+    warning = chosen.runtime.exposure_warning
+    if warning and (chosen.has_hosts or chosen.ranks.fake_hosts > 1):
+        has_color = chosen.output.has_color(is_terminal=sys.stderr.isatty())
+        begin, end = ("\x1b[31m", "\x1b[0m") if has_color else ("", "")
+        sys.stderr.write(f"{begin}syncvar-launch: {warning}{end}\n")
+
+
+def _dry_run(chosen: LaunchOptions, arguments: list[str]) -> str:
     if chosen.has_hosts:
-        return multi_host.launch(chosen, arguments)
+        from syncvar_launcher.hosts import multi_host
+
+        return multi_host.dry_run(chosen)
+    from syncvar_launcher.job.dry_run import dry_run
+    from syncvar_launcher.job.job import Job
+
+    return dry_run(Job(chosen, arguments, os.environ))
+
+
+def _launch_here(chosen: LaunchOptions, arguments: list[str], ahead: ForkServer | None) -> int:
+    """Run a job on this machine; `ahead` is a fork server that may fit."""
+    from syncvar_launcher.job.job import Job
+    from syncvar_launcher.local.host_resources import check_limits
+
     clock.enter("looks for cores, and for the limits of the system")
     job = Job(chosen, arguments, os.environ)
     check_limits(chosen)
-    return run_job(job, ahead)
+    clock.enter("starts the process that workers are forked from")
+    with contextlib.ExitStack() as stack:
+        server = job.fork_server(ahead)
+        if server is not None:
+            stack.enter_context(server)
+        clock.enter("imports what starts ranks")
+        from syncvar_launcher.job import restart_loop  # meanwhile the fork server imports NumPy
+
+        return restart_loop.run(job, server)
 
 
 def _end(number: int, _frame: object) -> None:
@@ -211,10 +251,7 @@ def _end(number: int, _frame: object) -> None:
 def _drop(number: int, _frame: object) -> None:
     """Report a signal to forward, and drop it, because no rank runs yet."""
     name = signal.Signals(number).name
-    os.write(
-        2,
-        f"syncvar-launch: {name} came before the ranks began, and is dropped\n".encode(),
-    )
+    os.write(2, f"syncvar-launch: {name} came before the ranks began, and is dropped\n".encode())
 
 
 def _open_streams() -> None:
@@ -223,9 +260,8 @@ def _open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # the lowest number that is free, which is this one
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(null, True)  # noqa: FBT003  (it takes no keyword)
         if getattr(sys, name) is None:
             stream = open(number, "w" if number else "r", closefd=False, encoding="utf-8")  # noqa: SIM115
             setattr(sys, name, stream)

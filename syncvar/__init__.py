@@ -10,23 +10,25 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.lazy_import import attributes_of
+from syncvar.core.migration_hints import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers
-    from syncvar.bootstrap.identity import (
+    from syncvar.bootstrap.process import (
         host_count,
         host_index,
+        init,
+        is_initialized,
         local_rank,
         local_world_size,
         rank,
         restart_count,
+        shutdown,
         world_size,
     )
-    from syncvar.bootstrap.process import init, is_initialized, shutdown
-    from syncvar.checkpoint.async_save import PendingSave
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
+    from syncvar.checkpoint.save import PendingSave
     from syncvar.checkpoint.single_file import load, save
     from syncvar.collectives.all_reduce import all_reduce
     from syncvar.collectives.barrier import barrier
@@ -74,10 +76,8 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.task_coordinator import ClusterCoordinator, RemoteValue
     from syncvar.runner import engines
     from syncvar.runner.local import run
-    from syncvar.runtime.wait_many import wait_all, wait_any
-    from syncvar.runtime.work import Work
+    from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
-    from syncvar.strategies.central_storage import CentralStorageStrategy
     from syncvar.strategies.contexts import (
         ReplicaContext,
         get_replica_context,
@@ -85,19 +85,25 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
-    from syncvar.strategies.distributed_dataset import DistributedDataset, DistributedIterator
+    from syncvar.strategies.distributed_dataset import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+    )
     from syncvar.strategies.join_uneven import Uneven, uneven
-    from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-    from syncvar.strategies.replica_group import InputContext, ValueContext
-    from syncvar.strategies.value_reduction import ReduceOp
+    from syncvar.strategies.mirrored import (
+        CentralStorageStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+    )
+    from syncvar.strategies.value_reduction import ReduceOp, ValueContext
     from syncvar.variables import partitioners
-    from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
-    from syncvar.variables.check_equal import check_equal
-    from syncvar.variables.mode_explanation import Explanation
+    from syncvar.variables.create import ShardInfo
+    from syncvar.variables.grouped_writes import assign_add_all, assign_all, assign_sub_all
     from syncvar.variables.policy import VariableAggregation, VariableSynchronization
-    from syncvar.variables.sharded_init import ShardInfo
+    from syncvar.variables.replica_check import check_equal
     from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
-    from syncvar.variables.variable import Variable
+    from syncvar.variables.variable import Explanation, Variable
 
 __version__ = "0.1.0"
 
@@ -105,7 +111,7 @@ _HOMES = {
     "syncvar.checkpoint.single_file": ("load", "save"),
     "syncvar.checkpoint.checkpoint": ("Checkpoint",),
     "syncvar.checkpoint.manager": ("CheckpointManager",),
-    "syncvar.checkpoint.async_save": ("PendingSave",),
+    "syncvar.checkpoint.save": ("PendingSave",),
     "syncvar.collectives.gather": ("all_gather", "gather"),
     "syncvar.collectives.all_reduce": ("all_reduce",),
     "syncvar.collectives.sharded_sums": ("all_reduce_shards", "tree_sum"),
@@ -119,8 +125,7 @@ _HOMES = {
     "syncvar.collectives.send_recv": ("recv", "recv_object", "send", "send_object", "sendrecv"),
     "syncvar.collectives.reduce": ("exscan", "reduce", "reduce_scatter", "scan"),
     "syncvar.collectives.shm_arrays": ("empty", "shared_array", "zeros"),
-    "syncvar.runtime.wait_many": ("wait_all", "wait_any"),
-    "syncvar.runtime.work": ("Work",),
+    "syncvar.runtime.work": ("Work", "wait_all", "wait_any"),
     "syncvar.core.errors": (
         "SharedMemoryFull", "SharedMemoryUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",
@@ -128,34 +133,37 @@ _HOMES = {
         "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
         "UsageError",
     ),
-    "syncvar.bootstrap.identity": (
+    "syncvar.bootstrap.process": (
         "host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count",
         "world_size",
+        "init",
+        "is_initialized",
+        "shutdown",
     ),
-    "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
     "syncvar.runner.local": ("run",),
     "syncvar.core.reduce_ops": ("register_op",),
     "syncvar.strategies.base": ("Strategy",),
-    "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
     "syncvar.strategies.contexts": (
         "ReplicaContext", "get_replica_context", "get_strategy", "has_strategy",
         "in_cross_replica_context",
     ),
     "syncvar.parameter_server.task_coordinator": ("ClusterCoordinator", "RemoteValue"),
-    "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
-    "syncvar.strategies.replica_group": ("InputContext", "ValueContext"),
-    "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
+    "syncvar.strategies.distributed_dataset": (
+        "DistributedDataset", "DistributedIterator", "InputContext",
+    ),
+    "syncvar.strategies.value_reduction": ("ReduceOp", "ValueContext"),
+    "syncvar.strategies.mirrored": (
+        "CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy",
+    ),
     "syncvar.parameter_server.strategy": ("ParameterServerStrategy",),
-    "syncvar.strategies.value_reduction": ("ReduceOp",),
     "syncvar.parameter_server.server_variables": ("ShardedVariable",),
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
-    "syncvar.variables.sharded_init": ("ShardInfo",),
-    "syncvar.variables.check_equal": ("check_equal",),
-    "syncvar.variables.mode_explanation": ("Explanation",),
-    "syncvar.variables.assign_all": ("assign_add_all", "assign_all", "assign_sub_all"),
+    "syncvar.variables.create": ("ShardInfo",),
+    "syncvar.variables.replica_check": ("check_equal",),
+    "syncvar.variables.grouped_writes": ("assign_add_all", "assign_all", "assign_sub_all"),
     "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
-    "syncvar.variables.variable": ("Variable",),
+    "syncvar.variables.variable": ("Explanation", "Variable"),
 }  # fmt: skip
 _MODULES = {
     "data": "syncvar.data",

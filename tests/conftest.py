@@ -12,7 +12,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -23,10 +22,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 collect_ignore_glob = [
-    "*/conftest.py"
-]  # two modules of one name cannot both be searched for doctests, and have none
-
-sys.path.insert(0, str(Path(__file__).parent / "verification"))  # proofs of schedules
+    "*/conftest.py",  # two modules of one name cannot both be searched for doctests, and have none
+    "*/rank_scripts/*",  # programs of ranks
+]
 
 MARK = "SYNCVAR_TEST_MARK"
 SETTLE_S = 2.0
@@ -80,11 +78,25 @@ def _folder_of_the_run(config, variable, prefix, parent=None):
     return folder
 
 
-def pytest_collection_modifyitems(items):
-    """Give slow tests the time that they may need beside other programs; the default limit is for the others."""
+def pytest_collection_modifyitems(config, items):
+    """Give slow tests the time that they may need beside other programs; the default limit is for the others.
+
+    Without the C extension, leave out what needs it, and say why.
+    """
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
+    own = [item for item in items if item.get_closest_marker("needs_c_extension")]
+    if own and (why := _why_no_c_extension()):
+        config.syncvar_left_out.append(f"{len(own)} tests of the C extension were left out: {why}")
+        config.hook.pytest_deselected(items=own)
+        items[:] = [item for item in items if item not in own]
+
+
+def _why_no_c_extension():
+    from syncvar import _native
+
+    return _native.missing_reason()
 
 
 def pytest_collection_finish():

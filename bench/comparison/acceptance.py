@@ -32,7 +32,10 @@ def slow_peer(syncvar: Library, effort: Effort) -> Part:
     values: dict[str, Any] = {name: spread(one[name] for one in found) for name in found[0]}
     most = max(one["after"] for one in found)
     lines = [
-        f"one of 2 workers calls all_reduce {SLEEP_S} s late; CPU time (user + system) of the waiting process,",
+        (
+            f"one of 2 workers calls all_reduce {SLEEP_S} s late; CPU time (user + system) of the "
+            "waiting process,"
+        ),
         f"as a share of one core, median of {len(found)} rounds:",
         f"  in the first second     {values['first_second'][1]:.2%}",
         f"  after it                {values['after'][1]:.2%} (largest {most:.2%})",
@@ -67,7 +70,10 @@ def busy_thread(syncvar: Library, workers: int, plan: Plan) -> Part:
             values = {"without_us": without, "with_us": beside, "slowdown": beside[1] / without[1]}
             rows.append({"kind": work.kind, "size": size, **values})
     lines = [
-        f"{workers} workers, each with one thread in `while True: pass`; median us of {plan.effort.rounds} rounds:"
+        (
+            f"{workers} workers, each with one thread in `while True: pass`; median us of "
+            f"{plan.effort.rounds} rounds:"
+        )
     ]
     body = []
     for row in rows:

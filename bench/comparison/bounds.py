@@ -1,7 +1,8 @@
 """What must be reached and what is aimed at, as data, and the judgement of what was measured.
 
-The bounds of the comparison are ratios of medians, for float32 sums; the others are numbers of their own. A bound of
-which nothing was measured, because a library is missing or a part failed, is shown as such.
+The bounds of the comparison are ratios of medians, for float32 sums; the others are numbers of
+their own. A bound of which nothing was measured, because a library is missing or a part failed, is
+shown as such.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Compared(NamedTuple):
         low: Smallest size that it holds for.
         high: Largest.
         against: Name of the rivals.
-        bound: On the best rival's time divided by syncvar's; where at most, on syncvar's divided by the rival's.
+        bound: On the best rival's time divided by syncvar's; where at most, on syncvar's divided by
+            the rival's.
     """
 
     collectives: tuple[str, ...]

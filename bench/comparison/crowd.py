@@ -56,9 +56,15 @@ def crowd(setting: Setting) -> Part:
         f"{what}: medians of {len(found)} rounds",
         f"  {seconds:8.2f} s    the whole command",
         f"  {median(one['joined_s'] for one in found):8.2f} s    init and barrier, of rank 0",
-        f"  {1e3 * median(one['all_reduce_s'] for one in found):8.2f} ms   the first all-reduce of 1 MiB, every element verified",
+        (
+            f"  {1e3 * median(one['all_reduce_s'] for one in found):8.2f} ms   the first all-reduce of "
+            "1 MiB, every element verified"
+        ),
         f"  {own:8.1f} MiB  own memory of the largest worker (resident pages of private mappings)",
-        f"  {max(max(one['pss_bytes']) for one in found) / MIB:8.1f} MiB  its proportional share of everything, shared memory with it",
+        (
+            f"  {max(max(one['pss_bytes']) for one in found) / MIB:8.1f} MiB  its proportional share "
+            "of everything, shared memory with it"
+        ),
     ]
     verdicts = [judge("crowd seconds", seconds, names[0]), judge("crowd memory", own, names[1])]
     return Part({"workers": setting.crowd, "rounds": found}, lines, verdicts)

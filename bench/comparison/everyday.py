@@ -60,7 +60,10 @@ def everyday(setting: Setting) -> Part:
         part.verdicts += judged(rows, workers)
         part.failed = part.failed or "syncvar" in found.problems
     part.lines += [
-        "ratio: fastest peer / syncvar, above 1 syncvar is faster; x plain: syncvar's time as a multiple of its sv.all_reduce(x) in the same run"
+        (
+            "ratio: fastest peer / syncvar, above 1 syncvar is faster; x plain: syncvar's time as a "
+            "multiple of its sv.all_reduce(x) in the same run"
+        )
     ]
     return part
 
@@ -127,7 +130,10 @@ def _tables(
                 plain = f"{one['times'][1]:.2f}" if "times" in one else "-"
                 body.append([*cells, *best, plain, size_name(one["size"]), one["row"]])
         lines += [
-            f"{title}, {workers} workers; median us of a call, the slowest rank's (quartiles over rounds)",
+            (
+                f"{title}, {workers} workers; median us of a call, the slowest rank's (quartiles over "
+                "rounds)"
+            ),
             *grid(head, body, left=1),
             "",
         ]

@@ -59,13 +59,19 @@ def grouped(setting: Setting) -> Part:
             ]
         )
     lines = [
-        f"{VARIABLES} ON_WRITE variables of 100 floats: sv.assign_add_all of all, beside {VARIABLES} sv.all_reduce; {workers} workers, median us"
+        (
+            f"{VARIABLES} ON_WRITE variables of 100 floats: sv.assign_add_all of all, beside "
+            f"{VARIABLES} sv.all_reduce; {workers} workers, median us"
+        )
     ]
     lines += grid(
         ["way", "grouped", "calls", "grouped / calls", "us for each", "operations, frames"], body
     )
     lines += [
-        "  Python cost: in a world of one, where a call sends nothing, the whole time of the call for each variable",
+        (
+            "  Python cost: in a world of one, where a call sends nothing, the whole time of the call "
+            "for each variable"
+        ),
         *failures(problems),
     ]
     return Part({"ways": times, "problems": problems}, lines, _verdicts(times), bool(problems))

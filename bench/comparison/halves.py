@@ -20,7 +20,10 @@ def halves(setting: Setting) -> Part:
     part = Part(
         [],
         [
-            "all_reduce of 1 Mi elements by dtype, private arrays; median us of a call (quartiles over rounds)"
+            (
+                "all_reduce of 1 Mi elements by dtype, private arrays; median us of a call (quartiles "
+                "over rounds)"
+            )
         ],
     )
     body = []

@@ -101,7 +101,8 @@ def _measured(setting: Setting, several: Several) -> Part:
         crossed = max(max(one["sent"]) / one["bytes"] for one in found.results[counting])
         part.report["crossed"] = crossed
         part.lines.append(
-            f"{HOSTS} x {CROSSING}: the host that sends most sends {crossed:.3f} bytes for each byte of the vector"
+            f"{HOSTS} x {CROSSING}: the host that sends most sends {crossed:.3f} bytes for each "
+            "byte of the vector"
         )
     part.lines += failures(found.problems)
     part.verdicts += _verdicts(medians, crossed)

@@ -47,7 +47,10 @@ def joined(setting: Setting) -> Part:
     }
     found = interleave("joined", turns, setting.effort.rounds)
     lines = [
-        f"all_reduce of {WORKERS} processes over tcp on the loopback, each a host; median us of a call (quartiles over rounds)"
+        (
+            f"all_reduce of {WORKERS} processes over tcp on the loopback, each a host; median us of a "
+            "call (quartiles over rounds)"
+        )
     ]
     part = Part(
         {"problems": found.problems},

@@ -34,8 +34,8 @@ MEANINGS = {
 def resnet50(setting: Setting) -> Part:
     """Time the synchronization with each library, in turns, with the first number of workers.
 
-    The bound compares with what synchronization adds to the backward pass: the time of "ddp" less that of "backward",
-    taken within each round.
+    The bound compares with what synchronization adds to the backward pass: the time of "ddp" less
+    that of "backward", taken within each round.
     """
     workers, effort = setting.workers[0], setting.effort
     arguments = ["--seconds", str(effort.seconds)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MBIT", "NoHosts", "Several", "gigabit"]
 
 MBIT = 1000
-TESTBED = str(Path(__file__).resolve().parents[2] / "tests" / "hosts")
+REPOSITORY = str(Path(__file__).resolve().parents[2])
 NIC = "eth0"
 
 
@@ -60,7 +60,8 @@ class Several:
             case "openmpi":
                 root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
                 way = ["--mca", "plm_rsh_agent", f"ssh -F {self.made.config}"]
-                # Hosts of one name share /dev/shm, and Open MPI's files there would be one another's: so no shared memory.
+                # Hosts of one name share /dev/shm, and Open MPI's files there would be one
+                # another's: so no shared memory.
                 nic = [
                     "--mca",
                     "btl",
@@ -117,9 +118,9 @@ def gigabit(count: int) -> Iterator[Several]:
     Raises:
         NoHosts: Something is missing for them; the message says what.
     """
-    if TESTBED not in sys.path:
-        sys.path.append(TESTBED)
-    from testbed import Hosts, why_none
+    if REPOSITORY not in sys.path:
+        sys.path.append(REPOSITORY)
+    from tests.support.host_testbed import Hosts, why_none
 
     if why := why_none():
         raise NoHosts(why)

@@ -69,7 +69,8 @@ def _everyday(parts: Iterable[Report], missed: set[str]) -> list[str]:
             times = f"{row['times'][1]:.2f}{_mark(what in missed)}" if "times" in row else ""
             ratio = f"{row['ratio']:.2f}{_mark(what + BEST in missed)}" if "ratio" in row else ""
             made.append(
-                f"| `{row['row']}` | {size_name(row['size'])} | {_number(row['us']['syncvar'][1])} | {times} | {ratio} |"
+                f"| `{row['row']}` | {size_name(row['size'])} | {_number(row['us']['syncvar'][1])} "
+                f"| {times} | {ratio} |"
             )
         if made:
             lines += [
@@ -91,7 +92,8 @@ def _others(report: Report) -> list[str]:
     ]
     lines = [
         f"| {one['what']} | {_number(one['value'])}{_mark(one['verdict'] == 'MISSED')} | "
-        f"{'<=' if one['bound']['at_most'] else '>='} {one['bound']['must']:g} {one['bound']['unit']} |"
+        f"{'<=' if one['bound']['at_most'] else '>='} {one['bound']['must']:g} "
+        f"{one['bound']['unit']} |"
         for one in shown
         if one["value"] is not None
     ]

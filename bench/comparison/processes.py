@@ -23,7 +23,8 @@ class Finished:
     """How a command ended.
 
     Args:
-        code: Its exit code; negative for a signal, None when it took too long, 127 when it could not be started.
+        code: Its exit code; negative for a signal, None when it took too long, 127 when it could
+            not be started.
         stdout: Its standard output.
         stderr: Its standard error.
         seconds: How long it ran.

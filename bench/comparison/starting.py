@@ -159,7 +159,10 @@ def importing(setting: Setting) -> Part:
         if results
     }
     lines = [
-        f"import: wall time and processor time of python -c, medians of {IMPORT_TURNS * setting.effort.rounds} turns"
+        (
+            "import: wall time and processor time of python -c, medians of "
+            f"{IMPORT_TURNS * setting.effort.rounds} turns"
+        )
     ]
     lines += [
         f"  {1e3 * times[name][1]:6.1f} ms {1e3 * processor[name]:6.1f} ms  {IMPORTS[name]}"

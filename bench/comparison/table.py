@@ -81,9 +81,9 @@ def spread(values: Iterable[float]) -> Spread:
 def compare(times: Times, plan: Plan, peers: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row for each collective, kind and size.
 
-    `ratio` is the median of the best peer divided by syncvar's: above 1, syncvar is faster. `ratio_by_round` compares
-    with the same peer round by round, which shows whether the machine drifted; `ratio_by_batch` takes the times of
-    batches of calls instead of single calls.
+    `ratio` is the median of the best peer divided by syncvar's: above 1, syncvar is faster.
+    `ratio_by_round` compares with the same peer round by round, which shows whether the machine
+    drifted; `ratio_by_batch` takes the times of batches of calls instead of single calls.
     """
     rows = []
     for work in plan.works:

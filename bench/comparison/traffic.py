@@ -1,9 +1,10 @@
 """An all-reduce of 64 MiB beside the machine's memory-traffic limit, measured in turns.
 
-The limit is what a plain NumPy copy reaches on all cores at once, each byte counted as read and as written. Of an
-all-reduce the traffic is counted that no algorithm can avoid: each rank's array is read once, and each rank's result is
-written once, 2 * workers * 64 MiB. What passes through shared memory in between is not counted, so that the share says
-how far from the limit a call is for whatever reason.
+The limit is what a plain NumPy copy reaches on all cores at once, each byte counted as read and as
+written. Of an all-reduce the traffic is counted that no algorithm can avoid: each rank's array is
+read once, and each rank's result is written once, 2 * workers * 64 MiB. What passes through shared
+memory in between is not counted, so that the share says how far from the limit a call is for
+whatever reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What each host sends for an all-reduce: `syncvar-launch --hostfile F --workers 4 bench/peers/crossing_syncvar.py`.
 
-Of every interface but the loopback, as the kernel counts it: packets' headers, acknowledgements and signs of life with it.
+Of every interface but the loopback, as the kernel counts it: packets' headers, acknowledgements and
+signs of life with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Many workers on one host: `syncvar-launch --workers 64 bench/peers/crowd_syncvar.py`.
 
-Each joins, meets the others in a barrier, and makes an all-reduce of 1 MiB, whose every element is looked at. Rank 0
-tells the seconds since its script began, and each worker's own memory: the resident pages of its private mappings
-(Private_Clean + Private_Dirty of /proc/self/smaps, of mappings that are not shared), and its proportional share of
-everything (Pss), in bytes. The pages of shared memory are the host's, and are in the second number alone.
+Each joins, meets the others in a barrier, and makes an all-reduce of 1 MiB, whose every element is
+looked at. Rank 0 tells the seconds since its script began, and each worker's own memory: the
+resident pages of its private mappings (Private_Clean + Private_Dirty of /proc/self/smaps, of
+mappings that are not shared), and its proportional share of everything (Pss), in bytes. The pages
+of shared memory are the host's, and are in the second number alone.
 """
 
 from __future__ import annotations

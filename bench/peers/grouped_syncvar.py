@@ -1,11 +1,13 @@
 """1 000 ON_WRITE variables of 100 floats in one grouped call: `syncvar-launch --workers 2 bench/peers/grouped_syncvar.py`.
 
-Kinds: "grouped" (`sv.assign_add_all` of all variables, SUM, in a step of a strategy) and "calls" (an `sv.all_reduce` for
-each of as many arrays). Under plain `python` it is a world of one, where "grouped" is the Python cost of the call and
-the additions alone.
+Kinds: "grouped" (`sv.assign_add_all` of all variables, SUM, in a step of a strategy) and "calls"
+    (an `sv.all_reduce` for
+each of as many arrays). Under plain `python` it is a world of one, where "grouped" is the Python
+cost of the call and the additions alone.
 
-Transfers are counted of one grouped call on rank 0: the operations that the flight recorder has seen in it, and the
-frames with a payload that went into this rank's transport, which are none in shared memory.
+Transfers are counted of one grouped call on rank 0: the operations that the flight recorder has
+seen in it, and the frames with a payload that went into this rank's transport, which are none in
+shared memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Start workers that find each other by variables: `python bench/peers/launch_by_variables.py --workers 2 SCRIPT ...`.
 
-By TF_CONFIG, for TensorFlow, which has no launcher of its own; with --hosts by torchrun's variables, each worker as if it
-were alone on its host; with --spaces so too, spread evenly over the hosts of network namespaces.
+By TF_CONFIG, for TensorFlow, which has no launcher of its own; with --hosts by torchrun's
+variables, each worker as if it were alone on its host; with --spaces so too, spread evenly over the
+hosts of network namespaces.
 """
 
 from __future__ import annotations

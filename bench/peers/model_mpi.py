@@ -1,6 +1,7 @@
 """Summing ResNet-50's gradients by mpi4py: `mpirun -np 2 python bench/peers/model_mpi.py`.
 
-Kinds: "each" (one Allreduce for each of the 161 arrays, in place) and "flat" (one for a vector of all). They sum; the
+Kinds: "each" (one Allreduce for each of the 161 arrays, in place) and "flat" (one for a vector of
+    all). They sum; the
 division that an average needs is not made.
 """
 

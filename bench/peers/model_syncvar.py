@@ -1,6 +1,7 @@
 """Averaging ResNet-50's gradients with syncvar: `syncvar-launch --workers 2 bench/peers/model_syncvar.py`.
 
-Kinds: "private" (one all_reduce of the list of 161 arrays, in place), "resident" (the same with arrays of `sv.empty`)
+Kinds: "private" (one all_reduce of the list of 161 arrays, in place), "resident" (the same with
+    arrays of `sv.empty`)
 and "variable" (`sv.assign_add_all` of 161 ON_WRITE, MEAN variables in a step of a strategy).
 """
 

@@ -1,9 +1,10 @@
 """Averaging ResNet-50's gradients with torch over gloo: `torchrun --nproc-per-node 2 bench/peers/model_torch.py`.
 
-Kinds: "ddp" (a backward pass through DistributedDataParallel with its default buckets), "backward" (the same pass
-without synchronization, under `no_sync`; what is left of "ddp" without it is the price of the synchronization) and
-"flat" (one `dist.all_reduce` of a vector of all, a sum). The backward pass computes nothing: one function gives each
-parameter the gradient that was made before.
+Kinds: "ddp" (a backward pass through DistributedDataParallel with its default buckets), "backward"
+    (the same pass
+without synchronization, under `no_sync`; what is left of "ddp" without it is the price of the
+synchronization) and "flat" (one `dist.all_reduce` of a vector of all, a sum). The backward pass
+computes nothing: one function gives each parameter the gradient that was made before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Times of syncvar's collectives: `syncvar-launch --workers 2 bench/peers/peer_syncvar.py`.
 
-Kinds: "private" (ordinary arrays), "resident" (arrays of `sv.empty`; reduced and broadcast in place), "variable" (a write to
-an ON_WRITE variable in a step of a strategy, then a read; for all_reduce) and "plain variable" (the same outside every scope).
+Kinds: "private" (ordinary arrays), "resident" (arrays of `sv.empty`; reduced and broadcast in
+    place), "variable" (a write to
+an ON_WRITE variable in a step of a strategy, then a read; for all_reduce) and "plain variable" (the
+same outside every scope).
 """
 
 from __future__ import annotations

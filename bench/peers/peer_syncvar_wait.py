@@ -1,7 +1,8 @@
 """What a wait costs: rank 1 comes late to an all-reduce, and looks how much CPU time rank 0 uses meanwhile.
 
-`syncvar-launch --workers 2 bench/peers/peer_syncvar_wait.py`. The late rank reads the other's CPU time (user and
-system, all its threads) from /proc, so that nothing but the wait runs in the process that is watched.
+`syncvar-launch --workers 2 bench/peers/peer_syncvar_wait.py`. The late rank reads the other's CPU
+time (user and system, all its threads) from /proc, so that nothing but the wait runs in the process
+that is watched.
 """
 
 from __future__ import annotations

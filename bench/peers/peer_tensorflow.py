@@ -1,7 +1,7 @@
 """Times of TensorFlow's all-reduce: `python bench/peers/launch_by_variables.py --workers 2 bench/peers/peer_tensorflow.py`.
 
-MultiWorkerMirroredStrategy with the ring of CollectiveOps: each call is a `tf.function` that runs the replica context's
-`all_reduce` of one tensor in `strategy.run`.
+MultiWorkerMirroredStrategy with the ring of CollectiveOps: each call is a `tf.function` that runs
+the replica context's `all_reduce` of one tensor in `strategy.run`.
 """
 
 from __future__ import annotations

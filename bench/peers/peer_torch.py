@@ -1,6 +1,7 @@
 """Times of torch's collectives over gloo: `torchrun --nproc-per-node 2 bench/peers/peer_torch.py`.
 
-torch reduces in place only. Calls that need another result array would also pay for a copy; that is not measured.
+torch reduces in place only. Calls that need another result array would also pay for a copy; that is
+not measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The calls that programs write, as they write them, and what other libraries' programs write instead: data.
 
-Each call is Python text: an expression, or statements that may return something. What may be used in it:
+Each call is Python text: an expression, or statements that may return something. What may be used
+in it:
 
 | name | meaning |
 |---|---|
@@ -11,8 +12,9 @@ Each call is Python text: an expression, or statements that may return something
 | `rank`, `world`, `other`, `pair` | this rank, how many there are, the other of its pair, and the group of both |
 | what `setup` makes | a text of the row's own for each library: variables, functions |
 
-`check` must be true after the first call: `got` is what it has returned, or `out`; `flat` makes one array of anything; `total` is
-the sum of all ranks' elements. After it `x` is filled with zeros: what is added to and added to would grow without end.
+`check` must be true after the first call: `got` is what it has returned, or `out`; `flat` makes one
+array of anything; `total` is the sum of all ranks' elements. After it `x` is filled with zeros:
+what is added to and added to would grow without end.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Row(NamedTuple):
         dtype: Of `x`.
         setup: By the library ("syncvar", "mpi", "torch") what is run once before.
         name: Instead of `syncvar`, where that is long.
-        times: Bound on its time as a multiple of that of `PLAIN`, at the sizes at which that is measured.
+        times: Bound on its time as a multiple of that of `PLAIN`, at the sizes at which that is
+            measured.
         ratio: Bound on the fastest peer's time divided by its.
         within: Whether the call is made inside `strategy.run`.
     """
@@ -158,19 +161,22 @@ ROWS = (
     ),
     Row(
         "calls", 'sv.all_reduce({"loss": 1.0, "n": 3})', "return dict(loss=comm.allreduce(1.0), n=comm.allreduce(3))",
-        "t, n = torch.tensor([1.0]), torch.tensor([3]); dist.all_reduce(t); dist.all_reduce(n); return dict(loss=t[0], n=n[0])",
+        "t, n = torch.tensor([1.0]), torch.tensor([3]); dist.all_reduce(t); dist.all_reduce(n); "
+        "return dict(loss=t[0], n=n[0])",
         "got['loss'] == world and got['n'] == 3 * world",
     ),
     Row(
         "calls", 'sv.all_reduce({"gradient": x, "loss": 1.0})', "comm.Allreduce(x, out); return dict(gradient=out, loss=comm.allreduce(1.0))",
-        "t = torch.tensor([1.0]); dist.all_reduce(x); dist.all_reduce(t); return dict(gradient=x, loss=t[0])",
+        "t = torch.tensor([1.0]); dist.all_reduce(x); dist.all_reduce(t); return dict(gradient=x, "
+        "loss=t[0])",
         "(flat(got['gradient']) == total).all() and got['loss'] == world", SMALL_TO_MIDDLE,
     ),
     Row("calls", "sv.all_reduce(x, timeout=5.0)", MPI_SUM, TORCH_SUM, times=2),
     Row("calls", "sv.all_reduce(x, async_op=True).wait()", "comm.Iallreduce(x, out).Wait(); return out", "dist.all_reduce(x, async_op=True).wait(); return x", sizes=SMALL_TO_MIDDLE, times=3),
     Row(
         "calls", "return [work.wait() for work in [sv.all_reduce(one, async_op=True) for one in ten]]",
-        "for work in [comm.Iallreduce(one, out) for one, out in zip(ten, outs)]:\n    work.Wait()\nreturn outs",
+        "for work in [comm.Iallreduce(one, out) for one, out in zip(ten, outs)]:\n    "
+        "work.Wait()\nreturn outs",
         "for work in [dist.all_reduce(one, async_op=True) for one in ten]:\n    work.wait()\nreturn ten", "all((flat(one) == total).all() for one in got)",
         SMALL_TO_MIDDLE, setup={"syncvar": "ten = [x.copy() for _ in range(10)]", "mpi": "ten = [x.copy() for _ in range(10)]; outs = [np.empty_like(x) for _ in ten]", "torch": "ten = [x.clone() for _ in range(10)]"},
         name="ten started, then waited for",

@@ -1,7 +1,8 @@
 """Times of the calls in `rows`, of one library: `syncvar-launch --workers 2 bench/peers/rows_worker.py --library syncvar`.
 
-The rows are timed in turns, a slice of the time each, and the fastest slice counts: one is told as a multiple of another, and
-the machine must not be another one in between. A time is that of the slowest rank.
+The rows are timed in turns, a slice of the time each, and the fastest slice counts: one is told as
+a multiple of another, and the machine must not be another one in between. A time is that of the
+slowest rank.
 """
 
 from __future__ import annotations

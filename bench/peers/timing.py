@@ -1,7 +1,8 @@
 """What the workers of all libraries share: their arguments, how a call is verified and timed, the result.
 
-A library gives a `Team` (who am I, how do we agree) and one `Case` for each call; everything that could make one
-library look better than another by accident is here, once. The values are in `values`.
+A library gives a `Team` (who am I, how do we agree) and one `Case` for each call; everything that
+could make one library look better than another by accident is here, once. The values are in
+`values`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Case:
         fill: Makes given numbers, or one number everywhere, what this rank brings.
         call: The call.
         result: What this rank has after a call.
-        in_place: Whether calls add to what earlier calls left, so that only zeros can be added without end.
+        in_place: Whether calls add to what earlier calls left, so that only zeros can be added
+            without end.
         within: Runs the measuring, for calls that need a context.
     """
 
@@ -141,7 +143,8 @@ def measure_all(
     """Measure everything that was asked for; `make(kind, values)` gives the case or raises `Refused`.
 
     Returns:
-        One entry for each collective, kind and size; and for collectives that the library refuses, why.
+        One entry for each collective, kind and size; and for collectives that the library refuses,
+        why.
     """
     results: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
@@ -164,8 +167,9 @@ def measure(team: Team, case: Case, values: Values, seconds: float) -> dict[str,
     """Verify one call, warm up, then time calls one by one and as a batch, half the time for each.
 
     Returns:
-        Of this rank: number of calls; median and quartiles of single calls, and a batch's time by its calls, in us. Of
-        a broadcast, whose root need not wait for the others, each is the largest of all ranks.
+        Of this rank: number of calls; median and quartiles of single calls, and a batch's time by
+        its calls, in us. Of a broadcast, whose root need not wait for the others, each is the
+        largest of all ranks.
     """
     timing = partial(_measure, team, case, values, seconds)
     found: dict[str, Any] = timing() if case.within is None else case.within(timing)
@@ -235,7 +239,8 @@ def _verify(team: Team, case: Case, values: Values) -> None:
             int(np.count_nonzero(result != expected)) if result.shape == expected.shape else "all"
         )
         sys.exit(
-            f"rank {team.rank}: {wrong} of {expected.size} elements of {values.collective} are wrong"
+            f"rank {team.rank}: {wrong} of {expected.size} elements of {values.collective} are "
+            "wrong"
         )
 
 

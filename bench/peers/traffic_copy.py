@@ -1,6 +1,7 @@
 """How fast the cores of this host copy arrays together: `python bench/peers/traffic_copy.py --result FILE`.
 
-One process for each core copies one big NumPy array into another, all at the same time. The rate counts each byte
+One process for each core copies one big NumPy array into another, all at the same time. The rate
+counts each byte
 twice: it is read, and it is written.
 """
 

@@ -2,10 +2,12 @@
 
 Kinds:
 
-* "optimizer": the weights are variables, the parameters views of them; `sv.optimizers.Momentum.apply_gradients` takes
-  torch's gradients as they are.
-* "all_reduce": torch's optimizer; its gradients are views of one array of `sv.empty`, which is averaged in place.
-* "list": torch's optimizer; the list of torch's own gradients is averaged in place, nothing else is done.
+* "optimizer": the weights are variables, the parameters views of them;
+  `sv.optimizers.Momentum.apply_gradients` takes torch's gradients as they are.
+* "all_reduce": torch's optimizer; its gradients are views of one array of `sv.empty`, which is
+  averaged in place.
+* "list": torch's optimizer; the list of torch's own gradients is averaged in place, nothing else is
+  done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A network to train, the same for every library: data, batches, first weights, and how a training is timed.
 
-Nothing here but NumPy. Weights are in torch's layout (a matrix is outputs x inputs, a kernel outputs x inputs x rows x
-columns); the others turn theirs.
+Nothing here but NumPy. Weights are in torch's layout (a matrix is outputs x inputs, a kernel
+outputs x inputs x rows x columns); the others turn theirs.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Train each network in each kind and return rank 0's times and the accuracies.
 
-    The first epoch is the warm-up and counts as training, not as time. A step's time is that of the median epoch
-    divided by its steps.
+    The first epoch is the warm-up and counts as training, not as time. A step's time is that of the
+    median epoch divided by its steps.
     """
     data = np.load(chosen.data)
     results = []

@@ -1,8 +1,9 @@
 """Training with TensorFlow: `python bench/peers/launch_by_variables.py --workers 2 bench/peers/training_tensorflow.py ...`.
 
-MultiWorkerMirroredStrategy with the ring of CollectiveOps and a custom loop with a Keras network and a Keras optimizer, which
-sums the replicas' gradients. Kinds: "step" (a `tf.function` call for each step) and "loop" (one for an epoch, a loop over its
-steps inside, as TensorFlow's guide advises for short steps).
+MultiWorkerMirroredStrategy with the ring of CollectiveOps and a custom loop with a Keras network
+and a Keras optimizer, which sums the replicas' gradients. Kinds: "step" (a `tf.function` call for
+each step) and "loop" (one for an epoch, a loop over its steps inside, as TensorFlow's guide advises
+for short steps).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Training with torch's DistributedDataParallel: `torchrun --nproc-per-node 2 bench/peers/training_torch.py ...`.
 
-Kinds: "ddp" (the defaults), "ddp views" (gradients as views of the buckets, a static graph) and "alone" (each worker for
+Kinds: "ddp" (the defaults), "ddp views" (gradients as views of the buckets, a static graph) and
+    "alone" (each worker for
 itself, its accuracy its own: what is left of a step without communication).
 """
 

@@ -1,7 +1,7 @@
 """What each rank brings to a collective, and what it must have afterwards.
 
-The values are whole numbers that differ between elements and ranks, small enough that the dtype holds every sum of them
-exactly. They are made as float32, which holds all of them.
+The values are whole numbers that differ between elements and ranks, small enough that the dtype
+holds every sum of them exactly. They are made as float32, which holds all of them.
 
 The size of a call is that of its larger buffer, as in nccl-tests:
 

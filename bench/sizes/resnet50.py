@@ -1,9 +1,9 @@
 """Write resnet50.toml, the shapes of ResNet-50's parameters: `python bench/sizes/resnet50.py`.
 
-From the architecture (He, Zhang, Ren and Sun 2016, table 1): a convolution 7x7 of 64 channels; four stages of 3, 4, 6
-and 3 bottlenecks, each of convolutions 1x1, 3x3 and 1x1 with 4 times the channels, the first of a stage with a
-convolution 1x1 beside it; a matrix for 1000 classes. Convolutions have no bias; each is followed by a batch
-normalization with a scale and a shift.
+From the architecture (He, Zhang, Ren and Sun 2016, table 1): a convolution 7x7 of 64 channels; four
+stages of 3, 4, 6 and 3 bottlenecks, each of convolutions 1x1, 3x3 and 1x1 with 4 times the
+channels, the first of a stage with a convolution 1x1 beside it; a matrix for 1000 classes.
+Convolutions have no bias; each is followed by a batch normalization with a scale and a shift.
 """
 
 from __future__ import annotations

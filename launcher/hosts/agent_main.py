@@ -9,18 +9,25 @@ workers' sessions and removes the private folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import select
 import signal
+import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import syncvar
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
-from syncvar.core.exit_codes import CONFIGURATION, LIMITS
+from syncvar.core.exit_status import CONFIGURATION, LIMITS
+from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     Message,
+    PipeOutbox,
     RankSpec,
     Reader,
     StartRequest,
@@ -28,15 +35,59 @@ from syncvar_launcher.hosts.agent_protocol import (
     pack,
 )
 from syncvar_launcher.hosts.agent_workers import CannotFork, HostRanks
-from syncvar_launcher.hosts.host_facts import facts_of
-from syncvar_launcher.hosts.network_proof import Listeners, reachable
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.hosts.staged_copy import HostCopy
-from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow
+from syncvar_launcher.hosts.file_transfer import HostCopy
+from syncvar_launcher.hosts.host_checks import Listeners, interfaces, reachable
+from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, tasks_left
 from syncvar_launcher.local.local_workers import Event, WorkerExited, WorkerOutput, WorkerStatus
+from syncvar_launcher.options.option_table import core_count, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
+    """Return the facts that the launcher needs about this host, for a target and its folder."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "python": platform.python_version(),
+        "syncvar": syncvar.__version__,
+        "numpy": _version_of_numpy(),
+        "protocol": PROTOCOL_VERSION,
+        "byte_order": sys.byteorder,
+        "cores": list(usable_cores()),
+        "cpu_count": os.cpu_count() or 1,
+        "core_count": core_count(),
+        "processor": os.uname().machine,
+        "interfaces": [list(one) for one in interfaces()],
+        "launcher_address": connection[0] if len(connection) == 4 else "",
+        "login_address": connection[2] if len(connection) == 4 else "",
+        "has_folder": Path(cwd).is_dir(),
+        "has_target": kind != "script" or (Path(cwd) / target).exists(),
+        "pid": os.getpid(),
+        "tasks_left": tasks_left(),
+    }
+
+
+def _machine() -> str:
+    parts = [os.uname().nodename]
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        with contextlib.suppress(OSError):
+            parts.append(Path(path).read_text("ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def _version_of_numpy() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("numpy")
+    except PackageNotFoundError:
+        return ""
+
 
 _CHUNK = 1 << 18
 _UNSENT_MAX = 8 << 20
@@ -93,25 +144,25 @@ class HostAgent:
         self._is_stopped = False
         self._notices, self._is_forwarded = 0, False  # requests to release this host
         self._answers: dict[str, Callable[[Message], None]] = {
-            "ask": self._asked,
+            "get_facts": self._send_facts,
             "listen": self._listen,
-            "reach": self._reach,
-            "begin": self._begin,
-            "begin_again": self._begin_again,
-            "call": self._called,
+            "connect": self._connect,
+            "start": self._start_ranks,
+            "restart_rank": self._restart_rank,
+            "call_data": self._add_call_data,
             "signal": self._signal,
             "signal_groups": self._signal_groups,
-            "note": self._note,
-            "inquire": self._inquire,
+            "get_places": self._send_places,
+            "get_stack": self._request_stack,
             "kill": self._kill,
             "stop": self._stop,
             "resume": self._resume,
             "abort": self._abort,
             "credit": self._credit,
             "input": self._input,
-            "window": self._window,
-            "end": self._end,
-            "beat": self._beat,
+            "window_size": self._resize_window,
+            "end_attempt": self._end_attempt,
+            "heartbeat": self._ignore,
             "stage": self._copied,
             "stage_data": self._copied,
             "stage_end": self._copied,
@@ -189,7 +240,7 @@ class HostAgent:
             sys.stderr.write(f"syncvar: the launcher is not understood: {error}\n")
             self._is_over = True
 
-    def _asked(self, message: Message) -> None:
+    def _send_facts(self, message: Message) -> None:
         self._beat_s, self._silence_s = max(0.05, message["beat_s"]), message["silence_s"]
         self._abort_grace_s, self._term_grace_s = message["abort_grace_s"], message["term_grace_s"]
         self._send(
@@ -202,33 +253,33 @@ class HostAgent:
         self._listeners = Listeners([str(one) for one in message["addresses"]], message["token"])
         self._send("listening", ports=self._listeners.ports)
 
-    def _reach(self, message: Message) -> None:
+    def _connect(self, message: Message) -> None:
         targets = [(str(address), int(port)) for address, port in message["targets"]]
         self._send(
-            "reached",
-            answers=reachable(targets, message["token"], message["timeout_s"], self._listeners),
+            "connected",
+            results=reachable(targets, message["token"], message["timeout_s"], self._listeners),
         )
 
-    def _called(self, message: Message) -> None:
+    def _add_call_data(self, message: Message) -> None:
         self._call += message["data"]
 
-    def _begin(self, message: Message) -> None:
+    def _start_ranks(self, message: Message) -> None:
         if self._listeners is not None:
             self._listeners.close()
             self._listeners = None
         call, self._call = bytes(self._call), bytearray()
         try:
-            self._start = HostRanks(StartRequest.read(message["start"]), self._tallies, call)
+            self._start = HostRanks(StartRequest.read(message["request"]), self._tallies, call)
         except WireError:
             raise
         except (SyncvarError, OSError) as error:
             self._refuse(error)
 
-    def _begin_again(self, message: Message) -> None:
+    def _restart_rank(self, message: Message) -> None:
         if self._start is None:
             return
         try:
-            self._start.begin_again(RankSpec.read(message["one"]))
+            self._start.begin_again(RankSpec.read(message["rank_spec"]))
         except WireError:
             raise
         except (SyncvarError, OSError) as error:
@@ -238,28 +289,30 @@ class HostAgent:
         is_limit = isinstance(error, LimitTooLow) or getattr(error, "errno", 0) in OF_LIMITS
         code = LIMITS if is_limit else CONFIGURATION
         self._send(
-            "refused",
+            "start_failed",
             reason=str(error),
-            code=error.exit_code if isinstance(error, CannotFork) else code,
+            exit_code=error.exit_code if isinstance(error, CannotFork) else code,
         )
 
     def _signal(self, message: Message) -> None:
         if self._start is not None:
-            self._start.agent.send(message["ranks"], message["number"])
+            self._start.agent.send(message["ranks"], message["signal_number"])
 
     def _signal_groups(self, message: Message) -> None:
         if self._start is not None:
-            spared = self._start.agent.send_groups(message["number"])
+            spared = self._start.agent.send_groups(message["signal_number"])
             if spared:
-                self._send("spared", number=message["number"], ranks=spared)
+                self._send("not_signalled", signal_number=message["signal_number"], ranks=spared)
 
-    def _note(self, message: Message) -> None:
+    def _send_places(self, message: Message) -> None:
         if self._start is not None:
-            self._send("placed", places=self._start.note(message["ranks"]))
+            self._send("places", places=self._start.note(message["ranks"]))
 
-    def _inquire(self, message: Message) -> None:
+    def _request_stack(self, message: Message) -> None:
         if self._start is not None:
-            self._start.ask(message["number"], message["rank"], all_threads=message["all_threads"])
+            self._start.ask(
+                message["request_id"], message["rank"], all_threads=message["all_threads"]
+            )
 
     def _kill(self, message: Message) -> None:
         if self._start is not None:
@@ -281,18 +334,18 @@ class HostAgent:
 
     def _credit(self, message: Message) -> None:
         if self._start is not None:
-            self._start.credit[message["rank"], message["stream"]] += message["count"]
+            self._start.credit[message["rank"], message["stream"]] += message["nbytes"]
 
     def _input(self, message: Message) -> None:
         if self._start is not None:
             self._start.feed(message["data"])
 
-    def _window(self, message: Message) -> None:
+    def _resize_window(self, message: Message) -> None:
         if self._start is not None:
             self._start.resize(checked_list(message["size"], int, 2))
             self._start.agent.send([message["rank"]], signal.SIGWINCH)
 
-    def _end(self, _: Message) -> None:
+    def _end_attempt(self, _: Message) -> None:
         start, self._start = self._start, None
         if start is not None:
             for event in start.finish():
@@ -301,14 +354,14 @@ class HostAgent:
                 self._send("record", name=name, data=data)
             self._tallies = start.tallies()
             start.close()
-        self._send("closed")
+        self._send("attempt_ended")
 
     def _copied(self, message: Message) -> None:
         answer = self._copy.take(message)
         if answer is not None:
             self._send("staged", **answer)
 
-    def _beat(self, _: Message) -> None:
+    def _ignore(self, _: Message) -> None:
         pass
 
     # -- what this host says -----------------------------------------------------------------------
@@ -326,17 +379,17 @@ class HostAgent:
         if self._cut_at is not None:
             self._end_by_steps(now - self._cut_at)
         if self._start is not None:
-            for sentence in self._start.sharing.take_said():
-                self._send("said", sentence=sentence)
+            for sentence in self._start.sharing.take_messages():
+                self._send("notice", text=sentence)
             if pids := self._start.pop_started():
-                self._send("began", pids=pids)
-            for number, instead, threads in self._start.stood(now):
-                self._send("stood", number=number, instead=instead, threads=threads)
+                self._send("started", pids=pids)
+            for request_id, reason, threads in self._start.stood(now):
+                self._send("stack", request_id=request_id, no_stack_reason=reason, threads=threads)
             if count := self._start.feed_on():
-                self._send("fed", count=count)
+                self._send("input_consumed", nbytes=count)
         if now - self._looked >= self._beat_s:
             self._looked = now
-            self._send("states", states={} if self._start is None else self._start.look())
+            self._send("process_states", states={} if self._start is None else self._start.look())
 
     def _give_back(self) -> None:
         """Forward the notice to the workers; end after them, or at the next notice."""
@@ -344,7 +397,7 @@ class HostAgent:
         if self._notices == 1 and workers:
             if not self._is_forwarded:
                 self._is_forwarded = True
-                self._signal({"ranks": list(workers), "number": int(signal.SIGTERM)})
+                self._signal({"ranks": list(workers), "signal_number": int(signal.SIGTERM)})
         elif self._notices > 1 or not self._outbox.nbytes:
             self._is_over = True
 
@@ -365,12 +418,12 @@ class HostAgent:
         if isinstance(event, WorkerOutput):
             self._send("output", rank=event.rank, stream=event.stream, data=event.data)
         elif isinstance(event, WorkerStatus):
-            self._send("spoke", rank=event.rank, record=event.record)
+            self._send("status", rank=event.rank, record=event.record)
         elif isinstance(event, WorkerExited):
             if self._start is not None:
                 for name, data, is_last in self._start.results():
                     self._send("result", name=name, data=data, is_last=is_last)
-            self._send("ended", rank=event.rank, status=event.status, beyond=event.beyond)
+            self._send("exited", rank=event.rank, status=event.status, detail=event.beyond)
 
     def _send(self, kind: str, **fields: Any) -> None:
         self._outbox.add(pack(kind, **fields))

@@ -1,23 +1,30 @@
-"""The messages between the launcher and an agent: a length, then MessagePack.
+"""What the launcher and the agents of hosts send each other. Bytes in, values out.
 
-Bytes in, messages out.
+A message of the agent protocol is a length, then MessagePack. The agent sends one line as greeting,
+so output of a login shell before it does no harm. After the greeting only messages may come. Each
+kind has fields with types; a malformed message ends the connection. Both ends trust each other as
+members of the job, not as parsers. They check lengths before they allocate memory, and no value
+ever names code.
 
-The agent sends one line as greeting, so output of a login shell before it does no harm. After the
-greeting only messages may come. Each kind has fields with types; a malformed message ends the
-connection. Both ends trust each other as members of the job, not as parsers. They check lengths
-before they allocate memory, and no value ever names code.
+Between the launcher and a host that joins by itself, these bytes travel in frames: one type byte,
+then the payload. Type bytes and greeting are the same in all versions, so a host of another version
+gets an explanation.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import re
+from collections import deque
 from typing import Any, NamedTuple
 
 import msgpack
 
 from syncvar.core.errors import WireError
 
-GREETING = b"syncvar-agent 1\n"
+PROTOCOL_VERSION = 2
+GREETING = b"syncvar-agent %d\n" % PROTOCOL_VERSION
 MESSAGE_NBYTES_MAX = 16 << 20
 FIRST_CREDIT = 1 << 20
 """Bytes of each stream of each rank that may be sent before the launcher has taken any."""
@@ -27,12 +34,13 @@ CALL_PART_NBYTES = 4 << 20
 
 _BEFORE_GREETING_MAX = 64 << 10
 _LENGTH_NBYTES = 4
+_GREETING = re.compile(rb"syncvar-agent ([0-9]{1,9})\n")
 
 Message = dict[str, Any]
 
 _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     # from the launcher
-    "ask": {
+    "get_facts": {
         "kind_of_target": str,
         "target": str,
         "cwd": str,
@@ -42,45 +50,45 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "term_grace_s": float,
     },
     "listen": {"addresses": list, "token": bytes},
-    "reach": {"targets": list, "token": bytes, "timeout_s": float},
-    "call": {"data": bytes},
-    "begin": {"start": dict},
-    "begin_again": {"one": dict},
-    "signal": {"ranks": list, "number": int},
-    "signal_groups": {"number": int},
+    "connect": {"targets": list, "token": bytes, "timeout_s": float},
+    "call_data": {"data": bytes},
+    "start": {"request": dict},
+    "restart_rank": {"rank_spec": dict},
+    "signal": {"ranks": list, "signal_number": int},
+    "signal_groups": {"signal_number": int},
     "kill": {"ranks": list},
-    "note": {"ranks": list},
-    "inquire": {"number": int, "rank": int, "all_threads": bool},
+    "get_places": {"ranks": list},
+    "get_stack": {"request_id": int, "rank": int, "all_threads": bool},
     "stop": {},
     "resume": {},
     "abort": {"generation": (int, type(None))},
-    "credit": {"rank": int, "stream": str, "count": int},
+    "credit": {"rank": int, "stream": str, "nbytes": int},
     "input": {"data": bytes},
-    "window": {"rank": int, "size": list},
-    "stage": {"path": str, "what": str, "mode": int, "leads_to": str},
+    "window_size": {"rank": int, "size": list},
+    "stage": {"path": str, "type": str, "mode": int, "link_target": str},
     "stage_data": {"data": bytes},
     "stage_end": {},
-    "end": {},
-    "beat": {},
+    "end_attempt": {},
+    "heartbeat": {},
     # from the agent
     "facts": {"facts": dict},
     "listening": {"ports": list},
-    "reached": {"answers": list},
+    "connected": {"results": list},
     "staged": {"folder": str, "reason": str},
-    "refused": {"reason": str, "code": int},
-    "began": {"pids": dict},
+    "start_failed": {"reason": str, "exit_code": int},
+    "started": {"pids": dict},
     "output": {"rank": int, "stream": str, "data": bytes},
-    "spoke": {"rank": int, "record": dict},
-    "ended": {"rank": int, "status": int, "beyond": str},
-    "states": {"states": dict},
-    "placed": {"places": dict},
-    "stood": {"number": int, "instead": str, "threads": list},
+    "status": {"rank": int, "record": dict},
+    "exited": {"rank": int, "status": int, "detail": str},
+    "process_states": {"states": dict},
+    "places": {"places": dict},
+    "stack": {"request_id": int, "no_stack_reason": str, "threads": list},
     "result": {"name": str, "data": bytes, "is_last": bool},
     "record": {"name": str, "data": bytes},
-    "fed": {"count": int},
-    "said": {"sentence": str},
-    "spared": {"number": int, "ranks": list},
-    "closed": {},
+    "input_consumed": {"nbytes": int},
+    "notice": {"text": str},
+    "not_signalled": {"signal_number": int, "ranks": list},
+    "attempt_ended": {},
 }
 
 
@@ -88,8 +96,8 @@ def pack(kind: str, **fields: Any) -> bytes:
     r"""Return a message as bytes.
 
     Example:
-        >>> pack("end")
-        b'\x00\x00\x00\n\x81\xa4kind\xa3end'
+        >>> pack("stop")
+        b'\x00\x00\x00\x0b\x81\xa4kind\xa4stop'
     """
     content = {"kind": kind, **_checked(kind, fields)}
     body: bytes = msgpack.packb(content, use_bin_type=True, unicode_errors="surrogateescape")
@@ -146,10 +154,10 @@ class StartRequest(NamedTuple):
         shm_bytes: The virtual size of their shared memory.
         core_count: The number of cores that they may use together.
         shm_unavailable_reason: Why they share no memory; empty if they do.
-        hands_over: Whether they will ask for it.
-        is_clear: Whether they inherit only an allow-list of the login's variables.
-        has_totals: Whether they leave the totals of their calls for the launcher.
-        servers: How many of them are servers.
+        requests_shm: Whether they will request it.
+        env_clear: Whether they inherit only an allow-list of the login's variables.
+        saves_call_totals: Whether they leave the totals of their calls for the launcher.
+        server_count: The number of servers among them.
     """
 
     job: str
@@ -165,10 +173,10 @@ class StartRequest(NamedTuple):
     shm_bytes: int
     core_count: int
     shm_unavailable_reason: str
-    hands_over: bool
-    is_clear: bool
-    has_totals: bool
-    servers: int
+    requests_shm: bool
+    env_clear: bool
+    saves_call_totals: bool
+    server_count: int
 
     @classmethod
     def read(cls, fields: Message) -> StartRequest:
@@ -185,7 +193,7 @@ class StartRequest(NamedTuple):
             order.start_method,
             order.shm_unavailable_reason,
         )
-        numbers = (order.generation, order.shm_bytes, order.core_count, order.servers)
+        numbers = (order.generation, order.shm_bytes, order.core_count, order.server_count)
         are_texts = all(isinstance(one, str) for one in (*texts, *order.args))
         if not are_texts or not all(type(one) is int and one >= 0 for one in numbers):
             raise WireError("an order to start has a field of another type")
@@ -219,15 +227,20 @@ class Reader:
         """Return the messages that are complete."""
         self._data += data
         if not self.has_greeted:
-            found = self._data.find(GREETING)
-            if found < 0:
+            found = _GREETING.search(self._data)
+            if found is None:
                 self.before = bytes(self._data)
                 if len(self._data) > _BEFORE_GREETING_MAX:
                     count = f"more than {_BEFORE_GREETING_MAX} bytes came"
                     raise WireError(f"{count}, and none of them is the agent's greeting")
                 return []
-            self.before = bytes(self._data[:found])
-            del self._data[: found + len(GREETING)]
+            if int(found[1]) != PROTOCOL_VERSION:
+                raise WireError(
+                    f"it speaks version {int(found[1])} of the agent protocol, and the launcher "
+                    f"speaks version {PROTOCOL_VERSION}"
+                )
+            self.before = bytes(self._data[: found.start()])
+            del self._data[: found.end()]
             self.has_greeted = True
         messages = []
         start = 0
@@ -257,8 +270,8 @@ _FACTS: dict[str, type] = {
     "core_count": int,
     "processor": str,
     "interfaces": list,
-    "launcher_at": str,
-    "reached_at": str,
+    "launcher_address": str,
+    "login_address": str,
     "has_folder": bool,
     "has_target": bool,
     "pid": int,
@@ -282,7 +295,11 @@ def checked_facts(facts: Message) -> Message:
         for one in interfaces
     ):
         raise WireError("what it says of its cores and interfaces has another form than it should")
-    for one in (facts["launcher_at"], facts["reached_at"], *(address for _, address in interfaces)):
+    for one in (
+        facts["launcher_address"],
+        facts["login_address"],
+        *(address for _, address in interfaces),
+    ):
         _check_address(one)
     return facts
 
@@ -339,3 +356,141 @@ def _checked(kind: str, fields: Message) -> Message:
             known = "/".join(one.__name__ for one in types)  # type: ignore[union-attr]
             raise WireError(f"{name} of a message {kind!r} is no {known}")
     return fields
+
+
+class PipeOutbox:
+    """The bytes that wait for a pipe. It never blocks: its owner polls the descriptor.
+
+    Args:
+        descriptor: The end of the pipe, non-blocking.
+
+    Attributes:
+        nbytes: The number of bytes that wait.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.nbytes = 0
+        self._descriptor = descriptor
+        self._unwritten: deque[memoryview] = deque()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for writing."""
+        return [self._descriptor] if self._unwritten else []
+
+    def add(self, data: bytes) -> None:
+        """Append bytes."""
+        self._unwritten.append(memoryview(data))
+        self.nbytes += len(data)
+
+    def flush(self) -> bool:
+        """Write as much as the pipe takes; return whether it still has a reader."""
+        while self._unwritten:
+            first = self._unwritten[0]
+            try:
+                count = os.write(self._descriptor, first)
+            except BlockingIOError:
+                return True
+            except OSError:
+                self.clear()
+                return False
+            self.nbytes -= count
+            if count < len(first):
+                self._unwritten[0] = first[count:]
+            else:
+                self._unwritten.popleft()
+        return True
+
+    def clear(self) -> None:
+        """Forget the bytes that wait."""
+        self._unwritten.clear()
+        self.nbytes = 0
+
+
+FRAME_NBYTES = 1 << 18
+"""The most bytes of a frame behind its type byte."""
+
+FRAMES_QUEUED = 16
+"""The most frames that wait for each host and direction."""
+
+_HELLO_FORMAT = 2
+_TEXT_MAX = 4096
+_NAME_MAX = 253
+_SLOTS_MAX = 1 << 16
+_TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "address": (str,),
+    "slots": (int, type(None)),
+    "cwd": (str, type(None)),
+    "syncvar": (str,),
+    "protocol": (int,),
+    "python": (str,),
+    "byte_order": (str,),
+}
+
+
+class JoinFrame:
+    """The type bytes of the frames between the launcher and a host that joins."""
+
+    # from the host: what its agent writes, and its exit status
+    HELLO, STDOUT, STDERR, EXITED = b"h", b"o", b"e", b"x"
+    # from the launcher: input of the agent, a refusal, the exit code of the job
+    START, STDIN, STDIN_END, REJECTED, JOB_ENDED, PING = b"s", b"i", b"c", b"r", b"d", b"p"
+
+
+class Hello(NamedTuple):
+    """The greeting of a host that joins.
+
+    Args:
+        name: The name for messages.
+        address: Its own address towards the launcher.
+        slots: Its slots for workers; None for one per usable core.
+        cwd: The folder in which they start; None for the launcher's own.
+        syncvar: The version of syncvar there.
+        protocol: The version of the protocol there.
+        python: The version of Python there.
+        byte_order: "little" or "big".
+    """
+
+    name: str
+    address: str
+    slots: int | None
+    cwd: str | None
+    syncvar: str
+    protocol: int
+    python: str
+    byte_order: str
+
+    def pack(self) -> bytes:
+        """Return the greeting as bytes."""
+        packed: bytes = msgpack.packb({"format": _HELLO_FORMAT, **self._asdict()})
+        return packed
+
+    @classmethod
+    def read(cls, data: bytes) -> Hello:
+        """Return the greeting in these bytes."""
+        try:
+            found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
+        except (ValueError, TypeError, msgpack.UnpackException):
+            raise WireError("what it says of itself is no greeting") from None
+        if (
+            not isinstance(found, dict)
+            or found.pop("format", None) != _HELLO_FORMAT
+            or found.keys() != _TYPES.keys()
+        ):
+            raise WireError(
+                "what it says of itself has another form than here: it has another version of "
+                "syncvar; install the same on all"
+            )
+        for name, value in found.items():
+            if type(value) not in _TYPES[name] or (
+                isinstance(value, str) and len(value) > _TEXT_MAX
+            ):
+                raise WireError(f"the {name} that it says of itself cannot be")
+        if not found["name"] or not found["name"].isprintable() or len(found["name"]) > _NAME_MAX:
+            raise WireError("the name that it says of itself cannot be")
+        _check_address(found["address"])
+        if found["slots"] is not None and not 1 <= found["slots"] <= _SLOTS_MAX:
+            raise WireError(
+                f"it offers {found['slots']} slots, and at least 1 and at most {_SLOTS_MAX} can be"
+            )
+        return cls(**found)

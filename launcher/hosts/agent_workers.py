@@ -9,25 +9,36 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
-from syncvar.core.exit_codes import INTERNAL, exit_code_of
+from syncvar.core.exit_status import INTERNAL, exit_code_of
+from syncvar.core.output_files import RECORDS, TOTALS
 from syncvar.core.process_ids import SERVER_0, is_server
-from syncvar.core.state_folder import RECORDS, TOTALS
-from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
+from syncvar.parameter_server.discovery import put_tallies, take_tallies
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
-from syncvar_launcher.hosts.call_transfer import result_parts
-from syncvar_launcher.io.terminal import open_terminal, resize
-from syncvar_launcher.job.resource_limits import cannot_start
-from syncvar_launcher.job.status_socket import ANSWER_S
-from syncvar_launcher.local.fork_client import ForkServer, ForkUnsupported, ServerEnded
-from syncvar_launcher.local.local_workers import Event, LocalWorkers, WorkerOutput
-from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
+from syncvar_launcher.hosts.file_transfer import result_parts
+from syncvar_launcher.io.standard_streams import open_terminal, resize
+from syncvar_launcher.local.host_resources import cannot_start
+from syncvar_launcher.local.local_workers import (
+    Event,
+    LocalWorkers,
+    WorkerOutput,
+    secret_descriptor,
+    write_secret,
+)
 from syncvar_launcher.local.shm_service import ShmService
-from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
-from syncvar_launcher.local.start_method import StartMethod, plan_start
-from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
+from syncvar_launcher.local.stack_requests import ANSWER_S, StackCollector, StackRequest
+from syncvar_launcher.local.worker_start import (
+    ForkServer,
+    ForkUnsupported,
+    ServerEnded,
+    StartMethod,
+    plan_start,
+    server_command,
+    worker_arguments,
+    worker_command,
+)
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE, inherited_variables
 
 if TYPE_CHECKING:
@@ -45,7 +56,7 @@ class CannotFork(ConfigError):
 
     def __init__(self, refusal: ForkUnsupported) -> None:
         self.exit_code = exit_code_of(refusal.status or INTERNAL)
-        super().__init__(f"{refusal.why}; --start-method spawn does without it")
+        super().__init__(f"{refusal.reason}; --start-method spawn does without it")
 
 
 class HostRanks:
@@ -67,7 +78,7 @@ class HostRanks:
             order.start_method,
             order.kind_of_target,
             order.target,
-            len(order.ranks) - order.servers,
+            len(order.ranks) - order.server_count,
             order.cwd,
             base,
         )
@@ -119,13 +130,13 @@ class HostRanks:
         return ShmService(
             order.job,
             order.shm_bytes,
-            [len(order.ranks) - order.servers],
+            [len(order.ranks) - order.server_count],
             [order.core_count],
             [folder],
             why_not=order.shm_unavailable_reason,
             generation=order.generation,
-            hands_over=order.hands_over,
-            servers=[order.servers],
+            hands_over=order.requests_shm,
+            servers=[order.server_count],
             first_host=int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"]),
         )
 
@@ -281,7 +292,7 @@ class HostRanks:
 
     def _base(self) -> dict[str, str]:
         """Return the variables of all ranks: the order's, and the login's of no other job."""
-        own = inherited_variables(os.environ, is_clear=self._order.is_clear)
+        own = inherited_variables(os.environ, is_clear=self._order.env_clear)
         return {
             **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
             **self._order.environ,
@@ -335,7 +346,7 @@ class HostRanks:
                         "SYNCVAR_CALL_FD": str(self._call[0]),
                         "SYNCVAR_RESULT_DIR": str(self._results),
                     }
-                if order.has_totals:
+                if order.saves_call_totals:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 is_program = order.kind_of_target == "command" and not serves
                 if is_program:
@@ -369,7 +380,7 @@ class HostRanks:
             refusal = server.refusal()
             if refusal is not None and self._beginning.may_change:
                 server.close()
-                self._beginning = StartMethod(is_forked=False, reason=refusal.why)
+                self._beginning = StartMethod(is_forked=False, reason=refusal.reason)
                 refusal = None
             if refusal is None or not refusal.is_certain:
                 try:

@@ -1,22 +1,40 @@
-"""Decides whether a job can run on a host; returns the reason and the remedy if not.
+"""Decides whether a job can run on hosts, and by which addresses they reach each other.
 
-Data in, text out.
+The checks return the reason and the remedy if a host cannot be used. For the addresses, each agent
+listens for a moment, and all others try to connect with a token.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import select
+import socket
+import struct
 import sys
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import syncvar
+from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.protocol.frame import PROTOCOL_VERSION
-from syncvar_launcher.job.resource_limits import needed_tasks
+from syncvar_launcher.local.host_resources import needed_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
+
+
+_GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
+_IS_UP = 1
+_PROOF_NBYTES = 32
+_BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
+_ADDRESSES_MAX = 4  # of each host that are tried
 
 
 def version_mismatch(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
@@ -74,3 +92,369 @@ def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptio
             "use a shared folder"
         )
     return ""
+
+
+class HostCapacity(NamedTuple):
+    """The slots of a host.
+
+    Args:
+        name: The name for messages.
+        slots: The slots, at least 1.
+        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
+    """
+
+    name: str
+    slots: int
+    max_slots: int | None = None
+
+
+def place_workers(
+    rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
+) -> tuple[int, ...]:
+    """Return the number of workers of each host; 0 for a host without any.
+
+    Ranks are numbered host by host, so those of one host are neighbours.
+
+    Args:
+        rooms: The hosts in their order.
+        workers: The number of workers; None for all slots.
+        map_by: "slot" fills a host before the next one. "host" gives each one worker in turn.
+
+    Example:
+        >>> two = [HostCapacity("a", 4), HostCapacity("b", 4)]
+        >>> place_workers(two, 5), place_workers(two, 5, "host")
+        ((4, 1), (3, 2))
+    """
+    if workers is None:
+        return tuple(one.slots for one in rooms)
+    soft = sum(one.slots for one in rooms)
+    most = [max(one.slots, one.max_slots or 0) for one in rooms]
+    if workers > sum(most):
+        there = ", ".join(f"{one.name} {limit}" for one, limit in zip(rooms, most, strict=True))
+        raise ConfigError(
+            f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); "
+            f"write --workers {sum(most)}, or give a host more: name:N in -H, "
+            "slots=N or max_slots=N in a host file"
+        )
+    limits = [one.slots for one in rooms]
+    given = _dealt(limits, min(workers, soft), map_by)
+    if workers > soft:
+        more = _dealt(
+            [limit - slots for limit, slots in zip(most, limits, strict=True)],
+            workers - soft,
+            map_by,
+        )
+        given = [first + second for first, second in zip(given, more, strict=True)]
+    return tuple(given)
+
+
+def _dealt(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
+    given = [0] * len(limits)
+    while workers:
+        for index, limit in enumerate(limits):
+            share = min(limit - given[index], workers if map_by == "slot" else 1, workers)
+            given[index] += share
+            workers -= share
+    return given
+
+
+class Interface(NamedTuple):
+    """One address of this host, with the name of its interface."""
+
+    name: str
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """Return the addresses of this host that others could reach, and then those of loopback."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                flags = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, request), 16)[0]
+                if flags & _IS_UP:
+                    answer = fcntl.ioctl(probe, _GET_ADDRESS, request)
+                    found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    found += _interfaces_of_ipv6()
+    return sorted(found, key=lambda one: ipaddress.ip_address(one.address).is_loopback)
+
+
+def _interfaces_of_ipv6() -> Iterator[Interface]:
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+        for line in lines:
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(int(digits, 16))
+            if not address.is_link_local:
+                yield Interface(name, str(address))
+
+
+def allowed_addresses(
+    found: Sequence[Interface], spec: str | None, reached_at: str | None
+) -> list[str]:
+    """Return the addresses that a job may use, the best first.
+
+    Args:
+        found: All addresses of a host.
+        spec: `--iface`: names, `^name` and networks ("10.0.0.0/8"), with commas. If one of them is
+            named, the job uses only such addresses. It never uses those with ^. None for all except
+            bridges of containers.
+        reached_at: The address at which ssh reached the host; it comes first.
+
+    Example:
+        >>> two = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7")]
+        >>> two.append(Interface("lo", "127.0.0.1"))
+        >>> spread = [(None, "10.9.0.7"), ("eth0", "10.9.0.7"), ("10.9.0.0/16", None)]
+        >>> tuple(allowed_addresses(two, spec, reached_at) for spec, reached_at in spread)
+        (['10.9.0.7', '10.0.0.7'], ['10.0.0.7'], ['10.9.0.7'])
+    """
+    if spec is None:
+        is_near = reached_at is not None and ipaddress.ip_address(reached_at).is_loopback
+        rest = [
+            one.address
+            for one in found
+            if not one.name.startswith(_BRIDGES)
+            and ipaddress.ip_address(one.address).is_loopback == is_near
+        ]
+    else:
+        wanted, unwanted = _understood(spec)
+        rest = [
+            one.address
+            for one in found
+            if not _fits(one, unwanted) and (not wanted or _fits(one, wanted))
+        ]
+        if not wanted:
+            rest = [one for one in rest if not ipaddress.ip_address(one).is_loopback] or rest
+    first = [reached_at] if reached_at is not None and (spec is None or reached_at in rest) else []
+    return list(dict.fromkeys([*first, *rest]))
+
+
+def _understood(spec: str) -> tuple[list[str], list[str]]:
+    wanted: list[str] = []
+    unwanted: list[str] = []
+    for part in spec.split(","):
+        word = part.strip()
+        name = word.removeprefix("^")
+        if "/" in name or ":" in name or name[:1].isdigit():
+            try:
+                ipaddress.ip_network(name, strict=False)
+            except ValueError:
+                raise ConfigError(
+                    f"--iface {spec}: {name!r} is no network, such as 10.0.0.0/8"
+                ) from None
+        elif not name or len(name) > 15 or not name.isprintable():
+            what = f"--iface {spec}: {word!r} is no name of an interface"
+            raise ConfigError(f"{what}; write for instance eth0, ^docker0 or 10.0.0.0/8")
+        (unwanted if word.startswith("^") else wanted).append(name)
+    return wanted, unwanted
+
+
+def _fits(one: Interface, words: Sequence[str]) -> bool:
+    for word in words:
+        if one.name == word:
+            return True
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(one.address) in ipaddress.ip_network(word, strict=False):
+                return True
+    return False
+
+
+def is_here(host: Host, own: Sequence[Interface]) -> bool:
+    """Return whether a host is this machine, by name or address, so that it needs no ssh."""
+    if host.user or host.port:
+        return False
+    names = {"localhost", "ip6-localhost", socket.gethostname()}
+    if host.name in names:
+        return True
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.name)
+        return address.is_loopback or host.name in {one.address for one in own}
+    return False
+
+
+def host_candidates(
+    host: Host, facts: Mapping[str, Any], iface: str | None, *, are_all_near: bool
+) -> list[str]:
+    """Return the addresses of a host that others should try, the best first.
+
+    `are_all_near` says whether all agents are on the launcher's machine.
+    """
+    if host.addr is not None:
+        return [host.addr]
+    found = [Interface(name, address) for name, address in facts["interfaces"]]
+    named = host.name if any(each.address == host.name for each in found) else ""  # without ssh
+    near = "127.0.0.1" if are_all_near else None
+    login_address = _for_links(facts["login_address"]) or named or near
+    return allowed_addresses(found, iface, login_address)[:_ADDRESSES_MAX]
+
+
+def launcher_candidates(
+    found: Sequence[Interface], as_seen: Iterable[str], iface: str | None, *, is_here_only: bool
+) -> list[str]:
+    """Return the launcher's own addresses that hosts should try, the best first.
+
+    Args:
+        found: The addresses of this machine.
+        as_seen: The addresses of the launcher as the hosts see them.
+        iface: `--iface`.
+        is_here_only: Whether all hosts are this machine.
+    """
+    seen = [*dict.fromkeys(address for one in as_seen if (address := _for_links(one)))]
+    first = "127.0.0.1" if is_here_only else None
+    if seen and any(one.address == seen[0] for one in found):
+        first = seen[0]
+    more = seen if iface is None else []
+    return [*dict.fromkeys([*allowed_addresses(found, iface, first), *more])][: 2 * _ADDRESSES_MAX]
+
+
+def choose_addresses(
+    names: Sequence[str], candidates: Sequence[Sequence[str]], answers: Sequence[Sequence[bool]]
+) -> list[str]:
+    """Return for the launcher and for each host its first address that all others reach.
+
+    Args:
+        names: The hosts.
+        candidates: The addresses of the launcher, and those of each host.
+        answers: For each host, whether it reaches each of all these addresses.
+    """
+    chosen = []
+    unreachable = []
+    position = 0
+    for owner, addresses in enumerate(candidates, -1):
+        missing = {
+            address: [
+                names[other]
+                for other, reached in enumerate(answers)
+                if other != owner and not reached[index]
+            ]
+            for index, address in enumerate(addresses, position)
+        }
+        position += len(addresses)
+        chosen.append(next((address for address, blind in missing.items() if not blind), ""))
+        if not chosen[-1]:
+            name = names[owner] if owner >= 0 else "this machine"
+            tried = "; ".join(f"{one} not by {', '.join(blind)}" for one, blind in missing.items())
+            unreachable.append(
+                f"  {name} is not reached by all others: {tried or 'it has no address'}"
+            )
+    if unreachable:
+        raise HostUnreachable(
+            "hosts do not reach each other; nothing was started. Open the ports above 1023 "
+            "between them, or name the network by --iface or addr=:\n" + "\n".join(unreachable)
+        )
+    return chosen
+
+
+def _for_links(address: str) -> str:
+    """Return an address of ssh that links can use, too; not one with an interface scope."""
+    is_local = "%" in address or (address and ipaddress.ip_address(address).is_link_local)
+    return "" if is_local else address
+
+
+def _proof(token: bytes, address: str, port: int) -> bytes:
+    return hmac.new(token, f"{address} {port}".encode(), hashlib.sha256).digest()
+
+
+class Listeners:
+    """Listens on addresses, and proves to clients that this is the right host.
+
+    The same private address may belong to another machine elsewhere. Only a process with the token
+    of the job can answer.
+
+    Args:
+        addresses: The addresses; those of other hosts are left out.
+        token: The token of this proof.
+
+    Attributes:
+        ports: The port of each address, or 0 if it cannot listen there.
+    """
+
+    def __init__(self, addresses: Sequence[str], token: bytes) -> None:
+        self.ports: list[int] = []
+        self._token = token
+        self._sockets: dict[int, tuple[socket.socket, str]] = {}
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            one = socket.socket(
+                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
+            try:
+                one.bind((address, 0))
+                one.listen(256)
+            except OSError:
+                one.close()
+                self.ports.append(0)
+                continue
+            self.ports.append(one.getsockname()[1])
+            self._sockets[one.fileno()] = (one, address)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return list(self._sockets)
+
+    def readable(self, descriptor: int) -> None:
+        """Answer a client; ignore other descriptors."""
+        found = self._sockets.get(descriptor)
+        if found is None:
+            return
+        listener, address = found
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.send(_proof(self._token, address, listener.getsockname()[1]))
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        for listener, _ in self._sockets.values():
+            listener.close()
+        self._sockets.clear()
+
+
+def reachable(
+    targets: Sequence[tuple[str, int]],
+    token: bytes,
+    timeout_s: float,
+    listeners: Listeners | None = None,
+) -> list[bool]:
+    """Return for each address and port whether a process with the token answers there.
+
+    Args:
+        targets: The addresses and ports; port 0 is not reachable.
+        token: The token of this proof.
+        timeout_s: The limit for all of them together, in seconds.
+        listeners: Our own, which answer meanwhile: the other hosts ask at the same time.
+    """
+    answers = [False] * len(targets)
+    waiting: dict[int, tuple[int, socket.socket]] = {}
+    poller = select.poll()
+    until = time.monotonic() + timeout_s
+    own = set(listeners.descriptors()) if listeners is not None else set()
+    for descriptor in own:
+        poller.register(descriptor, select.POLLIN)
+    try:
+        for index, (address, port) in enumerate(targets):
+            if not port:
+                continue
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            one = socket.socket(
+                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
+            waiting[one.fileno()] = (index, one)
+            one.connect_ex((address, port))
+            poller.register(one, select.POLLIN)
+        while waiting and (left := until - time.monotonic()) > 0:
+            for descriptor, _ in poller.poll(left * 1000):
+                if listeners is not None and descriptor in own:
+                    listeners.readable(descriptor)
+                    continue
+                index, one = waiting.pop(descriptor)
+                poller.unregister(descriptor)
+                with one, contextlib.suppress(OSError):
+                    answers[index] = hmac.compare_digest(
+                        one.recv(_PROOF_NBYTES), _proof(token, *targets[index])
+                    )
+    finally:
+        for _, one in waiting.values():
+            one.close()
+    return answers

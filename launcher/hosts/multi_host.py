@@ -1,4 +1,8 @@
-"""A job on several hosts, from the command line to the exit code."""
+"""A job on several hosts, from the command line to the exit code.
+
+It logs in to all hosts at once, checks them, places the workers, and tests the links. Nothing
+starts before every host has answered: one message then names all problems of all hosts.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +12,83 @@ import resource
 import shlex
 import signal
 import sys
+import time
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from syncvar.core.rank_text import rank_list
-from syncvar_launcher.hosts.placement import HostCapacity, place_workers
-from syncvar_launcher.hosts.provision import JobHosts
-from syncvar_launcher.hosts.staging import collect_files
+from syncvar.bootstrap.worker_entry import command_of
+from syncvar.core import exit_status
+from syncvar.core.errors import HostUnreachable, WireError
+from syncvar.core.process_ids import rank_list
+from syncvar.protocol.auth_keys import KEY_BYTES
+from syncvar_launcher.hosts.agent_connection import (
+    AGENT,
+    NOT_UNDERSTOOD,
+    HostSlot,
+    RemoteHost,
+    agent_command_line,
+    poll_hosts,
+    ssh_command,
+    ssh_error_text,
+    start_agent,
+)
+from syncvar_launcher.hosts.agent_protocol import Message, checked_list
+from syncvar_launcher.hosts.file_transfer import Collection, collect_files, stage, without_call
+from syncvar_launcher.hosts.host_checks import (
+    HostCapacity,
+    Listeners,
+    choose_addresses,
+    host_candidates,
+    interfaces,
+    is_here,
+    launcher_candidates,
+    missing_resources,
+    place_workers,
+)
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
-from syncvar_launcher.job.job_runner import run_job
-from syncvar_launcher.job.resource_limits import LimitTooLow
-from syncvar_launcher.local.start_method import ON_HOSTS
+from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, TimePassed
+from syncvar_launcher.local.worker_start import ON_HOSTS
 from syncvar_launcher.options.launch_options import check_debugged
-from syncvar_launcher.options.option_values import shown_ranks
+from syncvar_launcher.options.option_table import shown_ranks
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from syncvar_launcher.join.join_rendezvous import JoinGroup, StartedHosts
+    from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 _FILES, _FILES_OF_A_HOST = 32, 4
+_LOGINS_AT_ONCE = 16
+_LOGIN_S = 30.0
+_ANSWER_S = 15.0
+_REACH_S = 5.0
 
 
 def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     """Start a job on the named hosts; return the exit code."""
-    for sentence in chosen.hosts.notices:
-        _say(sentence)
+    for notice in chosen.hosts.notices:
+        _show(notice)
     _check_files(chosen)
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    with contextlib.closing(JobHosts(chosen, _say)) as host_group:
+    with contextlib.closing(JobHosts(chosen, _show)) as host_group:
         host_group.open(_import_the_rest)
-        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not before the logins
+        # Not before the logins.
+        from syncvar_launcher.hosts.remote_workers import RemoteWorkers
+        from syncvar_launcher.job import restart_loop
 
-        host_group.workers_of = partial(RemoteWorkers, host_group)
         workers = sum(one.workers for one in host_group.sites)
         shown_ranks(chosen.output.selection, workers)
         check_debugged(chosen.ranks.debug, workers)
         final = chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1))
-        host_group.exit_code = run_job(Job(final, arguments, os.environ, host_group))
+        job = Job(final, arguments, os.environ, host_group)
+        make_workers = partial(RemoteWorkers, host_group)
+        host_group.exit_code = restart_loop.run(job, None, make_workers)
         return host_group.exit_code
 
 
@@ -72,131 +112,492 @@ def _check_files(chosen: LaunchOptions) -> None:
         )
 
 
-def _say(sentence: str) -> None:
+def _show(sentence: str) -> None:
     sys.stderr.write(f"syncvar-launch: {sentence}\n")
     sys.stderr.flush()
+
+
+class JobHosts:
+    """The hosts of one job.
+
+    Args:
+        options: The options, with at least one host.
+        show: Shows a sentence.
+
+    Attributes:
+        began: When the job began, in seconds of the monotonic clock; the time limit counts from it.
+        sites: The hosts that have workers, in the order of their ranks.
+        address: The address at which the launcher listens.
+        secret: The secret of the job.
+        exit_code: The exit code of the job, for hosts that have joined.
+    """
+
+    def __init__(self, options: LaunchOptions, show: Callable[[str], None]) -> None:
+        self.began = time.monotonic()
+        self._until = self.began + options.limits.timeout_s
+        self._options = options
+        self._show = show
+        self.secret = os.urandom(KEY_BYTES)
+        self.sites: list[HostSlot] = []
+        self.address = ""
+        self._remotes: list[RemoteHost] = []
+        self._own_interfaces = interfaces()
+        self._job = options.hosts.scheduled
+        self._is_started_by_job = self._job is not None and self._job.starter.joins
+        self._joined: JoinGroup | None = None
+        self._started: StartedHosts | None = None
+        self._collection: Collection | None = None
+        self.exit_code = exit_status.RENDEZVOUS
+
+    def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Log in to all hosts, or wait until hosts have joined; check them and place the workers.
+
+        It also finds addresses by which all hosts reach each other. It calls `meanwhile` once,
+        during the first logins.
+        """
+        options = self._options
+        if options.hosts.stage:
+            self._collection = collect_files(options)
+            self._show(f"--stage copies to each host {self._collection.describe()}")
+        if options.join.listen is not None or self._is_started_by_job:
+            self._gather(meanwhile)
+        else:
+            self._log_in(meanwhile)
+            self._check(self._remotes)
+            self._merge_by_machine()
+        capacities = [
+            HostCapacity(
+                one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots
+            )
+            for one in self._remotes
+        ]
+        sizes = place_workers(capacities, options.ranks.workers or None, options.hosts.map_by)
+        used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
+        for one, size in zip(self._remotes, sizes, strict=True):
+            if not size:
+                one.close()
+        self._remotes = [one for one, _ in used]
+        self._stage(self._remotes)
+        self.address, *addresses = self._find_addresses()
+        self.sites = [
+            HostSlot(one, one.host.name, size, address, one.facts)
+            for (one, size), address in zip(used, addresses, strict=True)
+        ]
+
+    def free_port(self) -> int:
+        """Return a free port at the first host's address, by which all others reach it."""
+        first = self.sites[0]
+        first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
+        (ports,) = self._collect(
+            [first.remote],
+            "listening",
+            lambda _, message: checked_list(message["ports"], int, 1),
+        )
+        return int(ports[0])
+
+    def close(self) -> None:
+        """Let all agents end. Idempotent."""
+        for one in self._remotes:
+            one.end_input()
+        for one in self._remotes:
+            one.close()
+        self._remotes.clear()
+        if self._joined is not None:
+            self._joined.close(self.exit_code)
+        if self._started is not None:
+            self._started.close()
+
+    def take_messages(self) -> list[str]:
+        """Return the messages for the user since the last call."""
+        return self._joined.take_messages() if self._joined is not None else []
+
+    def command(self, host: Host) -> list[str]:
+        """Return the command line that leads to the agent of a host."""
+        options, job = self._options, self._job
+        python = options.hosts.remote_python
+        if self._is_without_ssh(host) and not self._is_started_by_job:
+            own = host.python or python
+            return command_of(AGENT) if own is None else agent_command_line(own)
+        if self._is_started_by_job:
+            from syncvar_launcher.join.join_rendezvous import join_argv  # not for ssh
+
+            return join_argv(options, host, "ADDRESS:PORT", "KEYFILE")
+        if job is not None:
+            from syncvar_launcher.schedulers.allocation import agent_command  # not for ssh
+
+            return agent_command(job, host, python or sys.executable)
+        return ssh_command(
+            options.hosts.ssh, host, options.hosts.ssh_port, python or sys.executable
+        )
+
+    def renew(self, left_s: float) -> None:
+        """Log in again to hosts whose agent has ended.
+
+        `left_s` is the rest of the time limit, in seconds.
+        """
+        self._until = time.monotonic() + left_s
+        for one in self.sites:
+            one.remote.drain()  # messages since the last attempt are unread
+        lost = [place for place, one in enumerate(self.sites) if one.remote.loss_reason]
+        if not lost:
+            return
+        for place in lost:
+            one = self.sites[place]
+            one.remote.close()
+            again = (
+                self._start(one.remote.host)
+                if self._joined is None
+                else self._joined.again(one.remote.host, one.facts["machine"])
+            )
+            self.sites[place] = one._replace(remote=again)
+        self._remotes = [one.remote for one in self.sites]
+        renewed = [self.sites[place].remote for place in lost]
+        self._collect([one for one in renewed if not one.facts], "facts", _learn_facts, _LOGIN_S)
+        self._check(renewed)
+        self._stage(renewed)
+        for place in lost:
+            one = self.sites[place]
+            listed = [address for _, address in one.remote.facts["interfaces"]]
+            if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
+                reason = (
+                    f"it is another machine now, without the address {one.address}; start the job "
+                    "again"
+                )
+                self._refuse({one.remote.host: reason})
+            self.sites[place] = one._replace(facts=one.remote.facts)
+
+    # -- how the launcher reaches the agents ------------------------------------------------------
+
+    def _gather(self, meanwhile: Callable[[], object]) -> None:
+        """Wait for hosts that join, started by people or by the scheduler."""
+        # Other jobs do not need these sockets.
+        from syncvar_launcher.join.join_rendezvous import JoinGroup, StartedHosts
+
+        if self._options.join.listen is not None:
+            self._joined = JoinGroup(self._options, self._show, self._ask)
+        else:
+            self._started = StartedHosts(self._options, self._show, self._ask)
+            self._joined = self._started.joined
+        meanwhile()
+        self._remotes = self._joined.gather()
+        if self._started is None:
+            self.began = time.monotonic()  # the job begins when all hosts have joined
+            self._until = self.began + self._options.limits.timeout_s
+
+    def _log_in(self, meanwhile: Callable[[], object]) -> None:
+        waiting = deque(self._options.hosts.entries)
+        under_way: list[RemoteHost] = []
+        while waiting or under_way:
+            while waiting and len(under_way) < _LOGINS_AT_ONCE:
+                one = self._start(waiting.popleft())
+                self._remotes.append(one)
+                under_way.append(one)
+            if len(self._remotes) == len(under_way):
+                meanwhile()
+            left_s = min(one.began for one in under_way) + _LOGIN_S - time.monotonic()
+            self._await(
+                under_way, "facts", _learn_facts, max(0.0, left_s), is_one_enough=bool(waiting)
+            )
+            now = time.monotonic()
+            under_way = [one for one in under_way if not one.facts and not one.loss_reason]
+            for one in under_way:
+                if now >= min(one.began + _LOGIN_S, self._until):
+                    one.end("it does not answer in time")
+            if now >= self._until:
+                waiting.clear()
+            under_way = [one for one in under_way if not one.loss_reason]
+        self._refuse_silent(one for one in self._remotes if not one.facts)
+
+    def _is_without_ssh(self, host: Host) -> bool:
+        if self._options.hosts.ssh_always:
+            return False
+        if self._job is not None:
+            return host.name == self._job.here
+        return is_here(host, self._own_interfaces)
+
+    def _is_near(self, one: RemoteHost) -> bool:
+        """Return whether an agent, and so its listening address, is on this machine."""
+        if self._job is not None and self._joined is None:
+            return self._is_without_ssh(one.host)  # its facts do not name the starting machine
+        return one.facts["launcher_address"] in ("", "127.0.0.1", "::1")
+
+    def _environment_for(self, host: Host) -> dict[str, str] | None:
+        """Return the environment of the program that leads to a host; None for our own."""
+        if self._is_without_ssh(host):
+            return inherited_variables(os.environ, is_clear=True)
+        if self._job is None:
+            return None
+        inherited = inherited_variables(os.environ, is_clear=False)
+        unset = self._job.starter.unset
+        return {name: value for name, value in inherited.items() if name not in unset}
+
+    def _start(self, host: Host) -> RemoteHost:
+        try:
+            environ = self._environment_for(host)
+            one = RemoteHost(host, start_agent(self.command(host), without_call(environ)))
+        except OSError as error:
+            if error.errno in OF_LIMITS:
+                count = len(self._options.hosts.entries)
+                raise LimitTooLow(
+                    f"a limit of the system is too low to log in to {count} hosts: {error.strerror}"
+                ) from error
+            job = self._job
+            program = self._options.hosts.ssh[0] if job is None else job.starter.program
+            raise HostUnreachable(
+                f"{program} cannot be started: {error.strerror}; give --ssh"
+            ) from error
+        self._ask(one)
+        return one
+
+    def _ask(self, one: RemoteHost) -> None:
+        options, runtime = self._options, self._options.runtime
+        one.send(
+            "get_facts",
+            kind_of_target=options.program.kind,
+            target=options.program.target,
+            cwd=one.host.cwd or str(options.program.cwd),
+            beat_s=runtime.heartbeat_interval_s,
+            silence_s=runtime.host_silence_s,
+            abort_grace_s=runtime.abort_grace_s,
+            term_grace_s=runtime.term_grace_s,
+        )
+
+    def _await(
+        self,
+        remotes: Sequence[RemoteHost],
+        kind: str,
+        take: Callable[[RemoteHost, Message], object],
+        limit_s: float,
+        *,
+        is_one_enough: bool = False,
+        listeners: Listeners | None = None,
+    ) -> None:
+        """Wait until each agent has sent something, or is gone, or the time has passed."""
+        until = min(time.monotonic() + limit_s, self._until)
+        watched = listeners.descriptors() if listeners is not None else []
+        missing = [one for one in remotes if not one.loss_reason]
+        while missing and (left_s := until - time.monotonic()) > 0:
+            received, ready = poll_hosts(missing, left_s, watched)
+            answered = []
+            for one, messages in zip(missing, received, strict=True):
+                for message in messages:
+                    if message["kind"] == kind:
+                        answered.append(one)
+                        try:
+                            take(one, message)
+                        except WireError as error:
+                            one.end(f"{NOT_UNDERSTOOD}: {error}")
+            for descriptor in ready:
+                if listeners is not None:
+                    listeners.readable(descriptor)
+            missing = [one for one in missing if one not in answered and not one.loss_reason]
+            if is_one_enough and len(missing) < len(remotes):
+                return
+
+    def _collect(
+        self,
+        remotes: Sequence[RemoteHost],
+        kind: str,
+        read: Callable[[RemoteHost, Message], Any],
+        limit_s: float = _ANSWER_S,
+        listeners: Listeners | None = None,
+    ) -> list[Any]:
+        """Return what `read` makes of each agent's answer; raise for agents without one."""
+        found: dict[int, Any] = {}
+
+        def take(one: RemoteHost, message: Message) -> None:
+            found[id(one)] = read(one, message)
+
+        self._await(remotes, kind, take, limit_s, listeners=listeners)
+        self._refuse_silent(one for one in remotes if id(one) not in found)
+        return [found[id(one)] for one in remotes]
+
+    # -- what the launcher checks ------------------------------------------------------------------
+
+    def _stage(self, remotes: Sequence[RemoteHost]) -> None:
+        if self._collection is not None:
+            failed = stage(remotes, self._collection)
+            if failed:
+                self._refuse(
+                    {one.host: failed[one.host.name] for one in remotes if one.host.name in failed}
+                )
+
+    def _refuse_silent(self, silent: Iterable[RemoteHost]) -> None:
+        reasons = {one.host: self._silence_reason(one) for one in silent}
+        if reasons:
+            self._refuse(reasons)
+
+    def _silence_reason(self, one: RemoteHost) -> str:
+        if self._joined is not None:
+            return one.words() or one.loss_reason or "it does not answer in time"
+        if one.loss_reason.startswith(NOT_UNDERSTOOD):
+            return f"{one.loss_reason}; install the same syncvar on all"
+        program = "ssh"
+        if self._job is not None:
+            is_own = self._is_without_ssh(one.host)
+            program = "the agent here" if is_own else self._job.starter.program
+        status = one.status() if one.loss_reason and not one.is_ended else None
+        python = self._options.hosts.remote_python or sys.executable
+        return ssh_error_text(one.host, status, one.words(), python, program)
+
+    def _refuse(self, reasons: dict[Host, str]) -> None:
+        count = "1 host" if len(reasons) == 1 else f"{len(reasons)} hosts"
+        lines = [f"{count} cannot be used; nothing was started:"]
+        for host, reason in reasons.items():
+            name = f"{host.name} ({host.origin})" if host.origin else host.name
+            lines.append(escape(f"  {name}: {reason}"))
+        text = "\n".join(lines)
+        if time.monotonic() >= self._until:
+            limit_s = self._options.limits.timeout_s
+            raise TimePassed(f"the time limit of {limit_s:g} s passed; {text}")
+        raise HostUnreachable(text)
+
+    def _check(self, remotes: Iterable[RemoteHost]) -> None:
+        """Raise HostUnreachable for hosts on which the job cannot run."""
+        reasons = {
+            one.host: reason
+            for one in remotes
+            if (reason := missing_resources(one.facts, one.host, self._options))
+        }
+        if reasons:
+            self._refuse(reasons)
+
+    def _merge_by_machine(self) -> None:
+        """Count entries that lead to the same machine as one host."""
+        first: dict[str, RemoteHost] = {}
+        for one in list(self._remotes):
+            known = first.setdefault(one.facts["machine"], one)
+            if known is one:
+                continue
+            slots = [each.host.slots or each.facts["core_count"] for each in (known, one)]
+            are_cores = known.host.slots is None and one.host.slots is None
+            total = max(slots) if are_cores else sum(slots)
+            known.host = known.host._replace(slots=total)
+            self._show(
+                f"{one.host.name} and {known.host.name} are one machine: it counts once, with "
+                f"{total} slots"
+            )
+            one.close()
+            self._remotes.remove(one)
+
+    def _find_addresses(self) -> list[str]:
+        """Return addresses of the launcher and of each host at which all others reach them."""
+        remotes, iface = self._remotes, self._options.hosts.iface
+        near = [self._is_near(one) for one in remotes]
+        seen = [one.facts["launcher_address"] for one in remotes]
+        candidates = [
+            host_candidates(one.host, one.facts, iface, are_all_near=all(near)) for one in remotes
+        ]
+        own = launcher_candidates(
+            self._own_interfaces, seen, iface, is_here_only=all(near) and not any(seen)
+        )
+        token = os.urandom(KEY_BYTES)
+        listeners = Listeners(own, token)
+        counts = {}
+        try:
+            for one, addresses in zip(remotes, candidates, strict=True):
+                counts[id(one)] = len(addresses)
+                one.send("listen", addresses=addresses, token=token)
+            ports = self._collect(
+                remotes,
+                "listening",
+                lambda one, message: checked_list(message["ports"], int, counts[id(one)]),
+            )
+            targets = [*zip(own, listeners.ports, strict=True)]
+            for addresses, own_ports in zip(candidates, ports, strict=True):
+                targets += zip(addresses, own_ports, strict=True)
+            for one in remotes:
+                one.send("connect", targets=targets, token=token, timeout_s=_REACH_S)
+            answers = self._collect(
+                remotes,
+                "connected",
+                lambda _, message: checked_list(message["results"], bool, len(targets)),
+                listeners=listeners,
+            )
+        finally:
+            listeners.close()
+        return choose_addresses([one.host.name for one in remotes], [own, *candidates], answers)
+
+
+def _learn_facts(one: RemoteHost, message: Message) -> None:
+    one.learn(message["facts"])
 
 
 def dry_run(chosen: LaunchOptions) -> str:
     """Return what a launch on these hosts would do; it contacts no host."""
     if chosen.join.listen is not None:
-        return _dry_run_joined(chosen)
+        lines = _dry_run_joined(chosen)
+    else:
+        lines = [*chosen.hosts.notices, *_dry_run_hosts(chosen), *_dry_run_placement(chosen)]
+        lines += _dry_run_network(chosen)
+    lines += ["", "settings:", *columns(settings_rows(chosen))]
+    return "".join(f"{escape(line)}\n" for line in lines)
+
+
+def _dry_run_hosts(chosen: LaunchOptions) -> list[str]:
     rows = [("host", "slots", "named in", "reached by")]
-    with contextlib.closing(JobHosts(chosen, _say)) as host_group:
+    with contextlib.closing(JobHosts(chosen, _show)) as host_group:
         for host in chosen.hosts.entries:
             slots = "as many as cores" if host.slots is None else str(host.slots)
             slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
             rows.append((host.name, slots, host.origin, shlex.join(host_group.command(host))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = columns(rows)
     if chosen.hosts.stage:
         lines += ["", f"--stage copies to each host {collect_files(chosen).describe()}"]
-    known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts.entries]
-    if all(one.slots is not None for one in chosen.hosts.entries):
-        sizes = place_workers(known, chosen.ranks.workers or None, chosen.hosts.map_by)
-        lines += [
-            "",
-            *(
-                f"{one.name}: {rank_list(range(first, first + size))}"
-                for one, first, size in _spans(known, sizes)
-            ),
-        ]
+    return lines
+
+
+def _dry_run_placement(chosen: LaunchOptions) -> Iterator[str]:
+    ranks, entries = chosen.ranks, chosen.hosts.entries
+    yield ""
+    if all(one.slots is not None for one in entries):
+        known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in entries]
+        first = 0
+        sizes = place_workers(known, ranks.workers or None, chosen.hosts.map_by)
+        for one, size in zip(known, sizes, strict=True):
+            if size:
+                yield f"{one.name}: {rank_list(range(first, first + size))}"
+            first += size
     else:
-        lines += [
-            "",
-            (
-                f"workers: {chosen.ranks.workers or 'one for each core'}, placed by "
-                f"{chosen.hosts.map_by} when the hosts have told their cores"
-            ),
-        ]
-    if chosen.ranks.servers:
-        copies = (
-            f", {chosen.ranks.server_replicas} "
-            f"cop{'ies' if chosen.ranks.server_replicas > 1 else 'y'} of each on others"
-            if chosen.ranks.server_replicas
-            else ""
+        yield (
+            f"workers: {ranks.workers or 'one for each core'}, placed by "
+            f"{chosen.hosts.map_by} when the hosts have told their cores"
         )
-        lines += [
-            f"servers: {chosen.ranks.servers}, in turns on the hosts that have workers{copies}"
-        ]
+    if ranks.servers:
+        copies = ""
+        if ranks.server_replicas:
+            word = "copies" if ranks.server_replicas > 1 else "copy"
+            copies = f", {ranks.server_replicas} {word} of each on others"
+        yield f"servers: {ranks.servers}, in turns on the hosts that have workers{copies}"
+
+
+def _dry_run_network(chosen: LaunchOptions) -> Iterator[str]:
     job = chosen.hosts.scheduled
+    network = "of the network by which ssh goes"
     if job is not None:
         others = f"all hosts but {job.here}" if job.here else "all hosts"
-        lines += [
-            (
-                f"{job.name}: {job.starter.program} starts the agents on {others}; "
-                "--ssh CMD does it otherwise, --allocation off takes no host from the job"
-            )
-        ]
-    network = (
-        "by which all reach each other" if job is not None else "of the network by which ssh goes"
-    )
-    lines += [
-        (
-            "addresses: asked for when the job starts, "
-            f"{'by --iface ' + chosen.hosts.iface if chosen.hosts.iface else network}"
+        yield (
+            f"{job.name}: {job.starter.program} starts the agents on {others}; "
+            "--ssh CMD does it otherwise, --allocation off takes no host from the job"
         )
-    ]
-    lines += [f"workers are {ON_HOSTS[chosen.ranks.start_method]}"]
-    lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
-    lines += [chosen.runtime.exposure_warning] if chosen.runtime.exposure_warning else []
-    return "".join(
-        f"{escape(line)}\n"
-        for line in (
-            *chosen.hosts.notices,
-            *lines,
-            "",
-            "settings:",
-            *columns(settings_rows(chosen)),
-        )
+        network = "by which all reach each other"
+    if chosen.hosts.iface:
+        network = f"by --iface {chosen.hosts.iface}"
+    yield f"addresses: asked for when the job starts, {network}"
+    yield f"workers are {ON_HOSTS[chosen.ranks.start_method]}"
+    yield f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"
+    if chosen.runtime.exposure_warning:
+        yield chosen.runtime.exposure_warning
+
+
+def _dry_run_joined(chosen: LaunchOptions) -> list[str]:
+    from syncvar_launcher.join.join_rendezvous import join_lines  # sockets that others do not need
+
+    lines = join_lines(chosen)
+    if chosen.hosts.stage:
+        lines.append(f"--stage copies to each host {collect_files(chosen).describe()}")
+    lines.append(
+        f"workers: {chosen.ranks.workers or 'one for each slot that is offered'}, placed by "
+        f"{chosen.hosts.map_by} when all have joined"
     )
-
-
-def _dry_run_joined(chosen: LaunchOptions) -> str:
-    """Return what a launch with `--listen` would do; it does not listen."""
-    from syncvar_launcher.join.join_rendezvous import (
-        join_command,
-        listen_address,
-    )  # brings sockets for hosts that join
-
-    address, port = listen_address(chosen.join.listen or "")
-    whom = (
-        f"{chosen.join.host_count} hosts"
-        if chosen.join.host_count is not None
-        else f"as many hosts as have {chosen.ranks.workers} slots together"
-    )
-    is_there = chosen.join.key_file.exists()
-    lines = [
-        (
-            f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to "
-            f"{chosen.runtime.rendezvous_timeout_s:g} s; each runs:"
-        ),
-        f"  {join_command(address, port or 'PORT', chosen)}",
-        f"key: {'read from' if is_there else 'to be made in'} {chosen.join.key_file}",
-        *(
-            [f"--stage copies to each host {collect_files(chosen).describe()}"]
-            if chosen.hosts.stage
-            else []
-        ),
-        (
-            f"workers: {chosen.ranks.workers or 'one for each slot that is offered'}, placed by "
-            f"{chosen.hosts.map_by} when all have joined"
-        ),
-        f"workers are {ON_HOSTS[chosen.ranks.start_method]}",
-    ]
-    return "".join(
-        f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen)))
-    )
-
-
-def _spans(
-    rooms: Sequence[HostCapacity], sizes: Sequence[int]
-) -> Iterator[tuple[HostCapacity, int, int]]:
-    first = 0
-    for one, size in zip(rooms, sizes, strict=True):
-        if size:
-            yield one, first, size
-        first += size
+    return [*lines, f"workers are {ON_HOSTS[chosen.ranks.start_method]}"]

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from syncvar.core.errors import WireError
-from syncvar.core.exit_codes import INTERNAL
-from syncvar.core.output_files import EVIDENCE, LostFile, write_error_text
+from syncvar.core.exit_status import INTERNAL
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, poll_hosts
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
-from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, keep_result
-from syncvar_launcher.hosts.staging import folder_and_target
+from syncvar_launcher.hosts.file_transfer import (
+    ReceivedFiles,
+    call_parts,
+    folder_and_target,
+    forget_results,
+)
 from syncvar_launcher.io.output import escape
-from syncvar_launcher.io.terminal import Input
+from syncvar_launcher.io.standard_streams import Input
 from syncvar_launcher.local.local_workers import (
     Event,
     Spared,
@@ -38,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from syncvar_launcher.hosts.agent_connection import HostSlot
     from syncvar_launcher.hosts.agent_protocol import Message
-    from syncvar_launcher.hosts.provision import HostSlot, JobHosts
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import LocalWorkers
 
@@ -54,20 +57,29 @@ _WORDS_OF_A_FAILURE = {"error", "message", "traceback", "exit_code"}
 
 
 class _RemoteProcess(NamedTuple):
-    """The last report on a rank's process.
-
-    Args:
-        letter: Its state.
-        busy_s: Its processor time in seconds.
-        pid: Its number on its host; -1 if unknown.
-    """
+    """The last report on a rank's process: state letter, processor time, and number on its host."""
 
     letter: str = ""
     busy_s: float = 0.0
     pid: int = -1
 
 
-_UNHEARD = _RemoteProcess()
+_UNKNOWN = _RemoteProcess()
+
+
+class AgentHosts(Protocol):
+    """What the workers need of the hosts of a job."""
+
+    secret: bytes
+    sites: list[HostSlot]
+
+    def free_port(self) -> int:
+        """Return a free port at the first host's address."""
+        ...
+
+    def take_messages(self) -> list[str]:
+        """Return the messages for the user since the last call."""
+        ...
 
 
 class RemoteWorkers:
@@ -91,7 +103,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        host_group: JobHosts,
+        host_group: AgentHosts,
         job: Job,
         here: LocalWorkers,
         folder: Path,
@@ -103,7 +115,6 @@ class RemoteWorkers:
         self._host_group = host_group
         self._job = job
         self._here = here
-        self._folder = folder
         self._rendezvous = rendezvous
         self._generation = generation
         self._restarts = restarts
@@ -121,21 +132,32 @@ class RemoteWorkers:
         self._unanswered: dict[int, tuple[HostSlot, StackRequest]] = {}
         self._processes: dict[int, _RemoteProcess] = {}
         self._noted: set[int] = set()
-        self._asked = 0
+        self._request_count = 0
         self._late: list[Event] = []  # arrived during the wait for a stack
-        self._stood: dict[int, list[Thread]] = {}
-        self._said: list[str] = []
-        self._lost_results: set[str] = set()
+        self._stacks: dict[int, list[Thread]] = {}
+        self._messages: list[str] = []
+        self._files = ReceivedFiles(job, folder)
         self._reader = job.options.ranks.debug or 0  # the rank that gets the standard input
         self._input = Input(0, 1, is_debugged=job.options.ranks.debug is not None)
         self._is_closing = False
+        self._handlers: dict[str, Callable[[Message, HostSlot], Iterable[Event] | None]] = {
+            "output": self._forward_output,
+            "started": self._report_started,
+            "status": self._report_status,
+            "exited": self._report_exit,
+            "not_signalled": self._report_not_signalled,
+            "start_failed": self._report_start_failed,
+            "process_states": self._keep_process_states,
+            "stack": self._keep_stack,
+            "places": self._keep_places,
+            "result": self._keep_result,
+            "record": self._keep_record,
+            "input_consumed": self._count_input,
+            "notice": self._keep_notice,
+        }
 
     def start(self) -> Iterator[Event]:
         """Start all workers and servers; an agent reports each later."""
-        self._start()
-        return iter(())
-
-    def _start(self) -> None:
         chosen, config = self._job.options, self._job.config
         forget_results(self._job.environ)
         # For all hosts first: a wrong binding must fail before anything starts.
@@ -151,45 +173,39 @@ class RemoteWorkers:
             ranks = range(first, first + site.workers)
             first += site.workers
             servers = [number for number in self._job.servers if self._job.host_of(number) == index]
-            told = [
-                *(self._told(number, {}, None) for number in servers),
-                *(
-                    self._told(
-                        rank,
-                        torch,
-                        bindings[index].cores[rank - ranks[0]],
-                        has_input=rank == self._reader,
-                    )
-                    for rank in ranks
-                ),
-            ]
+            specs = [self._rank_spec(number, {}, None) for number in servers]
+            for rank in ranks:
+                cores = bindings[index].cores[rank - ranks[0]]
+                has_input = rank == self._reader
+                specs.append(self._rank_spec(rank, torch, cores, has_input=has_input))
             cwd, target = folder_and_target(site.remote, chosen)
-            start = {
+            request = {
                 "job": self._job.job_id,
                 "generation": self._generation,
                 "secret": self._host_group.secret,
-                "ranks": told,
+                "ranks": specs,
                 "shm_bytes": config.shm_bytes,
                 "core_count": site.facts["core_count"],
                 "shm_unavailable_reason": self._shm_unavailable_reason[index],
-                "hands_over": config.transport != "zmq",
-                "is_clear": chosen.program.env_clear,
-                "has_totals": bool(chosen.output.stats),
+                "requests_shm": config.transport != "zmq",
+                "env_clear": chosen.program.env_clear,
+                "saves_call_totals": bool(chosen.output.stats),
                 "start_method": chosen.ranks.start_method,
                 "cwd": cwd,
                 "kind_of_target": chosen.program.kind,
                 "target": target,
                 "args": list(chosen.program.args),
                 "environ": {**carried_variables(self._job.environ), **chosen.program.env},
-                "servers": len(servers),
+                "server_count": len(servers),
             }
             self.workers |= dict.fromkeys((*servers, *ranks), site)
             self._running |= {*servers, *ranks}
             site.remote.heard = time.monotonic()
             for part in call_parts(self._job.environ):
-                site.remote.send("call", data=part)
-            site.remote.send("begin", start=start)
+                site.remote.send("call_data", data=part)
+            site.remote.send("start", request=request)
         self._input.take()
+        return iter(())
 
     def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start a rank again, alone; it gets no input."""
@@ -197,10 +213,11 @@ class RemoteWorkers:
         host = self._job.host_of(rank)
         cores = self._job.binding_of(host).cores[self._job.hosts.local_rank(rank)]
         self._running.add(rank)
-        site.remote.send("begin_again", one=self._told(rank, {}, cores, incarnation=incarnation))
+        spec = self._rank_spec(rank, {}, cores, incarnation=incarnation)
+        site.remote.send("restart_rank", rank_spec=spec)
         return iter(())
 
-    def _told(
+    def _rank_spec(
         self,
         number: int,
         torch: dict[str, str],
@@ -224,10 +241,10 @@ class RemoteWorkers:
     def describe(self) -> tuple[str, str]:
         """Return the transport in few words, and as a whole line."""
         within = "shared memory" if "" in self._shm_unavailable_reason else "unix sockets"
-        hosts, way = len(self._host_group.sites), self._job.config.between_hosts
-        between = f" on each host; {way} between {hosts} hosts" if hosts > 1 else ""
+        hosts, links = len(self._host_group.sites), self._job.config.between_hosts
+        between = f" on each host; {links} between {hosts} hosts" if hosts > 1 else ""
         if hosts > 1 and all(site.workers == 1 for site in self._host_group.sites):
-            within, between = "", f"{way} between {hosts} hosts"
+            within, between = "", f"{links} between {hosts} hosts"
         return f"{within}{between}", f"transport: {within}{between}"
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -240,19 +257,13 @@ class RemoteWorkers:
                 self._allowed[rank, stream] = (
                     self._allowed.get((rank, stream), FIRST_CREDIT) + count
                 )
-                self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
-        watched = [
-            descriptor
-            for site in self._host_group.sites
-            for descriptor in site.remote.descriptors()
-        ]
+                self.workers[rank].remote.send("credit", rank=rank, stream=stream, nbytes=count)
+        watched = [one for site in self._host_group.sites for one in site.remote.descriptors()]
         return [*watched, *self._input.descriptors()] if self._reader in self.workers else watched
 
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
-        return [
-            descriptor for site in self._host_group.sites for descriptor in site.remote.unsent()
-        ]
+        return [one for site in self._host_group.sites for one in site.remote.unsent()]
 
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported."""
@@ -266,7 +277,7 @@ class RemoteWorkers:
         for site in self._host_group.sites:
             site.remote.flush()
             for message in site.remote.readable(descriptor):
-                yield from self._understood(message, site)
+                yield from self._events(message, site)
             if site.remote.loss_reason:
                 yield from self._lose(site)
 
@@ -274,7 +285,7 @@ class RemoteWorkers:
         """Send a heartbeat to all hosts, and check theirs."""
         now = time.monotonic()
         for site in self._host_group.sites:
-            site.remote.send("beat")
+            site.remote.send("heartbeat")
             silent_s = now - site.remote.heard
             if silent_s > self._job.config.host_silence_s and not site.remote.loss_reason:
                 site.remote.end(
@@ -284,20 +295,22 @@ class RemoteWorkers:
         if self._reader not in self._running:
             self._input.let_go()
         elif (size := self._input.take()) is not None:
-            self.workers[self._reader].remote.send("window", rank=self._reader, size=list(size))
+            self.workers[self._reader].remote.send(
+                "window_size", rank=self._reader, size=list(size)
+            )
 
     def state(self, rank: int) -> str:
         """Return the last known state letter of a worker's process; empty after its end."""
-        return self._processes.get(rank, _UNHEARD).letter if rank in self._running else ""
+        return self._processes.get(rank, _UNKNOWN).letter if rank in self._running else ""
 
     def busy_s(self, rank: int) -> float:
         """Return the last known processor time of a worker's process, in seconds."""
-        return self._processes.get(rank, _UNHEARD).busy_s
+        return self._processes.get(rank, _UNKNOWN).busy_s
 
     def send(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to workers; SIGTERM also wakes those that are stopped."""
         for site, own in self._by_site(ranks):
-            site.remote.send("signal", ranks=own, number=number)
+            site.remote.send("signal", ranks=own, signal_number=number)
 
     def send_groups(self, number: int) -> list[int]:
         """Send a signal to the process groups of all ranks.
@@ -305,7 +318,7 @@ class RemoteWorkers:
         An event `Spared` names ranks that do not expect it, later.
         """
         for site in self._host_group.sites:
-            site.remote.send("signal_groups", number=number)
+            site.remote.send("signal_groups", signal_number=number)
         return []
 
     def kill(self, ranks: Sequence[int]) -> None:
@@ -330,10 +343,10 @@ class RemoteWorkers:
         for site in self._host_group.sites:
             site.remote.send("abort", generation=generation)
 
-    def take_said(self) -> list[str]:
-        """Return the sentences to show since the last call."""
-        said, self._said = self._said, []
-        return [*said, *self._host_group.take_said()]
+    def take_messages(self) -> list[str]:
+        """Return the messages for the user since the last call."""
+        messages, self._messages = self._messages, []
+        return [*messages, *self._host_group.take_messages()]
 
     # -- where ranks stand -------------------------------------------------------------------------
 
@@ -342,7 +355,7 @@ class RemoteWorkers:
         new = [rank for rank in ranks if rank not in self._noted and rank in self._running]
         self._noted |= set(new)
         for site, own in self._by_site(new):
-            site.remote.send("note", ranks=own)
+            site.remote.send("get_places", ranks=own)
 
     def await_noted(self, limit_s: float) -> None:
         """Do nothing: an agent answers before it forwards the next signal."""
@@ -351,42 +364,43 @@ class RemoteWorkers:
         """Request the stack of a rank."""
         if rank not in self._running:
             return StackRequest(rank, -1, ENDED if rank in self.workers else NOT_STARTED)
-        self._asked += 1
-        site, asked = self.workers[rank], StackRequest(rank, self._asked, "", all_threads)
-        self._unanswered[self._asked] = site, asked
-        site.remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
-        return asked
+        self._request_count += 1
+        number = self._request_count
+        site, request = self.workers[rank], StackRequest(rank, number, "", all_threads)
+        self._unanswered[number] = site, request
+        site.remote.send("get_stack", request_id=number, rank=rank, all_threads=all_threads)
+        return request
 
-    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
+    def answer(self, request: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
         """Return the answer to a request; None before it arrives, empty without a request."""
-        if asked.start < 0:
+        if request.start < 0:
             return []
         if is_last:
-            self._unanswered.pop(asked.start, None)
-            return self._stood.pop(asked.start, None)
-        return self._stood.get(asked.start)
+            self._unanswered.pop(request.start, None)
+            return self._stacks.pop(request.start, None)
+        return self._stacks.get(request.start)
 
     def place_now(self, rank: int) -> str:
         """Return where a rank stands, after a moment; empty without an answer."""
         silent_s = time.monotonic() - self.workers[rank].remote.heard
         if silent_s > _BEATS_MISSED * self._job.config.heartbeat_interval_s:
             return ""  # waiting for each of its ranks would delay the news of its loss
-        asked = self.ask(rank)
-        if asked.start < 0:
+        request = self.ask(rank)
+        if request.start < 0:
             return ""
         site, until = self.workers[rank], time.monotonic() + _MOMENT_S
-        while (threads := self.answer(asked)) is None and not site.remote.loss_reason:
+        while (threads := self.answer(request)) is None and not site.remote.loss_reason:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 break
-            (said,), _ = poll_hosts([site.remote], left_s)
-            for message in said:
-                self._late += self._understood(message, site)
+            (messages,), _ = poll_hosts([site.remote], left_s)
+            for message in messages:
+                self._late += self._events(message, site)
         return stack_text(threads[0].frames, str(self._job.options.program.cwd)) if threads else ""
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process on its host; -1 if unknown."""
-        return self._processes.get(rank, _UNHEARD).pid
+        return self._processes.get(rank, _UNKNOWN).pid
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -398,28 +412,34 @@ class RemoteWorkers:
         self._input.close()
         yield from self._here.close()
         waiting = [site for site in self._host_group.sites if not site.remote.loss_reason]
+        for rank, site in self.workers.items():
+            for stream in ("out", "err"):
+                site.remote.send("credit", rank=rank, stream=stream, nbytes=1 << 40)
+                self._allowed[rank, stream] = 1 << 60
         for site in waiting:
-            for rank, own in self.workers.items():
-                if own is site:
-                    for stream in ("out", "err"):
-                        site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
-                        self._allowed[rank, stream] = 1 << 60
-            site.remote.send("end")
+            site.remote.send("end_attempt")
+        yield from self._await_ends(waiting)
+        for site in self._host_group.sites:
+            if site.remote.loss_reason:
+                yield from self._lose(site)
+
+    def _await_ends(self, waiting: list[HostSlot]) -> Iterator[Event]:
+        """Yield what agents still send, until each has ended the attempt or is lost."""
         # Only the waits for an agent count, not those for our reader.
         idle_s = dict.fromkeys((site.name for site in waiting), 0.0)
         while waiting:
             began = time.monotonic()
-            said, _ = poll_hosts([site.remote for site in waiting], 1.0)
+            received, _ = poll_hosts([site.remote for site in waiting], 1.0)
             waited_s = time.monotonic() - began
             have_ended = set()
-            for site, messages in zip(waiting, said, strict=True):
+            for site, messages in zip(waiting, received, strict=True):
                 idle_s[site.name] = 0.0 if messages else idle_s[site.name] + waited_s
                 for message in messages:
-                    if message["kind"] == "closed":
+                    if message["kind"] == "attempt_ended":
                         have_ended.add(site.name)
-                    yield from self._understood(message, site)
+                    yield from self._events(message, site)
                 if idle_s[site.name] > _CLOSE_S:
-                    self._said.append(
+                    self._messages.append(
                         f"{site.name}: its agent does not end; what its ranks wrote last may be "
                         "missing"
                     )
@@ -429,9 +449,6 @@ class RemoteWorkers:
                 for site in waiting
                 if site.name not in have_ended and not site.remote.loss_reason
             ]
-        for site in self._host_group.sites:
-            if site.remote.loss_reason:
-                yield from self._lose(site)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -443,135 +460,107 @@ class RemoteWorkers:
                 found.setdefault(id(site), (site, []))[1].append(rank)
         return list(found.values())
 
-    def _understood(self, message: Message, site: HostSlot) -> list[Event]:
+    def _events(self, message: Message, site: HostSlot) -> list[Event]:
         """Return the events of a message; a malformed one ends the connection."""
+        handler = self._handlers.get(message["kind"])
+        rank = message.get("rank")
         try:
-            return list(self._events(message, site))
+            if handler is None or (rank is not None and self.workers.get(rank) is not site):
+                return []
+            return list(handler(message, site) or ())
         except (WireError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             site.remote.end(f"{NOT_UNDERSTOOD}: {message['kind']}: {error}")
             return []
 
-    def _events(self, message: Message, site: HostSlot) -> Iterator[Event]:
-        kind = message["kind"]
-        rank: Any = message.get("rank")
-        if rank is not None and self.workers.get(rank) is not site:
-            return  # no rank of this host
-        if kind == "output" and message["stream"] in ("out", "err"):
-            self._count_output((rank, message["stream"]), len(message["data"]))
-            yield WorkerOutput(rank, message["stream"], message["data"])
-        elif kind == "began":
-            for each, pid in message["pids"].items():
-                if self.workers.get(each) is site:
-                    self._processes[each] = _RemoteProcess(pid=int(pid))
-                    yield WorkerStarted(each, int(pid))
-        elif kind == "spoke":
-            record = message["record"]
-            is_flat = all(
-                isinstance(name, str) and isinstance(value, str | int)
-                for name, value in record.items()
-            )
-            is_whole = record.get("event") != "failed" or record.keys() >= _WORDS_OF_A_FAILURE
-            if is_flat and not is_whole:
-                raise WireError("a failure without its words")
-            if is_flat:
-                yield WorkerStatus(rank, record)
-        elif kind == "ended":
-            self._running.discard(rank)
-            yield WorkerExited(rank, message["status"], message["beyond"])
-        elif kind == "spared":
-            named = [each for each in message["ranks"] if isinstance(each, int)]
-            ranks = [each for each in named if self.workers.get(each) is site]
-            if ranks:
-                yield Spared(message["number"], ranks)
-        elif kind == "refused":
-            yield from self._refused(message, site)
-        else:
-            self._apply(kind, message, site)
+    def _forward_output(self, message: Message, _: HostSlot) -> Iterator[Event]:
+        rank, stream, data = message["rank"], message["stream"], message["data"]
+        if stream in ("out", "err"):
+            key = rank, stream
+            self._owed[key] = self._owed.get(key, 0) + len(data)
+            self._received[key] = self._received.get(key, 0) + len(data)
+            if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
+                raise WireError("it sends more output than it was asked for")
+            yield WorkerOutput(rank, stream, data)
 
-    def _count_output(self, key: tuple[int, str], nbytes: int) -> None:
-        self._owed[key] = self._owed.get(key, 0) + nbytes
-        self._received[key] = self._received.get(key, 0) + nbytes
-        if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
-            raise WireError("it sends more output than it was asked for")
+    def _report_started(self, message: Message, site: HostSlot) -> Iterator[Event]:
+        for rank, pid in message["pids"].items():
+            if self.workers.get(rank) is site:
+                self._processes[rank] = _RemoteProcess(pid=int(pid))
+                yield WorkerStarted(rank, int(pid))
 
-    def _refused(self, message: Message, site: HostSlot) -> Iterator[Event]:
+    @staticmethod
+    def _report_status(message: Message, _: HostSlot) -> Iterator[Event]:
+        record = message["record"]
+        is_flat = all(
+            isinstance(name, str) and isinstance(value, str | int) for name, value in record.items()
+        )
+        is_whole = record.get("event") != "failed" or record.keys() >= _WORDS_OF_A_FAILURE
+        if is_flat and not is_whole:
+            raise WireError("a failure without its words")
+        if is_flat:
+            yield WorkerStatus(message["rank"], record)
+
+    def _report_exit(self, message: Message, _: HostSlot) -> Iterator[Event]:
+        self._running.discard(message["rank"])
+        yield WorkerExited(message["rank"], message["status"], message["detail"])
+
+    def _report_not_signalled(self, message: Message, site: HostSlot) -> Iterator[Event]:
+        named = [each for each in message["ranks"] if isinstance(each, int)]
+        ranks = [each for each in named if self.workers.get(each) is site]
+        if ranks:
+            yield Spared(message["signal_number"], ranks)
+
+    def _report_start_failed(self, message: Message, site: HostSlot) -> Iterator[Event]:
         words = site.remote.words().splitlines()[-_WORDS_SHOWN:]
-        self._said += [escape(f"{site.name}: {line}") for line in words]
-        code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
+        self._messages += [escape(f"{site.name}: {line}") for line in words]
+        code = message["exit_code"] if 0 < message["exit_code"] <= _CODE_MAX else INTERNAL
         for each in self._running_on(site):
             self._running.discard(each)
             reason = escape(f"it cannot be started: {message['reason']}")
             yield WorkerUnreachable(each, reason, code)
 
-    def _apply(self, kind: str, message: Message, site: HostSlot) -> None:
-        """Handle a message that makes no event."""
-        if kind == "states":
-            for each, (letter, busy_s, pid) in message["states"].items():
-                if self.workers.get(each) is site:
-                    self._processes[each] = _RemoteProcess(str(letter)[:1], float(busy_s), int(pid))
-        elif kind == "stood":
-            self._keep_stacks(message, site)
-        elif kind == "placed":
-            for each, line in message["places"].items():
-                if self.workers.get(each) is site:
-                    self.places[each] = escape(str(line))
-        elif kind == "result":
-            self._keep_result(message, site)
-        elif kind == "record":
-            self._keep(message["name"], message["data"], site)
-        elif kind == "fed":
-            self._input.fed(message["count"])
-        elif kind == "said":
-            self._said.append(escape(f"{site.name}: {message['sentence']}"))
+    def _keep_process_states(self, message: Message, site: HostSlot) -> None:
+        for rank, (letter, busy_s, pid) in message["states"].items():
+            if self.workers.get(rank) is site:
+                self._processes[rank] = _RemoteProcess(str(letter)[:1], float(busy_s), int(pid))
 
-    def _keep_stacks(self, message: Message, site: HostSlot) -> None:
-        number = message["number"]
+    def _keep_places(self, message: Message, site: HostSlot) -> None:
+        for rank, line in message["places"].items():
+            if self.workers.get(rank) is site:
+                self.places[rank] = escape(str(line))
+
+    def _count_input(self, message: Message, _: HostSlot) -> None:
+        self._input.fed(message["nbytes"])
+
+    def _keep_notice(self, message: Message, site: HostSlot) -> None:
+        self._messages.append(escape(f"{site.name}: {message['text']}"))
+
+    def _keep_stack(self, message: Message, site: HostSlot) -> None:
+        number = message["request_id"]
         host, request = self._unanswered.get(number, (None, None))
         if request is None or host is not site:
             return
         del self._unanswered[number]
-        request.instead = escape(message["instead"])
-        self._stood[number] = [
-            Thread(str(ident), bool(is_main), tuple(_frame(*one) for one in frames))
+        request.instead = escape(message["no_stack_reason"])
+        self._stacks[number] = [
+            Thread(
+                str(ident),
+                bool(is_main),
+                tuple(StackFrame(str(file), int(line), str(name)) for file, line, name in frames),
+            )
             for ident, is_main, frames in message["threads"]
         ]
 
-    def _keep(self, name: str, data: bytes, site: HostSlot) -> None:
-        """Write a flight record, or totals of calls, that a rank or server has left on its host."""
-        from syncvar.core.state_folder import is_record, write_record  # only after failures
-
-        found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
-        if (
-            found is None
-            or self.workers.get(int(found[2]) + (SERVER_0 if found[1] else 0)) is not site
-        ):
-            return
-        folder = (
-            self._job.records.folder
-            if is_record(name)
-            else self._folder
-            if re.fullmatch(r"stats-\d+\.\d+\.json", name)
-            else None
-        )
-        if folder is not None:
-            try:
-                write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
-            except OSError as error:
-                origin = EVIDENCE if is_record(name) else "--stats"
-                lost = LostFile(str(folder / name), origin, write_error_text(error))
-                self._job.lost_files.add([lost], site.name)
+    def _keep_record(self, message: Message, site: HostSlot) -> None:
+        found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", message["name"])
+        if found is not None:
+            rank = int(found[2]) + (SERVER_0 if found[1] else 0)
+            if self.workers.get(rank) is site:
+                self._files.keep_record(message["name"], message["data"], site.name)
 
     def _keep_result(self, message: Message, site: HostSlot) -> None:
-        """Write a part of a result; if that fails, drop the rest and name the result at the end."""
-        name = message["name"]
-        if name in self._lost_results:
-            return
-        try:
-            keep_result(self._job.environ, name, message["data"], is_last=message["is_last"])
-        except OSError as error:
-            self._lost_results.add(name)
-            lost = LostFile(name, "sv.run", write_error_text(error))
-            self._job.lost_files.add([lost], site.name)
+        name, data, is_last = message["name"], message["data"], message["is_last"]
+        self._files.keep_result(name, data, site.name, is_last=is_last)
 
     def _running_on(self, site: HostSlot) -> list[int]:
         """Return the ranks and servers that run on a host, ranks first."""
@@ -593,7 +582,3 @@ class RemoteWorkers:
                 rank,
                 escape(f"its host {site.name} is gone: {site.remote.loss_reason}{ended}{last}"),
             )
-
-
-def _frame(file: Any, line: Any, name: Any) -> StackFrame:
-    return StackFrame(str(file), int(line), str(name))

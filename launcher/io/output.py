@@ -17,8 +17,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from syncvar.core.output_files import LostFile, check_folder, write_error_text
-from syncvar.core.private_files import REQUESTED
+from syncvar.core.output_files import REQUESTED, LostFile, check_folder, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, process_name, short_name
 
 if TYPE_CHECKING:

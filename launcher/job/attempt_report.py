@@ -1,18 +1,30 @@
-"""The report on one attempt: what each rank was doing, why the job failed, and what helps."""
+"""What the ranks of an attempt do: for its report, stall reports and questions from outside.
+
+`AttemptReport` says why the job failed and what helps. `RankStates` describes processes that others
+wait for. `StatusSocket` answers `syncvar ps` and `syncvar stacks`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
+import struct
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core import exit_codes
+import msgpack
+
+from syncvar.core import exit_status
 from syncvar.core.process_ids import is_server
 from syncvar.core.restart_policy import Ending
 from syncvar.core.stack_dump import activity_text
 from syncvar.protocol.object_codec import pack_object
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import (
+    EvidenceFiles,
     FailureReport,
     SecondaryFailure,
     WorkerTraceback,
@@ -20,19 +32,53 @@ from syncvar_launcher.job.failure_report import (
     failure_sentence,
     interrupted_block,
 )
+from syncvar_launcher.local.stack_requests import ANSWER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from syncvar.bootstrap.rendezvous_server import RendezvousServer
     from syncvar_launcher.io.output import OutputForwarder
-    from syncvar_launcher.io.signal_watch import SignalWatch
+    from syncvar_launcher.io.standard_streams import Outlets, SignalWatch
     from syncvar_launcher.job.job import Job
+    from syncvar_launcher.job.job_files import EventLog
     from syncvar_launcher.job.supervisor import FailureCause, JobOutcome, Supervisor
     from syncvar_launcher.job.workers import Workers
+    from syncvar_launcher.local.stack_requests import StackRequest
 
 _OUTCOME_FILE = "SYNCVAR_OUTCOME_FILE"  # `sv.run` reads the failure from this file
 _LOST_PEER = ("PeerLost", "GroupBroken")  # errors that follow from the failure of another rank
+
+
+class JobConsole(NamedTuple):
+    """What the launcher reads and writes while it runs a job.
+
+    Args:
+        outlets: The standard streams of the launcher.
+        forwarder: Shows the output of the ranks.
+        events: The log of events.
+        watch: The signals that the launcher has received.
+    """
+
+    outlets: Outlets
+    forwarder: OutputForwarder
+    events: EventLog
+    watch: SignalWatch
+
+    def show(self, sentence: str) -> None:
+        """Show a sentence of the launcher."""
+        self.forwarder.say(f"syncvar: {sentence}\n")
+
+    def log_signal(self, event: str, number: int) -> None:
+        """Add an event about a signal."""
+        self.events.add(event, signal=number, name=exit_status.signal_name(number))
+
+    def drop_passing(self, when: str) -> None:
+        """Drop signals to forward, because no rank runs, and show that."""
+        while self.watch.passing:
+            number = self.watch.passing.popleft()
+            name = exit_status.signal_name(number) or number
+            self.show(f"{name} came {when}, and is dropped")
 
 
 class AttemptReport:
@@ -49,19 +95,18 @@ class AttemptReport:
         supervisor: Supervisor,
         workers: Workers,
         store: RendezvousServer,
-        forwarder: OutputForwarder,
-        watch: SignalWatch,
+        console: JobConsole,
         *,
-        began: float,
+        is_restart: bool,
     ) -> None:
         self._job = job
         self._supervisor = supervisor
-        self._workers = workers
+        self.workers = workers
         self._store = store
-        self._forwarder = forwarder
-        self._watch = watch
-        self.is_restart = False
-        self._began = began
+        self._console = console
+        self._forwarder, self._watch = console.forwarder, console.watch
+        self.is_restart = is_restart
+        self._began = console.watch.now()
         self._positions: dict[int, str] = {}
         self._is_whole = job.options.output.verbose
         self.processes = [*range(job.options.ranks.workers), *job.servers]
@@ -79,51 +124,51 @@ class AttemptReport:
         The attempt calls it at the first failure, and before it terminates the ranks.
         """
         failed = {but, *self._supervisor.causes}
-        self._workers.note(rank for rank in sorted(self._supervisor.running) if rank not in failed)
+        self.workers.note(rank for rank in sorted(self._supervisor.running) if rank not in failed)
         if not self._positions:
             self._positions = {number: self.position(number) for number in self.processes}
 
     def ending(self, outcome: JobOutcome, *, had_met: bool) -> Ending:
         """Return what decides about a restart."""
         cause = outcome.cause
-        why = error = ""
+        sentence = error = ""
         if cause is not None:
-            why = failure_sentence(self._failure(cause)._replace(elapsed_s=None))
+            sentence = failure_sentence(self._failure(cause)._replace(elapsed_s=None))
             error = cause.error
         return Ending(
             exit_code=outcome.exit_code,
-            why=why,
+            failure=sentence,
             error=error,
             was_end_requested=outcome.interrupted != 0 or bool(self._watch.pending),
             had_met=had_met,
             lasted_s=self._watch.now() - self._began,
         )
 
-    def tell(self, outcome: JobOutcome, *, is_last: bool) -> None:
+    def show(self, outcome: JobOutcome, *, is_last: bool) -> None:
         """Show how the attempt ended; the last one also advises what to do."""
         cause = outcome.cause
-        if outcome.exit_code == exit_codes.PREEMPTED and cause is None:
+        if outcome.exit_code == exit_status.PREEMPTED and cause is None:
             number = outcome.interrupted
-            after = f" after {exit_codes.signal_name(number)}" if number else ""
+            after = f" after {exit_status.signal_name(number)}" if number else ""
             advice = "; run it again to go on" if is_last else ""
-            code = f"(exit code {exit_codes.PREEMPTED})"
-            self._forwarder.say(f"syncvar: the ranks stopped as asked{after} {code}{advice}\n")
+            code = f"(exit code {exit_status.PREEMPTED})"
+            self._console.show(f"the ranks stopped as asked{after} {code}{advice}")
         elif outcome.interrupted:
-            self._tell_interruption(outcome.interrupted)
+            self._show_interruption(outcome.interrupted)
         records = self._records(outcome)
         if cause is not None:
-            self._tell_failure(outcome, cause, records, is_last=is_last)
+            self._show_failure(outcome, cause, records, is_last=is_last)
         elif records:
-            self._forwarder.say(f"syncvar: evidence: {escape(records)}\n")
+            self._console.show(f"evidence: {escape(records)}")
 
-    def _tell_interruption(self, number: int) -> None:
+    def _show_interruption(self, number: int) -> None:
         has_reader = number != signal.SIGPIPE
         places = self._others(-1) if self._positions and has_reader else []
         raised = [one for one in self._raised(_LOST_PEER) if one.is_own]
-        name = exit_codes.signal_name(number)
+        name = exit_status.signal_name(number)
         self._forwarder.say(interrupted_block(name, places, raised, is_whole=self._is_whole))
 
-    def _tell_failure(
+    def _show_failure(
         self, outcome: JobOutcome, cause: FailureCause, records: str, *, is_last: bool
     ) -> None:
         outcome_file = self._job.environ.get(_OUTCOME_FILE)
@@ -133,10 +178,9 @@ class AttemptReport:
             self._others(cause.rank),
             # `sv.run` has no command line to try again.
             arguments=self._job.arguments if is_last and not outcome_file else [],
-            log_dir=str(log_dir) if log_dir else "",
-            records=records,
-            raised=self._raised(exit_codes.ERRORS_ABOUT_OTHERS),
             remedies=self._remedies(cause),
+            files=EvidenceFiles(str(log_dir) if log_dir else "", records),
+            raised=self._raised(exit_status.ERRORS_ABOUT_OTHERS),
             is_whole=self._is_whole,
         )
         if not outcome_file or not is_last:
@@ -209,7 +253,7 @@ class AttemptReport:
         if outcome.cause is None and not (has_folder or has_notice or self.is_restart):
             self._job.records.remove()
             return ""
-        return self._job.records.told()
+        return self._job.records.sentence()
 
     def _last_position(self, rank: int) -> str:
         """Return what a rank was doing at the failure, and what it raised afterwards."""
@@ -217,7 +261,7 @@ class AttemptReport:
         if cause is not None and cause.status is None and not cause.error:
             return cause.reason.split(": ", 1)[0]  # the rank has sent nothing more
         position = self._positions.get(rank) or self.position(rank)
-        place = self._workers.places.get(rank, "")
+        place = self.workers.places.get(rank, "")
         if cause is None or not cause.error:
             return activity_text(position, place)
         # "; " marks a rank that did not answer. How we terminated it says less than that.
@@ -228,3 +272,210 @@ class AttemptReport:
         if position.startswith("waiting") or (place and cause.error in _LOST_PEER):
             return f"{activity_text(position, place)}; then {cause.error}"
         return cause.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]
+
+
+_BUSY_SHARE = 0.2  # of a core
+_SHOWN_RANKS = 4  # ranks that a sentence names
+
+
+class RankStates:
+    """Describes the processes of an attempt.
+
+    Args:
+        workers: The workers.
+        starting: The ranks that have not reached their script.
+    """
+
+    def __init__(self, workers: Workers, starting: Container[int]) -> None:
+        self._workers = workers
+        self._starting = starting
+        self._busy: dict[int, tuple[float, float]] = {}  # time and processor time of the question
+
+    def watch(self, ranks: Iterable[int], now: float) -> None:
+        """Measure processor time of ranks that the rendezvous server asks for a sign of life."""
+        self._busy = {
+            rank: self._busy.get(rank) or (now, self._workers.busy_s(rank)) for rank in ranks
+        }
+
+    def process(self, number: int) -> str:
+        """Return whether the process of a rank or server runs, and its state."""
+        pid = self._workers.pid(number)
+        if number not in self._workers.workers or pid < 0:
+            return "its process has not been started"
+        letter = self._workers.state(number)
+        stopped = " is stopped" if letter == "T" else ""
+        return f"process {pid}{stopped} (state {letter})" if letter else f"process {pid} has ended"
+
+    def absent(self, ranks: Sequence[int]) -> str:
+        """Return what the first of the ranks do that others wait for."""
+        return "; ".join(f"rank {rank}: {self._absence(rank)}" for rank in ranks[:_SHOWN_RANKS])
+
+    def _absence(self, rank: int) -> str:
+        text = self.process(rank)
+        if rank in self._starting:
+            return f"{text}, has not reached its script" if text.startswith("process") else text
+        place = self._workers.place_now(rank) if rank in self._workers.workers else ""
+        return f"{text}, {place}" if place else text
+
+    def activity(self, rank: int, now: float) -> str:
+        """Return whether a rank has used its core since `watch` began to measure it."""
+        letter, known = self._workers.state(rank), self._busy.get(rank)
+        if not letter or known is None:
+            return ""
+        since, before = known
+        share = (self._workers.busy_s(rank) - before) / max(1e-3, now - since)
+        is_busy = share > _BUSY_SHARE or letter == "R"  # R: runnable, even without a free core
+        return f", CPU {'busy' if is_busy else 'idle'} (state {letter})"
+
+
+SOCKET = "inquiries"
+_REQUEST_MAX = 4096
+_OPEN_MAX = 8
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_PATIENCE_S = 10.0  # with a client that asks nothing, or does not read the answer
+
+
+@dataclass(slots=True, eq=False)
+class _Inquiry:
+    """One connection."""
+
+    end: socket.socket
+    until: float
+    requests: dict[int, StackRequest] = field(default_factory=dict)
+    answer: bytes = b""
+
+
+class StatusSocket:
+    """The launcher's side.
+
+    Args:
+        directory: The private folder of the job.
+        about: Returns the description of the job.
+        workers: The workers, which answer with their stacks.
+        position: Returns what a rank or server is doing, also after its process has ended.
+        processes: The numbers of the ranks and servers.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        about: Callable[[], dict[str, Any]],
+        workers: Workers,
+        position: Callable[[int], str],
+        processes: Sequence[int],
+    ) -> None:
+        self._about = about
+        self._workers = workers
+        self._position = position
+        self._processes = processes
+        self._open: list[_Inquiry] = []
+        self._listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        with contextlib.suppress(OSError):  # then the job runs without this socket
+            path = str(directory / SOCKET)
+            self._listener.bind(path)
+            os.chmod(path, 0o600)
+            self._listener.listen(_OPEN_MAX)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        unasked = [one.end.fileno() for one in self._open if not one.requests and not one.answer]
+        return [self._listener.fileno(), *unasked] if len(self._open) < _OPEN_MAX else unasked
+
+    def readable(self, descriptor: int, now: float) -> None:
+        """Handle a descriptor that poll reported; ignore others."""
+        if descriptor == self._listener.fileno():
+            with contextlib.suppress(OSError):
+                end, _ = self._listener.accept()
+                end.settimeout(0)
+                self._open.append(_Inquiry(end, now + _PATIENCE_S))
+                if not _is_ours(end):
+                    self._drop(self._open[-1])
+            return
+        for one in self._open:
+            if one.end.fileno() == descriptor:
+                self._read(one, now)
+                return
+
+    def due(self, now: float) -> float:
+        """Return when to call `tick`, in seconds of the clock; infinite without clients."""
+        return (
+            now + 0.005
+            if any(one.requests or one.answer for one in self._open)
+            else min((one.until for one in self._open), default=float("inf"))
+        )
+
+    def tick(self, now: float) -> None:
+        """Send the answers that are complete, and close finished and overdue connections."""
+        for one in list(self._open):
+            if one.requests:
+                answers = [self._workers.answer(request) for request in one.requests.values()]
+                if now >= one.until or None not in answers:
+                    ranks = [self._state_of(*item) for item in one.requests.items()]
+                    self._finish(one, {"job": self._about(), "ranks": ranks}, now)
+            if one.answer:
+                with contextlib.suppress(BlockingIOError):
+                    try:
+                        one.answer = one.answer[one.end.send(one.answer) :]
+                    except ConnectionError:
+                        one.answer = b""
+                if not one.answer:
+                    self._drop(one)
+                    continue
+            if now >= one.until:
+                self._drop(one)
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        for one in list(self._open):
+            self._drop(one)
+        self._listener.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _read(self, one: _Inquiry, now: float) -> None:
+        try:
+            request = msgpack.unpackb(one.end.recv(_REQUEST_MAX))
+            question = request["question"]
+        except (OSError, ValueError, TypeError, KeyError, msgpack.UnpackException):
+            self._drop(one)
+            return
+        if question == "stacks":
+            all_threads = bool(request.get("all_threads"))
+            one.requests = {
+                rank: self._workers.ask(rank, all_threads=all_threads) for rank in self._processes
+            }
+            one.until = now + ANSWER_S
+        else:
+            self._finish(one, {"job": self._about()}, now)
+
+    def _finish(self, one: _Inquiry, answer: dict[str, Any], now: float) -> None:
+        one.requests = {}
+        one.answer = msgpack.packb(answer)
+        one.until = now + _PATIENCE_S
+
+    def _state_of(self, rank: int, request: StackRequest) -> dict[str, Any]:
+        threads = self._workers.answer(request, is_last=True)
+        return {
+            "rank": rank,
+            "pid": self._workers.pid(rank),
+            "position": self._position(rank),
+            "instead": request.instead,
+            "threads": None
+            if threads is None
+            else [
+                [one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads
+            ],
+        }
+
+    def _drop(self, one: _Inquiry) -> None:
+        self._open.remove(one)
+        one.end.close()
+
+
+def _is_ours(end: socket.socket) -> bool:
+    _, user, _ = _CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return bool(user == os.getuid())

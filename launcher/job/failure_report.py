@@ -12,9 +12,8 @@ import re
 import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.exit_codes import describe_exit, signal_name
-from syncvar.core.process_ids import is_server, process_name
-from syncvar.core.rank_text import process_list
+from syncvar.core.exit_status import describe_exit, signal_name
+from syncvar.core.process_ids import is_server, process_list, process_name
 from syncvar_launcher.io.output import escape
 
 if TYPE_CHECKING:
@@ -80,11 +79,26 @@ class SecondaryFailure(NamedTuple):
 
     Args:
         rank: The rank.
-        what: A text such as "waiting in all_reduce #12 at train.py:40".
+        activity: A text such as "waiting in all_reduce #12 at train.py:40".
     """
 
     rank: int
-    what: str
+    activity: str
+
+
+class EvidenceFiles(NamedTuple):
+    """Where more of the evidence is.
+
+    Args:
+        log_dir: The folder with the whole output of the ranks, or an empty text.
+        records: The text that names the flight records, or an empty text.
+    """
+
+    log_dir: str = ""
+    records: str = ""
+
+
+_NO_FILES = EvidenceFiles()
 
 
 def failure_block(
@@ -92,11 +106,9 @@ def failure_block(
     others: Sequence[SecondaryFailure] = (),
     *,
     arguments: Sequence[str] = (),
-    log_dir: str = "",
-    records: str = "",
-    hints: Sequence[str] = (),
-    raised: Sequence[WorkerTraceback] = (),
     remedies: Sequence[Sequence[str]] = (),
+    files: EvidenceFiles = _NO_FILES,
+    raised: Sequence[WorkerTraceback] = (),
     is_whole: bool = False,
 ) -> str:
     """Write the block that ends a failed job.
@@ -105,11 +117,9 @@ def failure_block(
         failure: The first failure.
         others: What the other ranks did; equal texts share one line.
         arguments: The arguments of syncvar-launch, for commands to try; empty for no advice.
-        log_dir: The folder with the whole output of the ranks, or an empty text.
-        records: The text that names the flight records, or an empty text.
-        hints: Lines of advice before the commands.
-        raised: The exceptions of all ranks; ranks with one traceback share a block.
         remedies: Options with which the job would survive such a failure.
+        files: Where more of the evidence is.
+        raised: The exceptions of all ranks; ranks with one traceback share a block.
         is_whole: Whether tracebacks keep all lines.
 
     Example:
@@ -125,7 +135,8 @@ def failure_block(
           syncvar-launch --log-dir logs -n 3 a.py
     """
     alike, further = _groups(raised, failure)
-    lines = [_what(failure), *_evidence(failure, alike, is_whole=is_whole)]
+    lines = [f"syncvar: {failure_sentence(failure)}"]
+    lines += _evidence(failure, alike, is_whole=is_whole)
     shown = {one.rank for one in alike}
     for group in further[:_FURTHER]:
         lines += _traceback(group, _limit(_FURTHER_LINES, is_whole=is_whole))
@@ -133,15 +144,18 @@ def failure_block(
     others = [other for other in others if other.rank not in shown]
     if others:
         lines += ["others:", *_others(others)]
-    advice = list(hints) + _commands(failure, arguments, log_dir, remedies)
-    if advice:
-        lines += ["try:", *(f"  {escape(line)}" for line in advice[: max(_COMMANDS, len(hints))])]
-    if log_dir:
+    if arguments:
+        options = [*remedies, *_options_to_try(failure, arguments, has_logs=bool(files.log_dir))]
+        masked = mask_arguments(arguments)
+        commands = [shlex.join(["syncvar-launch", *option, *masked]) for option in options]
+        if commands:
+            lines += ["try:", *(f"  {escape(line)}" for line in commands[:_COMMANDS])]
+    if files.log_dir:
         name = process_name(failure.rank).replace(" ", "-")
         rank = f"{name}.out and {name}.err" if failure.rank >= 0 else "one file per rank"
-        lines.append(f"whole output: {escape(log_dir)} ({rank})")
-    if records:
-        lines.append(f"evidence: {escape(records)}")
+        lines.append(f"whole output: {escape(files.log_dir)} ({rank})")
+    if files.records:
+        lines.append(f"evidence: {escape(files.records)}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -152,7 +166,15 @@ def failure_sentence(failure: FailureReport) -> str:
         >>> failure_sentence(FailureReport(rank=2, status=-9, elapsed_s=1.25))
         'rank 2 was killed by signal 9 (SIGKILL) after 1.2 s'
     """
-    return _what(failure).removeprefix("syncvar: ")
+    text = "the job" if failure.rank < 0 else process_name(failure.rank)
+    if failure.rank >= 0 and failure.host:
+        text += f" on {escape(failure.host)}"
+    text += " failed" if failure.status is None else f" {describe_exit(failure.status)}"
+    if failure.elapsed_s is not None:
+        text += f" after {failure.elapsed_s:.1f} s"
+    if failure.call:
+        text += f" in {escape(failure.call)}"
+    return text + (f": {escape(failure.reason)}" if failure.reason else "")
 
 
 def interrupted_block(
@@ -241,27 +263,11 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     for index, argument in enumerate(arguments):
         start = next((one for one in ("--env=", "-x=", "-x") if argument.startswith(one)), "")
         name, equals, _ = argument.removeprefix(start).partition("=")
-        given = start or (index > 0 and arguments[index - 1] in ("--env", "-x"))
+        is_variable = start or (index > 0 and arguments[index - 1] in ("--env", "-x"))
         result.append(
-            f"{start}{name}=***" if given and equals and _SECRET.search(name) else argument
+            f"{start}{name}=***" if is_variable and equals and _SECRET.search(name) else argument
         )
     return result
-
-
-def _who(failure: FailureReport) -> str:
-    if failure.rank < 0:
-        return "the job"
-    return process_name(failure.rank) + (f" on {escape(failure.host)}" if failure.host else "")
-
-
-def _what(failure: FailureReport) -> str:
-    ended = "failed" if failure.status is None else describe_exit(failure.status)
-    text = f"syncvar: {_who(failure)} {ended}"
-    if failure.elapsed_s is not None:
-        text += f" after {failure.elapsed_s:.1f} s"
-    if failure.call:
-        text += f" in {escape(failure.call)}"
-    return text + (f": {escape(failure.reason)}" if failure.reason else "")
 
 
 def _evidence(
@@ -361,33 +367,26 @@ def _limit(count: int, *, is_whole: bool) -> int:
 def _others(others: Sequence[SecondaryFailure]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for other in sorted(others, key=lambda item: item.rank):
-        groups.setdefault(other.what, []).append(other.rank)
+        groups.setdefault(other.activity, []).append(other.rank)
     shown = list(groups.items())
     rest: list[int] = []
     if len(shown) > _OTHER_LINES:
         rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
         shown = shown[: _OTHER_LINES - 1]
-    lines = [f"  {process_list(ranks)}: {escape(what)}" for what, ranks in shown]
+    lines = [f"  {process_list(ranks)}: {escape(activity)}" for activity, ranks in shown]
     return [*lines, f"  {process_list(rest)}: elsewhere"] if rest else lines
 
 
-def _commands(
-    failure: FailureReport,
-    arguments: Sequence[str],
-    log_dir: str,
-    remedies: Sequence[Sequence[str]],
-) -> list[str]:
-    if not arguments:
-        return []
+def _options_to_try(
+    failure: FailureReport, arguments: Sequence[str], *, has_logs: bool
+) -> list[list[str]]:
     rank = failure.rank
-    options = [*remedies]
-    said = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
-    if "--torch-env" not in arguments and any(name in said for name in _OF_TORCH):
+    options = []
+    message = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
+    if "--torch-env" not in arguments and any(name in message for name in _OF_TORCH):
         options.append(["--torch-env"])
     if rank >= 0 and not is_server(rank) and "--debug" not in arguments:
         options.append(["--debug", str(rank)])
-    if not log_dir:
+    if not has_logs:
         options.append(["--log-dir", "logs"])
-    return [
-        shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options
-    ]
+    return options

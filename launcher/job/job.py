@@ -1,17 +1,15 @@
 """One launch: what each worker gets, and the fork server.
 
-This module imports only what is needed before the fork server starts; `job_runner.run_job` imports
-the rest.
+This module imports only what is needed before the fork server starts.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from syncvar.core.environment import RankEnvironment
-from syncvar.core.host_topology import HostMap, split_evenly
+from syncvar.core.environment import HostMap, RankEnvironment, split_evenly
 from syncvar.core.process_ids import (
     SERVER_0,
     failover_order,
@@ -19,23 +17,65 @@ from syncvar.core.process_ids import (
     replica_holders,
     server_hosts,
 )
-from syncvar_launcher.job.flight_records import FlightRecords
-from syncvar_launcher.job.lost_files import LostFiles
-from syncvar_launcher.job.resource_limits import cannot_start
-from syncvar_launcher.local.affinity import Binding, blas_environment, blas_threads, plan_binding
-from syncvar_launcher.local.fork_client import ForkServer
-from syncvar_launcher.local.start_method import StartMethod, plan_start
-from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
-from syncvar_launcher.options.usable_cores import core_count, usable_cores
+from syncvar_launcher.job.job_files import FlightRecords, LostFiles
+from syncvar_launcher.local.host_resources import (
+    Binding,
+    blas_environment,
+    blas_threads,
+    cannot_start,
+    plan_binding,
+)
+from syncvar_launcher.local.worker_start import (
+    ForkServer,
+    plan_start,
+    server_command,
+    worker_arguments,
+    worker_command,
+)
+from syncvar_launcher.options.option_table import core_count, usable_cores
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar_launcher.job.workers import HostGroup
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 _LOOPBACK = "127.0.0.1"
+
+
+class JobHost(Protocol):
+    """A host of a job that has workers."""
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+
+    @property
+    def workers(self) -> int:
+        """The number of its workers."""
+
+    @property
+    def address(self) -> str:
+        """The address for links of other ranks."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What its agent reported: cores, processor and so on."""
+
+
+class HostGroup(Protocol):
+    """The hosts of a job whose workers are started by agents."""
+
+    began: float
+    address: str
+    secret: bytes
+
+    @property
+    def sites(self) -> Sequence[JobHost]:
+        """The hosts that have workers, in the order of their ranks."""
+
+    def renew(self, left_s: float) -> None:
+        """Replace agents that have ended, in at most so many seconds."""
 
 
 class Job:
@@ -258,59 +298,6 @@ class Job:
             **blas_environment(threads, {**self.environ, **chosen.program.env}),
             **self.config.to_mapping(),
         }
-
-    def dry_run(self) -> str:
-        """Return the text of `--dry-run`."""
-        from syncvar import _native
-        from syncvar.bootstrap.job_directory import runtime_directory
-        from syncvar_launcher.job.dry_run import dry_run_text
-        from syncvar_launcher.local.shm_service import make_shm_service
-
-        torch = (
-            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"}
-            if self.options.ranks.torch_env
-            else {}
-        )
-        hidden = {"SYNCVAR_JOB_ID": "<random>"}
-        if self.options.output.log_dir is None:
-            hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
-        # Without --env-clear ranks inherit all variables, and only the added ones are shown.
-        kept = self.base_environment() if self.options.program.env_clear else {}
-        environments = [
-            kept
-            | self.own_environment(
-                rank, "ipc://<private directory>/store", "<private directory>", torch
-            )
-            | hidden
-            for rank in range(self.options.ranks.workers)
-        ]
-        folder, _ = runtime_directory(self.environ)
-        folders = [folder] * len(self.hosts.sizes)
-        _, transport = make_shm_service(
-            self.options, self.job_id, self.core_count, folders, hands_over=False
-        ).describe()
-        return dry_run_text(
-            self.options,
-            self.binding.cores,
-            environments,
-            self.command(),
-            host=self.host,
-            binding=self.binding.reason,
-            transport=transport,
-            kernel=_native.told(self.options.runtime.call_runner),
-            beginning=f"workers: {self._checked_beginning()}",
-            servers=[
-                (self.host_name(one), mirrors, self.server_command(one))
-                for one, mirrors in zip(self.servers, self.mirrors(), strict=True)
-            ],
-        )
-
-    def _checked_beginning(self) -> StartMethod:
-        """Return how workers would start, after the checks that need NumPy."""
-        from syncvar.bootstrap.prefork.preloaded_imports import unsupported_blas_reason
-
-        doubt = unsupported_blas_reason() if self.beginning.may_change else ""
-        return StartMethod(is_forked=False, reason=doubt) if doubt else self.beginning
 
     # -- running -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.exit_codes import (
+from syncvar.core.exit_status import (
     INTERNAL,
     PREEMPTED,
     RENDEZVOUS,
@@ -29,20 +29,13 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
 
 _TERM, _KILL = 15, 9
-_TERMINATED = (
-    0,
-    -_TERM,
-    -_KILL,
-    128 + _TERM,
-    128 + _KILL,
-)  # 0: it has a handler of its own for SIGTERM
-"""The statuses of a process that has obeyed a signal of the launcher."""
-
+# The statuses of a process that has obeyed a signal of the launcher; 0: it handles SIGTERM.
+_TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)
 
 # The engine reports these errors to the other ranks with more detail than the launcher knows. Both
 # messages travel on different paths, and ours must not arrive first: it follows when the process
 # ends.
-_TELL_THEMSELVES = ("DeadlineExceeded",)
+_REPORTED_BY_ENGINE = ("DeadlineExceeded",)
 
 
 class FailureCause(NamedTuple):
@@ -165,7 +158,7 @@ class Supervisor:
     # The workers that will start again, with time and reason.
     _awaited: dict[int, tuple[float, str]] = field(default_factory=dict)
     _may_go: bool = False  # the launcher has terminated the servers
-    _said_goodbye: set[int] = field(default_factory=set)
+    _left_cleanly: set[int] = field(default_factory=set)
     _save_first: set[int] = field(default_factory=set)
     _term_at: float | None = None
     _kill_at: float | None = None
@@ -179,9 +172,9 @@ class Supervisor:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def goodbye(self, rank: int) -> None:
+    def left(self, rank: int) -> None:
         """Note that a worker's script has ended cleanly; its process is about to end."""
-        self._said_goodbye.add(rank)
+        self._left_cleanly.add(rank)
 
     def copied(self, server: int, of: int) -> None:
         """Note that a server has a new copy of another server's variables, after a loss."""
@@ -221,22 +214,15 @@ class Supervisor:
         if self._can_do_without(rank):
             return [DropServer(rank, reason)]
         weight = max(severity_of(error), self._weight_of_end(exit_code))
-        if (
-            weight is Severity.OWN
-            and not joined
-            and error not in HOPELESS_ERRORS
-            and self._may_restart(rank)
-        ):
+        may_restart = weight is Severity.OWN and not joined and error not in HOPELESS_ERRORS
+        if may_restart and self._may_restart(rank):
             self._awaited[rank] = now, reason  # its process has not ended yet, see `exited`
             return []
         text = str(record["traceback"])
-        actions = self._fail(
-            FailureCause(
-                rank, weight, None, exit_code, reason, error, text, str(record.get("brief", text))
-            ),
-            now,
-        )
-        return [] if error in _TELL_THEMSELVES else [*actions]
+        brief = str(record.get("brief", text))
+        cause = FailureCause(rank, weight, None, exit_code, reason, error, text, brief)
+        actions = self._fail(cause, now)
+        return [] if error in _REPORTED_BY_ENGINE else [*actions]
 
     def exited(
         self, rank: int, status: int, now: float, *, joined: bool, beyond: str = ""
@@ -251,36 +237,44 @@ class Supervisor:
             beyond: What the launcher knows beyond the status, for instance "out of memory
                 (kernel)".
         """
-        actions = self._exited(rank, status, now, joined=joined, beyond=beyond)
+        self.running.discard(rank)
+        actions: list[Action] = []
+        has_left = rank in self._left_cleanly or (self.is_command and not joined)
+        if self._is_dismissed(rank, status):
+            pass
+        elif rank in self.causes:
+            actions = self._end_of_failed(self.causes[rank], status)
+        elif status != 0 or not has_left:
+            actions = self._end_of_running(rank, status, now, joined=joined, beyond=beyond)
         return [*actions, *self._let_servers_go(now)]
 
-    def _exited(
+    def _is_dismissed(self, rank: int, status: int) -> bool:
+        """Return whether a process is a server that the job no longer needs."""
+        may_end = is_server(rank) and (self._may_go or self._terminated)
+        return rank in self.lost or (may_end and status in _TERMINATED)
+
+    def _end_of_failed(self, cause: FailureCause, status: int) -> list[Action]:
+        """Note the end of a process that has reported its failure, or was silent."""
+        if not cause.error:
+            return []  # the launcher ended it because it was silent: the status is ours
+        if self._terminated and status in _TERMINATED:
+            status = cause.exit_code  # SIGTERM came while it ended: the status is ours
+        code = exit_code_of(status) if status < 0 else cause.exit_code
+        self.causes[cause.rank] = cause._replace(status=status, exit_code=code)
+        is_late = cause.error in _REPORTED_BY_ENGINE
+        return [NotifyPeerLost(cause.rank, cause.reason)] if is_late else []
+
+    def _end_of_running(
         self, rank: int, status: int, now: float, *, joined: bool, beyond: str
     ) -> list[Action]:
-        self.running.discard(rank)
-        if rank in self.lost:
-            return []
-        if is_server(rank) and (self._may_go or self._terminated) and status in _TERMINATED:
-            return []
-        told = self.causes.get(rank)
-        if told is not None:
-            if not told.error:
-                return []  # the launcher ended it because it was silent: the status is ours
-            if self._terminated and status in _TERMINATED:
-                status = told.exit_code  # SIGTERM came while it ended: the status is ours
-            code = exit_code_of(status) if status < 0 else told.exit_code
-            self.causes[rank] = told._replace(status=status, exit_code=code)
-            return [NotifyPeerLost(rank, told.reason)] if told.error in _TELL_THEMSELVES else []
-        if status == 0 and (rank in self._said_goodbye or (self.is_command and not joined)):
-            return []
+        """Note the end of a process that has not reported a failure."""
         weight = self._weight_of_end(status)
         if status == PREEMPTED and not joined:
             # It left cleanly and asks for another run. The others should do the same.
             weight = Severity.CONSEQUENCE if self._terminated else Severity.DISAGREEMENT
             self.stopped.add(rank)
-            self.causes[rank] = FailureCause(
-                rank, weight, status, status, describe_exit(status), at=now
-            )
+            reason = describe_exit(status)
+            self.causes[rank] = FailureCause(rank, weight, status, status, reason, at=now)
             self._end_at(now + self.config.preempt_grace_s)
             return []
         if status == 0:
@@ -292,16 +286,14 @@ class Supervisor:
             reason, code = describe_exit(status), status
         if self._can_do_without(rank):
             return [DropServer(rank, reason)]
-        is_hopeless = code in HOPELESS_CODES
-        if rank in self._awaited or (
-            weight is Severity.OWN and not joined and not is_hopeless and self._may_restart(rank)
-        ):
-            _, why = self._awaited.get(rank, (now, reason))
-            self._awaited[rank] = now + self.config.restart_delay_s, why
+        may_restart = weight is Severity.OWN and not joined and code not in HOPELESS_CODES
+        if rank in self._awaited or (may_restart and self._may_restart(rank)):
+            _, reason = self._awaited.get(rank, (now, reason))
+            self._awaited[rank] = now + self.config.restart_delay_s, reason
             return []
         return [*self._fail(FailureCause(rank, weight, status, code, reason, beyond=beyond), now)]
 
-    def gone(self, rank: int, reason: str, now: float, code: int = INTERNAL) -> list[Action]:
+    def unreachable(self, rank: int, reason: str, now: float, code: int = INTERNAL) -> list[Action]:
         """Note that a rank's host is lost, so that nothing more will arrive from the rank."""
         self.running.discard(rank)
         if rank in self.lost:
@@ -382,20 +374,13 @@ class Supervisor:
 
     def next_due(self) -> float:
         """Return when `tick` must be called next, in seconds of the clock."""
-        due = [
-            self._began + self.timeout_s
-            if self.job_cause is None and self._term_at is None
-            else float("inf")
-        ]
+        due = [at for rank, (at, _) in self._awaited.items() if rank not in self.running]
+        if self.job_cause is None and self._term_at is None:
+            due.append(self._began + self.timeout_s)
         if not self._killed:
-            due += [
-                at
-                for at in (self._kill_at, None if self._terminated else self._term_at)
-                if at is not None
-            ]
-        return min(
-            [*due, *(at for rank, (at, _) in self._awaited.items() if rank not in self.running)]
-        )
+            planned = (self._kill_at, None if self._terminated else self._term_at)
+            due += [at for at in planned if at is not None]
+        return min(due, default=float("inf"))
 
     def grace_s(self, now: float) -> float | None:
         """Return in how many seconds the launcher kills what still runs, or None."""
@@ -436,9 +421,9 @@ class Supervisor:
         """Note the loss of a server, and return whether others have copies of its variables."""
         if not is_server(rank) or rank in self.causes or rank in self.lost or self._terminated:
             return False
-        gone = {one - server_number(0) for one in {*self.lost, rank}}
+        missing = {one - server_number(0) for one in {*self.lost, rank}}
         if any(
-            {server, *mirrors, *self.copies.get(server, ())} <= gone
+            {server, *mirrors, *self.copies.get(server, ())} <= missing
             for server, mirrors in enumerate(self.mirrors)
         ):
             return False
@@ -448,9 +433,8 @@ class Supervisor:
     def _may_restart(self, rank: int) -> bool:
         is_ending = self._term_at is not None or self._terminated
         count = len(self._awaited) + sum(self.restarted.values())
-        return (
-            bool(self.mirrors) and not is_server(rank) and not is_ending and count < self.restarts
-        )
+        is_worker = bool(self.mirrors) and not is_server(rank)
+        return is_worker and not is_ending and count < self.restarts
 
     def _start_again(self, now: float) -> list[Action]:
         actions: list[Action] = []

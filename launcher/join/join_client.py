@@ -21,44 +21,45 @@ import zmq
 
 import syncvar
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.errors import ConfigError, HostUnreachable
-from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
-from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.agent_connection import start_agent
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.hosts.ssh import AGENT
-from syncvar_launcher.io.output import escape
-from syncvar_launcher.io.signal_watch import SignalWatch
-from syncvar_launcher.join.join_handshake import (
-    CHUNK,
-    DONE,
-    END_INPUT,
-    ENDED,
-    HELLO,
-    INPUT,
-    OUTPUT,
-    QUEUED,
-    REFUSED,
-    START,
-    WORDS,
-    Hello,
+from syncvar.transports.zeromq_sockets import (
+    address_towards,
+    bound_messages,
+    events_of,
+    monitor_of,
+    set_family,
+    tcp_endpoint,
 )
-from syncvar_launcher.join.join_key import join_secret
-from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.hosts.agent_connection import AGENT, start_agent
+from syncvar_launcher.hosts.agent_protocol import (
+    FRAME_NBYTES,
+    FRAMES_QUEUED,
+    Hello,
+    JoinFrame,
+    PipeOutbox,
+)
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.io.standard_streams import SignalWatch
+from syncvar_launcher.join.join_rendezvous import join_secret
+from syncvar_launcher.options.option_table import parse_address
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 _TRIES = 3  # handshakes that fail, one after another: a listener that is busy may close one
 _RECONNECT_MS = 200
 _END_S = 10.0
-_TELL_MS = 1000
-_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_LINGER_MS = 1000
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -89,7 +90,7 @@ class _Host:
     ) -> None:
         self._chosen = chosen
         self._watch = watch
-        self._where = chosen.join.address or ""
+        self._place = chosen.join.address or ""
         self._agent: _Agent | None = None
         self._unsent: list[bytes] = []
         self._failures = self._notice = 0
@@ -100,7 +101,7 @@ class _Host:
         with contextlib.suppress(OSError):
             own = address_towards(address, port)
         self._hello = (
-            HELLO
+            JoinFrame.HELLO
             + Hello(
                 socket.gethostname(),
                 own,
@@ -115,32 +116,27 @@ class _Host:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         place = tcp_endpoint(address, port)
-        bound_messages(self._socket, CHUNK + 1, QUEUED)
+        bound_messages(self._socket, FRAME_NBYTES + 1, FRAMES_QUEUED)
         set_family(self._socket, place)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(
-            zmq.RECONNECT_IVL, _RECONNECT_MS
-        )  # not IMMEDIATE, with which a lost connection takes along what had come by it
+        # Not IMMEDIATE: with it a lost connection takes along the frames that had arrived.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         link_keys(secret).connect(self._socket)
-        self._monitor = monitor_of(
-            self._context,
-            self._socket,
-            _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED,
-        )
+        self._monitor = monitor_of(self._context, self._socket, _EVENTS)
         self._socket.connect(place)
 
     def serve(self) -> int:
         """Serve the job until this host no longer belongs to it; return the exit code."""
         limit_s = self._chosen.runtime.rendezvous_timeout_s
         until = time.monotonic() + limit_s
-        _say(f"joining {self._where}, for up to {limit_s:g} s")
+        _show(f"joining {self._place}, for up to {limit_s:g} s")
         while self._code is None:
             self._poll()
             if self._watch.pending:
-                self._heed(self._watch.pending.popleft())
+                self._handle_signal(self._watch.pending.popleft())
             elif not self._has_joined and time.monotonic() >= until:
                 raise HostUnreachable(
-                    f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is "
+                    f"no syncvar-launch --listen answers at {self._place} since {limit_s:g} s; is "
                     "it running, and can it be reached?"
                 )
             elif (
@@ -165,6 +161,19 @@ class _Host:
         self._context.term()
 
     def _poll(self) -> None:
+        """Wait for the launcher, the agent or a signal, and handle what has come."""
+        ready = dict(self._poller().poll(500))
+        for descriptor in self._watch.descriptors():
+            if descriptor in ready:
+                self._watch.readable(descriptor)
+        if self._monitor in ready:
+            self._handle_events()
+        if self._agent is not None:
+            self._take_output(self._agent, ready)
+        self._send()
+        self._receive()
+
+    def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
         agent = self._agent
@@ -178,38 +187,36 @@ class _Host:
                 poller.register(descriptor, zmq.POLLOUT)
             for descriptor in () if self._unsent else agent.sources():
                 poller.register(descriptor, zmq.POLLIN)
-        ready = dict(poller.poll(500))
-        for descriptor in self._watch.descriptors():
-            if descriptor in ready:
-                self._watch.readable(descriptor)
-        if self._monitor in ready:
-            self._look()
-        if agent is not None:
-            agent.flush()
-            if not self._unsent:
-                for descriptor in agent.sources():
-                    if descriptor in ready:
-                        self._unsent += agent.read(descriptor)
-            if not agent.sources() and not self._unsent:
-                if self._notice:
-                    self._leave(self._notice)
-                else:
-                    self._unsent.append(ENDED + str(agent.close(_END_S)).encode())
-                    self._agent = None
-        self._send()
+        return poller
+
+    def _take_output(self, agent: _Agent, ready: Container[Any]) -> None:
+        """Queue what the agent has written, and its exit status after the last of it."""
+        agent.flush()
+        if not self._unsent:
+            for descriptor in agent.sources():
+                if descriptor in ready:
+                    self._unsent += agent.read(descriptor)
+        if not agent.sources() and not self._unsent:
+            if self._notice:
+                self._leave(self._notice)
+            else:
+                self._unsent.append(JoinFrame.EXITED + str(agent.close(_END_S)).encode())
+                self._agent = None
+
+    def _receive(self) -> None:
+        """Handle frames of the launcher, unless the agent still has to read the last one."""
         is_cut = self._is_cut
-        for _ in range(QUEUED):
-            if self._code is not None or (
-                self._agent is not None and self._agent.sinks() and not is_cut
-            ):
+        for _ in range(FRAMES_QUEUED):
+            is_agent_busy = self._agent is not None and bool(self._agent.sinks())
+            if self._code is not None or (is_agent_busy and not is_cut):
                 break
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                if is_cut:  # and all that came before is heard
+                if is_cut:  # and all frames from before have been handled
                     self._lose("the connection to the launcher is lost")
                 break
-            self._handle(data[:1], data[1:])
+            self._handle_frame(data[:1], data[1:])
 
     def _send(self) -> None:
         while self._unsent:
@@ -219,28 +226,28 @@ class _Host:
                 return
             self._unsent.pop(0)
 
-    def _handle(self, kind: bytes, data: bytes) -> None:
+    def _handle_frame(self, kind: bytes, data: bytes) -> None:
         self._heard = time.monotonic()
-        if kind == START:
+        if kind == JoinFrame.START:
             if not self._has_joined:
-                _say(f"joined {self._where}; waiting for the job to begin, and until it ends")
+                _show(f"joined {self._place}; waiting for the job to begin, and until it ends")
             self._has_joined = True
             if self._agent is not None:
                 self._agent.close(0.0)
             self._agent = _Agent()
-        elif kind == INPUT and self._agent is not None:
+        elif kind == JoinFrame.STDIN and self._agent is not None:
             self._agent.write(data)
-        elif kind == END_INPUT and self._agent is not None:
+        elif kind == JoinFrame.STDIN_END and self._agent is not None:
             self._agent.end_input()
-        elif kind == REFUSED:
-            _say(f"refused by the launcher at {self._where}: {data.decode('utf-8', 'replace')}")
-            self._code = exit_codes.RENDEZVOUS
-        elif kind == DONE:
-            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_codes.INTERNAL
+        elif kind == JoinFrame.REJECTED:
+            _show(f"refused by the launcher at {self._place}: {data.decode('utf-8', 'replace')}")
+            self._code = exit_status.RENDEZVOUS
+        elif kind == JoinFrame.JOB_ENDED:
+            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_status.INTERNAL
             if self._code:
-                _say(f"the job has ended with {self._code}; the launcher says why")
+                _show(f"the job has ended with {self._code}; the launcher says why")
 
-    def _look(self) -> None:
+    def _handle_events(self) -> None:
         for event, _ in events_of(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failures = 0
@@ -251,41 +258,41 @@ class _Host:
             else:
                 self._failures += 1
                 if self._failures >= _TRIES and not self._has_joined:
-                    _say(
-                        f"whoever listens at {self._where} does not take the key of "
+                    _show(
+                        f"whoever listens at {self._place} does not take the key of "
                         f"{self._chosen.join.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
-                    self._code = exit_codes.KEY
+                    self._code = exit_status.KEY
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         if self._code is None:
-            _say(f"{why}; its workers here are ended")
-            self._code = exit_codes.INTERNAL
+            _show(f"{reason}; its workers here are ended")
+            self._code = exit_status.INTERNAL
 
-    def _heed(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         """Forward the first SIGTERM to the agent; other signals end the workers.
 
         On SIGTERM the agent lets its workers save and end.
         """
         if number == signal.SIGTERM and self._agent is not None and not self._notice:
             self._notice = number
-            _say("SIGTERM goes on to the workers here, which may save; the next one ends them")
+            _show("SIGTERM goes on to the workers here, which may save; the next one ends them")
             self._agent.send(number)
         else:
             self._leave(number)
 
     def _leave(self, number: int) -> None:
-        name = exit_codes.signal_name(number)
-        _say(f"ended by {name}")
+        name = exit_status.signal_name(number)
+        _show(f"ended by {name}")
         self._code = 128 + number
         if self._has_joined:
             status = self._agent.close(_END_S) if self._agent is not None else -number
             self._agent = None
-            self._socket.setsockopt(zmq.LINGER, _TELL_MS)
+            self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
             self._unsent += [
-                WORDS + f"it was ended there by {name}\n".encode(),
-                ENDED + str(status).encode(),
+                JoinFrame.STDERR + f"it was ended there by {name}\n".encode(),
+                JoinFrame.EXITED + str(status).encode(),
             ]
             self._send()
 
@@ -303,26 +310,26 @@ class _Agent:
         self._out, self._err = self._process.stdout.fileno(), self._process.stderr.fileno()
         for descriptor in (self._process.stdin.fileno(), self._out, self._err):
             os.set_blocking(descriptor, False)
-        self._box = PipeOutbox(self._process.stdin.fileno())
-        self._open = {self._out: OUTPUT, self._err: WORDS}
+        self._outbox = PipeOutbox(self._process.stdin.fileno())
+        self._open = {self._out: JoinFrame.STDOUT, self._err: JoinFrame.STDERR}
 
     def sources(self) -> list[int]:
         return list(self._open)
 
     def sinks(self) -> list[int]:
-        return self._box.descriptors()
+        return self._outbox.descriptors()
 
     def flush(self) -> None:
-        self._box.flush()
+        self._outbox.flush()
 
     def write(self, data: bytes) -> None:
-        self._box.add(data)
-        self._box.flush()
+        self._outbox.add(data)
+        self._outbox.flush()
 
     def read(self, descriptor: int) -> list[bytes]:
         """Return messages of the agent, ready to be sent; show its standard error here, too."""
         try:
-            data = os.read(descriptor, CHUNK)
+            data = os.read(descriptor, FRAME_NBYTES)
         except BlockingIOError:
             return []
         except OSError:
@@ -341,7 +348,7 @@ class _Agent:
 
     def end_input(self) -> None:
         """Let the agent end by closing its input."""
-        self._box.clear()
+        self._outbox.clear()
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -351,7 +358,7 @@ class _Agent:
         self.end_input()
         for one in (self._process.stdout, self._process.stderr):
             if one is not None:
-                one.close()  # who writes to nobody ends sooner
+                one.close()  # a process that writes to a closed pipe ends sooner
         self._open.clear()
         try:
             return self._process.wait(limit_s)
@@ -360,6 +367,6 @@ class _Agent:
             return self._process.wait()
 
 
-def _say(sentence: str) -> None:
+def _show(sentence: str) -> None:
     sys.stderr.write(f"syncvar-launch: {escape(sentence)}\n")
     sys.stderr.flush()

@@ -1,35 +1,81 @@
-"""The hosts that join a job: waits for them, and admits or rejects each until there are enough."""
+"""The hosts that join a job: waits for them, and admits or rejects each until there are enough.
+
+People start `syncvar-launch --join` on these hosts, with the same key file. Some schedulers start
+processes without pipes to the launcher, as pbsdsh does. There `StartedHosts` starts that command on
+each host, with a key of its own in a folder that all hosts have.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from syncvar.bootstrap.job_private import secret_of_file
+from syncvar.bootstrap.kv_store import shared_folder
+from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import ConfigError, HostUnreachable, WireError
-from syncvar.core.network import bracket_ipv6
-from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, RemoteHost, poll_hosts
-from syncvar_launcher.hosts.host_checks import missing_resources, version_mismatch
-from syncvar_launcher.hosts.network_proof import interfaces
+from syncvar.core.output_files import PRIVATE, create_file
+from syncvar.protocol.auth_keys import KEY_BYTES, derive
+from syncvar.transports.zeromq_sockets import address_towards_any, bracket_ipv6
+from syncvar_launcher.hosts.agent_connection import (
+    NOT_UNDERSTOOD,
+    RemoteHost,
+    module_command,
+    poll_hosts,
+)
+from syncvar_launcher.hosts.host_checks import (
+    allowed_addresses,
+    interfaces,
+    missing_resources,
+    version_mismatch,
+)
 from syncvar_launcher.io.output import escape
-from syncvar_launcher.join.join_key import join_secret, make_key_file
 from syncvar_launcher.join.listener import Listener
+from syncvar_launcher.local.worker_start import child_of
 from syncvar_launcher.options.hostfile import Host
-from syncvar_launcher.options.join_options import parse_address
+from syncvar_launcher.options.option_table import parse_address
+from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
+    from syncvar_launcher.hosts.agent_protocol import Message
     from syncvar_launcher.join.listener import AgentPipe, JoinedHost
     from syncvar_launcher.options.launch_options import LaunchOptions
 
+_SHOWN = "--key-file "
 _ANSWER_S = 30.0
 _BEAT_S = 5.0
+_END_S = 10.0
 _MOST = 1 << 16
-_JOIN = "join"
+_RUN = "syncvar_launcher.main"
+
+
+def make_key_file(path: Path) -> bool:
+    """Make a key file unless there is one; return whether it made one."""
+    try:
+        descriptor = create_file(path, PRIVATE)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"--key-file {path} cannot be made: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(os.urandom(KEY_BYTES).hex() + "\n")
+    return True
+
+
+def join_secret(path: Path) -> bytes:
+    """Return the secret that protects the connections of hosts that join."""
+    return derive(secret_of_file(str(path), _SHOWN), b"syncvar join")
 
 
 def listen_address(text: str) -> tuple[str, int]:
@@ -62,15 +108,32 @@ def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
     )
 
 
+def join_lines(options: LaunchOptions) -> list[str]:
+    """Return what `--listen` would do, for the dry run; it does not listen."""
+    address, port = listen_address(options.join.listen or "")
+    awaited = f"as many hosts as have {options.ranks.workers} slots together"
+    if options.join.host_count is not None:
+        awaited = f"{options.join.host_count} hosts"
+    origin = "read from" if options.join.key_file.exists() else "to be made in"
+    return [
+        (
+            f"waits at {address}, port {port or 'chosen by the system'}, for {awaited}, up to "
+            f"{options.runtime.rendezvous_timeout_s:g} s; each runs:"
+        ),
+        f"  {join_command(address, port or 'PORT', options)}",
+        f"key: {origin} {options.join.key_file}",
+    ]
+
+
 class JoinGroup:
     """The hosts that join one job.
 
     Args:
         options: The options, with `join.listen`.
-        say: Shows a sentence.
+        show: Shows a sentence.
         ask: Asks an agent for facts about its host.
-        called_by: The command that makes the hosts join; empty if people start it.
-        why_ended: Returns why hosts will not join; empty while all may.
+        starter: The command that makes the hosts join; empty if people start it.
+        start_failure: Returns the reason for which hosts will not join; empty while all may.
 
     Attributes:
         place: The address of the launcher, as `--join` takes it.
@@ -79,182 +142,187 @@ class JoinGroup:
     def __init__(
         self,
         options: LaunchOptions,
-        say: Callable[[str], None],
+        show: Callable[[str], None],
         ask: Callable[[RemoteHost], None],
-        called_by: str = "",
-        why_ended: Callable[[], str] = str,
+        starter: str = "",
+        start_failure: Callable[[], str] = str,
     ) -> None:
         assert options.join.listen is not None
         self._options, self._ask = options, ask
-        self._say: Callable[[str], None] = lambda sentence: say(escape(sentence))
+        self._show: Callable[[str], None] = lambda sentence: show(escape(sentence))
         self._limit_s = options.runtime.rendezvous_timeout_s
-        self._ways: dict[str, AgentPipe] = {}  # by the name of the host
+        self._pipes: dict[str, AgentPipe] = {}  # by the name of the host
         self._addresses: dict[str, str] = {}
-        self._reasons: list[str] = []
+        self._rejections: list[str] = []
         address, port = listen_address(options.join.listen)
-        self._called_by, self._why_ended = called_by, why_ended
-        if make_key_file(options.join.key_file) and not called_by:
-            say(f"made {options.join.key_file}; copy it to hosts that do not share this folder")
+        self._starter, self._start_failure = starter, start_failure
+        if make_key_file(options.join.key_file) and not starter:
+            show(f"made {options.join.key_file}; copy it to hosts that do not share this folder")
         self._address = address
-        self._door = Listener(
+        self._listener = Listener(
             address, port, join_secret(options.join.key_file), options.join.host_count or _MOST
         )
-        self.place = f"{bracket_ipv6(address)}:{self._door.port}"
-        self._command = join_command(address, self._door.port, options)
+        self.place = f"{bracket_ipv6(address)}:{self._listener.port}"
+        self._command = join_command(address, self._listener.port, options)
 
     def gather(self) -> list[RemoteHost]:
         """Wait for as many hosts as the job needs, and return them sorted by name."""
         count = self._options.join.host_count
-        whom = (
-            f"{count} host{'s' * (count != 1)}"
-            if count is not None
-            else f"hosts with {self._options.ranks.workers} slots together"
-        )
+        awaited = f"hosts with {self._options.ranks.workers} slots together"
+        if count is not None:
+            awaited = f"{count} host{'s' * (count != 1)}"
         each = "this host" if count == 1 else "each host"
-        if not self._called_by:
-            self._say(
-                f"waiting for {whom} for up to {self._limit_s:g} s; run on {each}: {self._command}"
+        if not self._starter:
+            self._show(
+                f"waiting for {awaited} for up to {self._limit_s:g} s; run on {each}: "
+                f"{self._command}"
             )
-        came = self._await(self._has_enough, self._why_not, whom)
-        self._door.fill(len(came))
-        self._name(came)
-        came.sort(
+        joined = self._await(self._has_enough, self._rejection_of, awaited)
+        self._listener.fill(len(joined))
+        self._rename_twins(joined)
+        joined.sort(
             key=lambda one: [
                 int(part) if part.isdigit() else part for part in re.split(r"(\d+)", one.host.name)
             ]
         )
-        return came
+        return joined
 
     def again(self, host: Host, machine: str) -> RemoteHost:
         """Return the connection to a new agent on a host whose agent is gone.
 
         If the host itself is gone, it may join once more.
         """
-        way = self._ways[host.name].again()
-        if way is not None:
-            self._ways[host.name] = way
-            one = RemoteHost(
-                host, way, {"launcher_at": self._address, "reached_at": self._addresses[host.name]}
-            )
+        pipe = self._pipes[host.name].again()
+        if pipe is not None:
+            self._pipes[host.name] = pipe
+            one = RemoteHost(host, pipe, self._known_facts(self._addresses[host.name]))
             self._ask(one)
             return one
-        self._say(
+        self._show(
             f"{host.name} is to join again, within {self._limit_s:g} s; run there: {self._command}"
         )
 
-        def why_not(one: RemoteHost, _: list[RemoteHost]) -> str:
+        def rejection(one: RemoteHost, _: list[RemoteHost]) -> str:
             other = f"the job waits for {host.name} to join again, and this is another machine"
             return missing_resources(one.facts, one.host, self._options) or (
                 "" if one.facts["machine"] == machine else other
             )
 
-        (one,) = self._await(bool, why_not, host.name)
-        self._ways[host.name] = self._ways.pop(one.host.name)
+        (one,) = self._await(bool, rejection, host.name)
+        self._pipes[host.name] = self._pipes.pop(one.host.name)
         one.host = host
         return one
 
-    def take_said(self) -> list[str]:
-        """Return the sentences to show since the last call."""
-        return [escape(one) for one in self._door.take_said()]
+    def take_messages(self) -> list[str]:
+        """Return the messages for the user since the last call."""
+        return [escape(one) for one in self._listener.take_messages()]
 
     def close(self, exit_code: int) -> None:
         """Send all hosts the exit code of the job, and stop listening. Idempotent."""
-        self._door.close(exit_code)
+        self._listener.close(exit_code)
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _await(
         self,
         is_enough: Callable[[list[RemoteHost]], bool],
-        why_not: Callable[[RemoteHost, list[RemoteHost]], str],
-        whom: str,
+        rejection: Callable[[RemoteHost, list[RemoteHost]], str],
+        awaited: str,
     ) -> list[RemoteHost]:
-        came: list[RemoteHost] = []
-        asked: list[RemoteHost] = []
+        """Return the hosts that have joined, when they are enough; reject the others."""
+        joined: list[RemoteHost] = []
+        pending: list[RemoteHost] = []  # whose facts have not arrived
         now = time.monotonic()
-        until, beat_at = now + self._limit_s, now + _BEAT_S
-        while not is_enough(came):
+        until, heartbeat_at = now + self._limit_s, now + _BEAT_S
+        while not is_enough(joined):
             now = time.monotonic()
             if now >= until:
-                self._give_up(came, whom)
-            if why := self._why_ended():
-                raise HostUnreachable(f"{whom} cannot be used; nothing was started:\n  {why}")
-            if now >= beat_at:
-                beat_at = now + _BEAT_S
-                for one in came:
-                    one.send("beat")
-            present = [*came, *asked]
-            said, _ = poll_hosts(present, min(until - now, 1.0), [self._door.descriptor()])
-            asked += filter(None, map(self._met, self._door.take()))
-            for sentence in self._door.take_said():
-                self._say(sentence)
-                self._reasons.append(sentence)
-            for one, messages in zip(present, said, strict=True):
-                self._hear(
-                    one, [message["facts"] for message in messages if message["kind"] == "facts"]
+                self._give_up(joined, awaited)
+            if failure := self._start_failure():
+                raise HostUnreachable(
+                    f"{awaited} cannot be used; nothing was started:\n  {failure}"
                 )
-                if one in asked and (one.facts or one.loss_reason):
-                    asked.remove(one)
-                    why = one.words() or one.loss_reason if one.loss_reason else why_not(one, came)
-                    if why:
-                        self._dismiss(one, why)
-                    else:
-                        came.append(one)
-                        if not self._called_by:
-                            self._say(
-                                f"{_shown(one)} has joined with {self._slots(one)} "
-                                f"slot{'s' * (self._slots(one) != 1)}"
-                            )
-                elif one in came and one.loss_reason:
-                    came.remove(one)
+            if now >= heartbeat_at:
+                heartbeat_at = now + _BEAT_S
+                for one in joined:
+                    one.send("heartbeat")
+            present = [*joined, *pending]
+            received, _ = poll_hosts(present, min(until - now, 1.0), [self._listener.descriptor()])
+            pending += filter(None, map(self._accept, self._listener.take()))
+            self._show_rejections()
+            for one, messages in zip(present, received, strict=True):
+                self._learn_facts(one, messages)
+                if one in joined and one.loss_reason:
+                    joined.remove(one)
                     self._dismiss(one, f"it has left: {one.words() or one.loss_reason}")
-                elif one in asked and now - one.began > _ANSWER_S:
+                elif one in pending and (one.facts or one.loss_reason):
+                    pending.remove(one)
+                    self._admit(one, joined, rejection)
+                elif one in pending and now - one.began > _ANSWER_S:
                     one.end("it does not answer in time")
-        for one in asked:
+        for one in pending:
             self._dismiss(one, "the job has enough hosts without it")
-        return came
+        return joined
 
-    def _met(self, joined: JoinedHost) -> RemoteHost | None:
+    def _show_rejections(self) -> None:
+        for sentence in self._listener.take_messages():
+            self._show(sentence)
+            self._rejections.append(sentence)
+
+    def _admit(
+        self,
+        one: RemoteHost,
+        joined: list[RemoteHost],
+        rejection: Callable[[RemoteHost, list[RemoteHost]], str],
+    ) -> None:
+        """Add a host to those that have joined, or reject it."""
+        reason = one.words() or one.loss_reason if one.loss_reason else rejection(one, joined)
+        if reason:
+            self._dismiss(one, reason)
+            return
+        joined.append(one)
+        if not self._starter:
+            slots = _slots(one)
+            self._show(f"{_shown(one)} has joined with {slots} slot{'s' * (slots != 1)}")
+
+    def _accept(self, new: JoinedHost) -> RemoteHost | None:
         """Ask a new host for its facts; None if its greeting is enough to reject it."""
-        hello = joined.hello
-        name = self._free_name(hello.name)
-        known = {"launcher_at": self._address, "reached_at": hello.at}
-        one = RemoteHost(
-            Host(name, hello.slots, cwd=hello.cwd, origin=joined.address), joined.way, known
-        )
-        self._ways[name] = joined.way
-        self._addresses[name] = hello.at
-        if why := version_mismatch(
+        hello = new.hello
+        name, number = hello.name, 0
+        while name in self._pipes:
+            number += 1
+            name = f"{hello.name}#{number}"
+        host = Host(name, hello.slots, cwd=hello.cwd, origin=new.address)
+        one = RemoteHost(host, new.pipe, self._known_facts(hello.address))
+        self._pipes[name] = new.pipe
+        self._addresses[name] = hello.address
+        reason = version_mismatch(
             hello.syncvar, hello.protocol, hello.byte_order, hello.python, "join by the same Python"
-        ):
-            self._dismiss(one, why)
+        )
+        if reason:
+            self._dismiss(one, reason)
             return None
         self._ask(one)
         return one
 
-    def _free_name(self, name: str) -> str:
-        """Return a name that no other host has, its own if possible."""
-        number = 0
-        found = name
-        while found in self._ways:
-            number += 1
-            found = f"{name}#{number}"
-        return found
+    def _known_facts(self, address: str) -> dict[str, str]:
+        return {"launcher_address": self._address, "login_address": address}
 
     @staticmethod
-    def _hear(one: RemoteHost, all_facts: list[dict[str, object]]) -> None:
-        for facts in all_facts:
-            try:
-                one.learn(facts)
-            except WireError as error:
-                one.end(f"{NOT_UNDERSTOOD}: {error}")
+    def _learn_facts(one: RemoteHost, messages: list[Message]) -> None:
+        for message in messages:
+            if message["kind"] == "facts":
+                try:
+                    one.learn(message["facts"])
+                except WireError as error:
+                    one.end(f"{NOT_UNDERSTOOD}: {error}")
 
-    def _dismiss(self, one: RemoteHost, why: str) -> None:
-        self._ways.pop(one.host.name).refuse(why)
+    def _dismiss(self, one: RemoteHost, reason: str) -> None:
+        self._pipes.pop(one.host.name).refuse(reason)
         one.close()
 
-    def _why_not(self, one: RemoteHost, came: list[RemoteHost]) -> str:
-        twins = [each for each in came if each.facts["machine"] == one.facts["machine"]]
+    def _rejection_of(self, one: RemoteHost, joined: list[RemoteHost]) -> str:
+        twins = [each for each in joined if each.facts["machine"] == one.facts["machine"]]
         if len(twins) >= self._options.ranks.fake_hosts:
             return (
                 f"this machine has joined already, as {_shown(twins[0])}: start --join once on "
@@ -263,43 +331,148 @@ class JoinGroup:
             )
         return missing_resources(one.facts, one.host, self._options)
 
-    @staticmethod
-    def _slots(one: RemoteHost) -> int:
-        return int(one.host.slots or one.facts["core_count"])
-
-    def _has_enough(self, came: list[RemoteHost]) -> bool:
+    def _has_enough(self, joined: list[RemoteHost]) -> bool:
         count = self._options.join.host_count
-        return (
-            len(came) >= count
-            if count is not None
-            else sum(map(self._slots, came)) >= self._options.ranks.workers
-        )
+        if count is not None:
+            return len(joined) >= count
+        return sum(map(_slots, joined)) >= self._options.ranks.workers
 
-    def _give_up(self, came: list[RemoteHost], whom: str) -> None:
-        who = f"By {self._called_by} each" if self._called_by else "Each"
+    def _give_up(self, joined: list[RemoteHost], awaited: str) -> None:
+        each = f"By {self._starter} each" if self._starter else "Each"
         lines = [
             (
-                f"{whom} did not join within {self._limit_s:g} s; nothing was started. "
-                f"{who} runs: {self._command}"
-            )
+                f"{awaited} did not join within {self._limit_s:g} s; nothing was started. "
+                f"{each} runs: {self._command}"
+            ),
+            *(f"  {_shown(one)}: has joined, with {_slots(one)} slots" for one in joined),
+            *([] if joined else ["  nobody has joined"]),
+            *(f"  {reason}" for reason in dict.fromkeys(self._rejections)),
         ]
-        lines += [
-            f"  {_shown(one)}: has joined, with {self._slots(one)} slots" for one in came
-        ] or ["  nobody has joined"]
-        lines += [f"  {reason}" for reason in dict.fromkeys(self._reasons)]
         raise HostUnreachable("\n".join(map(escape, lines)))
 
-    def _name(self, came: list[RemoteHost]) -> None:
+    def _rename_twins(self, joined: list[RemoteHost]) -> None:
         """Give hosts with the same name their addresses as names, if those differ."""
-        names = Counter(one.host.name.partition("#")[0] for one in came)
-        addresses = Counter(self._addresses[one.host.name] for one in came)
-        for one in came:
+        names = Counter(one.host.name.partition("#")[0] for one in joined)
+        addresses = Counter(self._addresses[one.host.name] for one in joined)
+        for one in joined:
             address = self._addresses[one.host.name]
             if names[one.host.name.partition("#")[0]] > 1 and addresses[address] == 1:
-                self._ways[address] = self._ways.pop(one.host.name)
+                self._pipes[address] = self._pipes.pop(one.host.name)
                 self._addresses[address] = address
                 one.host = one.host._replace(name=address)
 
 
 def _shown(one: RemoteHost) -> str:
     return f"{one.host.name} ({one.host.origin})"
+
+
+def _slots(one: RemoteHost) -> int:
+    return int(one.host.slots or one.facts["core_count"])
+
+
+def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:
+    """Return the command line by which a host of the job joins.
+
+    Args:
+        options: The options, with an allocation.
+        host: The host.
+        place: The address of the launcher.
+        key: The file with the key.
+    """
+    job = options.hosts.scheduled
+    assert job is not None
+    own = [
+        "--join",
+        place,
+        "--key-file",
+        key,
+        *(["--slots", str(host.slots)] if host.slots else []),
+        *(["--cwd", host.cwd] if host.cwd else []),
+    ]
+    if host.name == job.here and host.python is None and options.hosts.remote_python is None:
+        return [*command_of(_RUN), *own]
+    words = [
+        *module_command(host.python or options.hosts.remote_python or sys.executable, _RUN),
+        *own,
+    ]
+    return words if host.name == job.here else job.command(host, words)
+
+
+class StartedHosts:
+    """The commands that run on the hosts of a job and make them join.
+
+    Args:
+        options: The options, with an allocation whose command has no pipes.
+        show: Shows a sentence.
+        ask: Asks an agent for facts about its host.
+
+    Attributes:
+        joined: The hosts that join.
+    """
+
+    def __init__(
+        self, options: LaunchOptions, show: Callable[[str], None], ask: Callable[[RemoteHost], None]
+    ) -> None:
+        job = options.hosts.scheduled
+        assert job is not None
+        self._program = job.starter.program
+        others = [one.name for one in options.hosts.entries if one.name != job.here]
+        address = (
+            allowed_addresses(interfaces(), options.hosts.iface, None)[0]
+            if options.hosts.iface
+            else address_towards_any(others)
+        )
+        self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
+        self._started: dict[Host, subprocess.Popen[bytes]] = {}
+        count = len(options.hosts.entries)
+        join = options.join._replace(
+            listen=bracket_ipv6(address), host_count=count, key_file=self._key
+        )
+        self.joined = JoinGroup(
+            options._replace(join=join), show, ask, self._program, self._start_failure
+        )
+        environ = inherited_variables(os.environ, is_clear=False)
+        try:
+            for host in options.hosts.entries:
+                line = join_argv(options, host, self.joined.place, str(self._key))
+                self._started[host] = subprocess.Popen(
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    env=environ,
+                    start_new_session=True,
+                    preexec_fn=child_of(os.getpid()),  # noqa: PLW1509
+                )
+        except OSError as error:
+            self.close()
+            raise HostUnreachable(
+                f"{self._program} cannot be started: {error.strerror}; give --ssh"
+            ) from error
+
+    def close(self) -> None:
+        """Let the commands end, and remove the key. Idempotent.
+
+        All hosts already know how the job has ended.
+        """
+        with contextlib.suppress(OSError):
+            self._key.unlink()
+        for process in self._started.values():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._started.clear()
+
+    def _start_failure(self) -> str:
+        """Return the hosts that will not join because their command failed, or an empty text."""
+        failed = {
+            host.name: status
+            for host, process in self._started.items()
+            if (status := process.poll())
+        }
+        return "; ".join(
+            f"{name}: {self._program} ended with {status}, and what it wrote is above, or in the "
+            "output of the job"
+            for name, status in failed.items()
+        )

@@ -20,51 +20,48 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.core.network import bracket_ipv6, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
-from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
-from syncvar_launcher.join.join_handshake import (
-    CHUNK,
-    DONE,
-    END_INPUT,
-    ENDED,
-    HELLO,
-    INPUT,
-    OUTPUT,
-    PING,
-    QUEUED,
-    REFUSED,
-    START,
-    WORDS,
+from syncvar.transports.zeromq_sockets import (
+    bound_messages,
+    bracket_ipv6,
+    events_of,
+    monitor_of,
+    set_family,
+    tcp_endpoint,
+)
+from syncvar_launcher.hosts.agent_protocol import (
+    FRAME_NBYTES,
+    FRAMES_QUEUED,
     Hello,
+    JoinFrame,
+    PipeOutbox,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
 
-_PING_S = 0.25  # who is gone is noticed by what cannot be sent to it
+_PING_S = 0.25  # a host that is lost is noticed by frames that cannot be sent to it
 _RETRY_S = 0.005
 _HELD_MAX = 16 << 20
-_SAID_MAX = 16  # sentences in _SAY_EVERY_S
-_SAY_EVERY_S = 60.0
-_FAREWELL_MS = 1000
-_LOST = 255  # the status of a way that broke, as ssh has it
+_MESSAGES_MAX = 16  # in _REPEAT_S
+_REPEAT_S = 60.0
+_LINGER_MS = 1000
+_LOST = 255  # the exit status of a lost connection, as ssh has it
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 
 
 class JoinedHost(NamedTuple):
-    """A host that has joined.
-
-    Args:
-        hello: Its greeting.
-        address: Its address.
-        way: The connection to its agent.
-    """
+    """A host that has joined: its greeting, its address, and the connection to its agent."""
 
     hello: Hello
     address: str
-    way: AgentPipe
+    pipe: AgentPipe
 
 
 class AgentPipe:
@@ -82,9 +79,7 @@ class AgentPipe:
         again: Callable[[], AgentPipe | None],
         kill: Callable[[AgentPipe], None],
     ) -> None:
-        self.refuse = refuse
-        self.again = again
-        self._kill = kill
+        self.refuse, self.again, self._kill = refuse, again, kill
         ends = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
         self.inner = ends[0][0], ends[1][1], ends[2][1]
         for descriptor in self.inner:
@@ -116,46 +111,46 @@ class AgentPipe:
         self._kill(self)
 
 
-class _Guest:
+class _HostLink:
     """A host that has joined, on the side of the thread."""
 
     def __init__(self, identity: bytes, name: str) -> None:
         self.identity = identity
         self.name = name
         self.unsent: deque[bytes] = deque()
-        self.way: AgentPipe | None = None
+        self.pipe: AgentPipe | None = None
         self._source = -1
-        self._boxes: list[tuple[int, PipeOutbox]] = []
+        self._outboxes: list[tuple[int, PipeOutbox]] = []
         self._status: int | None = None
 
-    def begin(self, way: AgentPipe) -> None:
+    def begin(self, pipe: AgentPipe) -> None:
         """Adopt the connection to a new agent."""
         self.end(_LOST)
         self.let_go()
-        self.way, self._status = way, None
-        self._source, *sinks = way.inner
-        self._boxes = [(descriptor, PipeOutbox(descriptor)) for descriptor in sinks]
+        self.pipe, self._status = pipe, None
+        self._source, *sinks = pipe.inner
+        self._outboxes = [(descriptor, PipeOutbox(descriptor)) for descriptor in sinks]
 
     def sources(self) -> list[int]:
         return [self._source] if self._source >= 0 and not self.unsent else []
 
     def sinks(self) -> list[int]:
-        return [descriptor for _, box in self._boxes for descriptor in box.descriptors()]
+        return [descriptor for _, outbox in self._outboxes for descriptor in outbox.descriptors()]
 
     @property
     def held_nbytes(self) -> int:
-        return sum(box.nbytes for _, box in self._boxes)
+        return sum(outbox.nbytes for _, outbox in self._outboxes)
 
     def write(self, number: int, data: bytes) -> None:
         """Forward output (0) or standard error (1) of the agent."""
-        if self._boxes and self._status is None:
-            self._boxes[number][1].add(data)
-            self._boxes[number][1].flush()
+        if self._outboxes and self._status is None:
+            self._outboxes[number][1].add(data)
+            self._outboxes[number][1].flush()
 
     def read(self) -> bytes | None:
         """Return bytes for the agent: empty at the end, None if there are none yet."""
         try:
-            data = os.read(self._source, CHUNK)
+            data = os.read(self._source, FRAME_NBYTES)
         except BlockingIOError:
             return None
         except OSError:
@@ -166,27 +161,27 @@ class _Guest:
 
     def end(self, status: int) -> None:
         """Note that the agent has ended; its output still goes on."""
-        if self.way is not None and self._status is None:
+        if self.pipe is not None and self._status is None:
             self._status = status
             self._close_source()
         self.settle()
 
     def settle(self) -> None:
         """Forward what is held, and then the end."""
-        for _, box in self._boxes:
-            box.flush()
+        for _, outbox in self._outboxes:
+            outbox.flush()
         if self._status is not None and not self.held_nbytes:
             self.let_go()
 
     def let_go(self) -> None:
         """Close everything, and drop what is held."""
         self._close_source()
-        for descriptor, _ in self._boxes:
+        for descriptor, _ in self._outboxes:
             os.close(descriptor)
-        self._boxes = []
-        way, self.way = self.way, None
-        if way is not None:
-            way.ended(_LOST if self._status is None else self._status)
+        self._outboxes = []
+        pipe, self.pipe = self.pipe, None
+        if pipe is not None:
+            pipe.ended(_LOST if self._status is None else self._status)
 
     def _close_source(self) -> None:
         if self._source >= 0:
@@ -209,11 +204,11 @@ class Listener:
 
     def __init__(self, address: str, port: int, secret: bytes, places: int) -> None:
         self._places = places
-        self._guests: dict[bytes, _Guest] = {}
+        self._links: dict[bytes, _HostLink] = {}
         self._arrived: deque[JoinedHost] = deque()
-        self._said: deque[str] = deque()
-        self._wanted: deque[Callable[[], None]] = deque()
-        self._told: dict[str, float] = {}
+        self._messages: deque[str] = deque()
+        self._actions: deque[Callable[[], None]] = deque()
+        self._shown_at: dict[str, float] = {}
         self._peers: dict[int, str] = {}
         self._is_other_key = self._is_over = False
         self._exit_code: int | None = None
@@ -225,20 +220,13 @@ class Listener:
             gate = Gate(self._context, keys)
             self._stack.callback(gate.close)
             self._socket: Any = self._context.socket(zmq.ROUTER)
-            self._stack.callback(lambda: self._socket.close(linger=_FAREWELL_MS))
+            self._stack.callback(lambda: self._socket.close(linger=_LINGER_MS))
             place = tcp_endpoint(address, port or "*")
-            bound_messages(self._socket, CHUNK + 1, QUEUED)
+            bound_messages(self._socket, FRAME_NBYTES + 1, FRAMES_QUEUED)
             set_family(self._socket, place)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             keys.listen(self._socket)
-            self._monitor = monitor_of(
-                self._context,
-                self._socket,
-                zmq.EVENT_ACCEPTED
-                | zmq.EVENT_DISCONNECTED
-                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                | zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-            )
+            self._monitor = monitor_of(self._context, self._socket, _EVENTS)
             self._stack.callback(self._monitor.close, 0)
             self._stack.callback(self._socket.disable_monitor)
             try:
@@ -258,11 +246,11 @@ class Listener:
         except BaseException:
             self._stack.close()
             raise
-        self._thread = threading.Thread(target=self._serve, name="syncvar-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="syncvar-join", daemon=True)
         self._thread.start()
 
     def descriptor(self) -> int:
-        """Return the descriptor to poll for reading: `take` or `take_said` has something."""
+        """Return the descriptor to poll for reading: `take` or `take_messages` has something."""
         return self._news[0]
 
     def take(self) -> list[JoinedHost]:
@@ -271,9 +259,9 @@ class Listener:
             os.read(self._news[0], 4096)
         return list(_emptied(self._arrived))
 
-    def take_said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Return the sentences to show since the last call."""
-        return list(_emptied(self._said))
+        return list(_emptied(self._messages))
 
     def fill(self, places: int) -> None:
         """Set how many hosts may be connected at once."""
@@ -286,23 +274,22 @@ class Listener:
         """
         if self._thread.is_alive():
             self._exit_code = exit_code
-            self._do(self._finish)
+            self._run_in_thread(self._finish)
             self._thread.join()
         for one in self._arrived:
-            one.way.stdin.close()
-            one.way.stdout.close()
-            one.way.stderr.close()
+            for file in (one.pipe.stdin, one.pipe.stdout, one.pipe.stderr):
+                file.close()
         self._arrived.clear()
         self._stack.close()
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _do(self, what: Callable[[], None]) -> None:
-        self._wanted.append(what)
+    def _run_in_thread(self, action: Callable[[], None]) -> None:
+        self._actions.append(action)
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake[1], b"!")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._news[1], b"!")
 
@@ -312,48 +299,56 @@ class Listener:
     def _serve(self) -> None:
         ping_at = time.monotonic() + _PING_S
         while not self._is_over:
-            guests = list(self._guests.values())
-            poller = zmq.Poller()
-            poller.register(self._wake[0], zmq.POLLIN)
-            poller.register(self._monitor, zmq.POLLIN)
-            if all(one.held_nbytes < _HELD_MAX for one in guests):
-                poller.register(self._socket, zmq.POLLIN)
-            for one in guests:
-                for descriptor in one.sources():
-                    poller.register(descriptor, zmq.POLLIN)
-                for descriptor in one.sinks():
-                    poller.register(descriptor, zmq.POLLOUT)
-            wait_s = (
-                _RETRY_S
-                if any(one.unsent for one in guests)
-                else max(0.0, ping_at - time.monotonic())
-            )
-            ready = dict(poller.poll(int(wait_s * 1000) + 1))
+            ready = self._poll(ping_at)
             if self._wake[0] in ready:
                 os.read(self._wake[0], 4096)
-            for what in _emptied(self._wanted):
-                what()
+            for action in _emptied(self._actions):
+                action()
             if self._socket in ready:
-                self._hear()
-            if self._monitor in ready and self._look():
+                self._receive()
+            if self._monitor in ready and self._handle_events():
                 ping_at = 0.0
             is_due = time.monotonic() >= ping_at
-            for one in list(self._guests.values()):
-                if any(descriptor in ready for descriptor in one.sources()):
-                    self._pass_on(one)
-                one.settle()
-                if one.unsent or is_due:
-                    self._send(one, b"" if one.unsent else PING)
+            for one in list(self._links.values()):  # sending removes hosts that are lost
+                self._serve_host(one, ready, is_ping_due=is_due)
             if is_due:
                 ping_at = time.monotonic() + _PING_S
-        for one in list(self._guests.values()):  # who turns out to be gone is taken out meanwhile
+        for one in list(self._links.values()):
             one.let_go()
             if self._exit_code is not None:
-                self._send(one, DONE + str(self._exit_code).encode())
-        self._guests.clear()
+                self._send(one, JoinFrame.JOB_ENDED + str(self._exit_code).encode())
+        self._links.clear()
 
-    def _hear(self) -> None:
-        for _ in range(QUEUED):
+    def _poll(self, ping_at: float) -> dict[Any, int]:
+        """Wait until there is something to read or to write, or until the next ping."""
+        links = list(self._links.values())
+        poller = zmq.Poller()
+        poller.register(self._wake[0], zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        if all(one.held_nbytes < _HELD_MAX for one in links):
+            poller.register(self._socket, zmq.POLLIN)
+        for one in links:
+            for descriptor in one.sources():
+                poller.register(descriptor, zmq.POLLIN)
+            for descriptor in one.sinks():
+                poller.register(descriptor, zmq.POLLOUT)
+        wait_s = max(0.0, ping_at - time.monotonic())
+        if any(one.unsent for one in links):
+            wait_s = _RETRY_S
+        return dict(poller.poll(int(wait_s * 1000) + 1))
+
+    def _serve_host(self, link: _HostLink, ready: Container[Any], *, is_ping_due: bool) -> None:
+        """Forward what the agent of a host gets and writes; retry unsent frames, or ping."""
+        if any(descriptor in ready for descriptor in link.sources()):
+            data = link.read()
+            if data is not None:
+                self._send(link, JoinFrame.STDIN + data if data else JoinFrame.STDIN_END)
+        link.settle()
+        if link.unsent or is_ping_due:
+            self._send(link, b"" if link.unsent else JoinFrame.PING)
+
+    def _receive(self) -> None:
+        for _ in range(FRAMES_QUEUED):
             try:
                 identity, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -361,17 +356,17 @@ class Listener:
             if len(rest) != 1:
                 continue
             data = rest[0].bytes
-            guest = self._guests.get(identity.bytes)
-            if guest is None:
-                self._greeted(identity.bytes, data, rest[0].get("Peer-Address"))
-            elif data[:1] in (OUTPUT, WORDS):
-                guest.write(data[:1] == WORDS, data[1:])
-            elif data[:1] == ENDED:
+            link = self._links.get(identity.bytes)
+            if link is None:
+                self._accept(identity.bytes, data, rest[0].get("Peer-Address"))
+            elif data[:1] in (JoinFrame.STDOUT, JoinFrame.STDERR):
+                link.write(data[:1] == JoinFrame.STDERR, data[1:])
+            elif data[:1] == JoinFrame.EXITED:
                 text = data[1:]
-                guest.end(int(text) if len(text) < 8 and text.lstrip(b"-").isdigit() else _LOST)
+                link.end(int(text) if len(text) < 8 and text.lstrip(b"-").isdigit() else _LOST)
 
-    def _greeted(self, identity: bytes, data: bytes, address: str) -> None:
-        if data[:1] != HELLO:
+    def _accept(self, identity: bytes, data: bytes, address: str) -> None:
+        if data[:1] != JoinFrame.HELLO:
             return
         try:
             hello = Hello.read(data[1:])
@@ -379,96 +374,88 @@ class Listener:
             self._refuse(identity, address, str(error))
             return
         name = f"{hello.name} ({address})"
-        if len(self._guests) >= self._places:
-            here = ", ".join(one.name for one in self._guests.values())
-            self._refuse(
-                identity,
-                name,
-                f"all {self._places} hosts that the job waits for have joined: {here}",
-            )
+        if len(self._links) >= self._places:
+            here = ", ".join(one.name for one in self._links.values())
+            reason = f"all {self._places} hosts that the job waits for have joined: {here}"
+            self._refuse(identity, name, reason)
             return
-        guest = self._guests[identity] = _Guest(identity, name)
-        self._arrived.append(JoinedHost(hello, address, self._begun(guest)))
-        self._tell()
+        link = self._links[identity] = _HostLink(identity, name)
+        self._arrived.append(JoinedHost(hello, address, self._start_agent(link)))
+        self._notify()
 
-    def _begun(self, guest: _Guest) -> AgentPipe:
+    def _start_agent(self, link: _HostLink) -> AgentPipe:
         """Return the connection to a new agent.
 
         The thread or a caller that waits for it calls this.
         """
 
         def refuse(reason: str) -> None:
-            self._do(lambda: self._dismiss(guest, reason))
+            self._run_in_thread(lambda: self._dismiss(link, reason))
 
         def again() -> AgentPipe | None:
-            if guest.identity not in self._guests:
+            if link.identity not in self._links:
                 return None
-            way = AgentPipe(refuse, again, kill)
-            self._do(lambda: begin(way))
-            return way
+            pipe = AgentPipe(refuse, again, kill)
+            self._run_in_thread(lambda: begin(pipe))
+            return pipe
 
-        def kill(way: AgentPipe) -> None:
-            self._do(lambda: self._end_agent(guest, way))
+        def kill(pipe: AgentPipe) -> None:
+            self._run_in_thread(lambda: self._end_agent(link, pipe))
 
-        def begin(way: AgentPipe) -> None:
-            guest.begin(way)
-            if guest.identity in self._guests:
-                self._send(guest, START)
+        def begin(pipe: AgentPipe) -> None:
+            link.begin(pipe)
+            if link.identity in self._links:
+                self._send(link, JoinFrame.START)
             else:
-                guest.let_go()
+                link.let_go()
 
-        way = AgentPipe(refuse, again, kill)
-        begin(way)
-        return way
+        pipe = AgentPipe(refuse, again, kill)
+        begin(pipe)
+        return pipe
 
-    def _dismiss(self, guest: _Guest, reason: str) -> None:
-        if self._guests.pop(guest.identity, None) is not None:
-            guest.let_go()
-            self._refuse(guest.identity, guest.name, reason)
+    def _dismiss(self, link: _HostLink, reason: str) -> None:
+        if self._links.pop(link.identity, None) is not None:
+            link.let_go()
+            self._refuse(link.identity, link.name, reason)
 
     def _refuse(self, identity: bytes, name: str, reason: str) -> None:
-        self._say(f"{name} was refused: {reason}")
+        self._add_message(f"{name} was refused: {reason}")
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(
-                [identity, REFUSED + reason.encode("utf-8", "replace")], zmq.NOBLOCK
+                [identity, JoinFrame.REJECTED + reason.encode("utf-8", "replace")], zmq.NOBLOCK
             )
 
-    def _end_agent(self, guest: _Guest, way: AgentPipe) -> None:
-        if guest.way is way:
-            guest.let_go()
-            self._send(guest, END_INPUT)
+    def _end_agent(self, link: _HostLink, pipe: AgentPipe) -> None:
+        if link.pipe is pipe:
+            link.let_go()
+            self._send(link, JoinFrame.STDIN_END)
 
-    def _pass_on(self, guest: _Guest) -> None:
-        data = guest.read()
-        if data is not None:
-            self._send(guest, INPUT + data if data else END_INPUT)
-
-    def _send(self, guest: _Guest, data: bytes) -> None:
+    def _send(self, link: _HostLink, data: bytes) -> None:
         """Send a frame to a host after unsent ones; without a frame try those again."""
         if data:
-            guest.unsent.append(data)
-        while guest.unsent:
+            link.unsent.append(data)
+        while link.unsent:
             try:
-                self._socket.send_multipart([guest.identity, guest.unsent[0]], zmq.NOBLOCK)
+                self._socket.send_multipart([link.identity, link.unsent[0]], zmq.NOBLOCK)
             except zmq.Again:
-                if guest.unsent[-1] == PING:
-                    guest.unsent.pop()
+                if link.unsent[-1] == JoinFrame.PING:
+                    link.unsent.pop()
                 return
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._lost(guest)
+                self._lost(link)
                 return
-            guest.unsent.popleft()
+            link.unsent.popleft()
 
-    def _lost(self, guest: _Guest) -> None:
-        self._guests.pop(guest.identity, None)
-        guest.unsent.clear()
-        guest.write(1, b"the connection to it is lost\n")
-        guest.end(_LOST)
-        guest.let_go()
+    def _lost(self, link: _HostLink) -> None:
+        self._links.pop(link.identity, None)
+        link.unsent.clear()
+        link.write(1, b"the connection to it is lost\n")
+        link.end(_LOST)
+        link.let_go()
 
-    def _look(self) -> bool:
+    def _handle_events(self) -> bool:
         """Handle connection events of the socket; return whether a connection has ended."""
         has_ended = False
         for event, value in events_of(self._monitor):
@@ -478,7 +465,7 @@ class Listener:
                 has_ended = True
                 peer = self._peers.pop(value, "somewhere")
                 if self._is_other_key:
-                    self._say(
+                    self._add_message(
                         f"who came from {peer} was refused: it has another key than that of "
                         "--key-file"
                     )
@@ -487,13 +474,13 @@ class Listener:
                 self._is_other_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _OTHER_KEY
         return has_ended
 
-    def _say(self, sentence: str) -> None:
+    def _add_message(self, sentence: str) -> None:
         now = time.monotonic()
-        self._told = {each: at for each, at in self._told.items() if now - at < _SAY_EVERY_S}
-        if sentence not in self._told and len(self._told) < _SAID_MAX:
-            self._told[sentence] = now
-            self._said.append(sentence)
-            self._tell()
+        self._shown_at = {each: at for each, at in self._shown_at.items() if now - at < _REPEAT_S}
+        if sentence not in self._shown_at and len(self._shown_at) < _MESSAGES_MAX:
+            self._shown_at[sentence] = now
+            self._messages.append(sentence)
+            self._notify()
 
 
 def _peer_of(descriptor: int) -> str:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
 
-from syncvar.core.parent_death import libc
+from syncvar.core.fork_cleanup import libc
+from syncvar.core.output_files import PRIVATE, create_file
 from syncvar.core.process_ids import is_server
-from syncvar_launcher.local.child_processes import child_of
-from syncvar_launcher.local.oom import OutOfMemory
+from syncvar_launcher.local.host_resources import OutOfMemory
 from syncvar_launcher.local.process_sessions import (
     busy_ticks,
     expects,
@@ -32,11 +32,12 @@ from syncvar_launcher.local.process_sessions import (
     signal_sessions,
     start_time,
 )
+from syncvar_launcher.local.worker_start import child_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from syncvar_launcher.local.fork_client import ForkedWorker, ForkServer
+    from syncvar_launcher.local.worker_start import ForkedWorker, ForkServer
 
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
@@ -110,7 +111,7 @@ class WorkerProcess:
     said: bytearray = field(default_factory=bytearray)
     status: int | None = None
     takes_notice: bool = (
-        False  # SIGTERM asks it to save and to end in order, see `syncvar.core.status_pipe`
+        False  # SIGTERM asks it to save and to end in order, see `syncvar.core.exit_status`
     )
 
 
@@ -138,7 +139,7 @@ class LocalWorkers:
                     sys.executable,
                     "-I",
                     "-S",
-                    str(Path(__file__).with_name("cleanup_process.py")),
+                    str(Path(__file__).with_name("process_sessions.py")),
                     str(directory),
                 ],
                 stdin=read,
@@ -448,3 +449,35 @@ class LocalWorkers:
     def _tell_guardian(self, line: str) -> None:
         with contextlib.suppress(OSError):
             os.write(self._guardian_pipe, line.encode())
+
+
+_FILE_NAME = "key"
+
+
+def secret_descriptor(secret: bytes, directory: Path) -> int:
+    """Return a descriptor of the secret, which no other user can open.
+
+    Kernels without memfd use a file in the private folder `directory`, and unlink it.
+    """
+    try:
+        descriptor = os.memfd_create("syncvar-key", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        path = directory / "nameless-key"
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        path.unlink()
+    os.write(descriptor, secret)
+    return descriptor
+
+
+def write_secret(secret: bytes, directory: Path) -> str:
+    """Write the secret to a file that only this user can read, once; return its path.
+
+    `directory` is the private folder of the job on this host.
+    """
+    path = directory / _FILE_NAME
+    if not path.exists():
+        with os.fdopen(create_file(path, PRIVATE), "w", encoding="ascii") as file:
+            file.write(secret.hex() + "\n")
+    return str(path)

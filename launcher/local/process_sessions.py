@@ -1,14 +1,20 @@
-"""Processes by session, from /proc.
+"""Processes by session, from /proc; as a program, the cleanup process of a launcher.
 
-The launcher and the cleanup process use it; it imports little.
+The cleanup process outlives a killed launcher just long enough to clean up after it. The launcher
+starts this file by path, without site-packages, so it imports nothing of the package. The process
+blocks on standard input, a pipe whose write end only the launcher has. Lines: "+pid start" a worker
+began, "-pid" it ended and its session is empty, "." the job is over. If the input ends without ".",
+the launcher was killed. Then the process kills the workers' sessions and removes the private
+directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import sys
 
-_KILL, _STOP = 9, 19
 _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
 
 
@@ -107,7 +113,7 @@ def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:
         new = [
             pid
             for pid in members(sessions)
-            if pid not in reached and (number != _STOP or process_state(pid) != "T")
+            if pid not in reached and (number != signal.SIGSTOP or process_state(pid) != "T")
         ]
         if not new:
             break
@@ -120,4 +126,28 @@ def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:
 
 def kill_sessions(sessions: dict[int, int]) -> int:
     """Send SIGKILL to every process of these sessions until none is left; return how many."""
-    return len(signal_sessions(sessions, _KILL))
+    return len(signal_sessions(sessions, signal.SIGKILL))
+
+
+def clean_up() -> None:
+    """Wait for the end of the launcher, and clean up if it was killed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    sessions: dict[int, int] = {}
+    with os.fdopen(0, "r", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("+"):
+                pid, started = line[1:].split()
+                sessions[int(pid)] = int(started)
+            elif line.startswith("-"):
+                sessions.pop(int(line[1:]), None)
+            elif line.startswith("."):
+                os._exit(0)  # the launcher waits, and an interpreter's own end takes longer
+    kill_sessions(sessions)
+    import shutil  # a slow import, and most launchers end cleanly
+
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    clean_up()

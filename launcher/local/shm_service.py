@@ -7,11 +7,16 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from syncvar.core.host_topology import split_evenly
+from syncvar.core.environment import split_evenly
 from syncvar.core.process_ids import server_hosts
 from syncvar.shm.fd_passing import FdServer, fd_socket_path, servers_fd_socket_path
-from syncvar.shm.segment_file import CreatedSegment, create, unsupported_machine
-from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
+from syncvar.shm.segment_file import (
+    CreatedSegment,
+    SegmentLayout,
+    bytes_in_words,
+    create,
+    unsupported_machine,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,10 +180,10 @@ class ShmService:
             shm.close()
         size = bytes_in_words(self._shm_bytes)
         line = (
-            f"transport shared memory: shared memory ({shm.how}), {size} virtual; "
+            f"transport shared memory: shared memory ({shm.form}), {size} virtual; "
             f"SYNCVAR_TRANSPORT=zmq turns it off{between}"
         )
-        return f"shared memory ({shm.how}){between}", line
+        return f"shared memory ({shm.form}){between}", line
 
     @property
     def is_complete(self) -> bool:
@@ -198,11 +203,11 @@ class ShmService:
         for handing in (*self._handings.values(), *self._of_servers):
             handing.readable(descriptor)
 
-    def take_said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Return the sentences to show since the last call."""
         said, self._said = self._said, []
         for handing in self._handings.values():
-            said += [sentence for sentence in handing.take_said() if sentence not in said]
+            said += [sentence for sentence in handing.take_messages() if sentence not in said]
         return said
 
     def abort(self, generation: int | None = None) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.local.local_workers import LocalWorkers
 
+ANSWER_S = 2.0  # for the stacks of ranks; an answer names ranks without one
 ENDED, NOT_STARTED = "its process has ended", "its process has not been started"
 
 _LARGE = 1 << 20  # bytes of a file, after which it begins anew

@@ -7,20 +7,25 @@ The records are named tuples: importing `dataclasses` would delay the start of a
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.core.environment import split_evenly
 from syncvar.core.errors import ConfigError
-from syncvar.core.host_topology import split_evenly
-from syncvar_launcher.options.option_values import COUNT_MAX, shown_ranks
+from syncvar_launcher.options.option_table import (
+    COUNT_MAX,
+    is_ip_address,
+    parse_address,
+    shown_ranks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar_launcher.options.allocated_hosts import Allocation
+    from syncvar_launcher.options.host_selection import Allocation
     from syncvar_launcher.options.hostfile import Host
-    from syncvar_launcher.options.join_options import JoinOptions
 
 
 class ProgramOptions(NamedTuple):
@@ -255,3 +260,100 @@ def check_debugged(rank: int | None, workers: int) -> None:
     if rank is not None and rank >= workers:
         others = "the only rank is 0" if workers == 1 else f"ranks are 0 to {workers - 1}"
         raise ConfigError(f"--debug {rank}: there is no such rank among {workers} ({others})")
+
+
+_HOSTS_MAX = 1 << 16
+_WITH_JOIN = frozenset(
+    (
+        "join",
+        "key_file",
+        "slots",
+        "cwd",
+        "config",
+        "verbose",
+        "start_timeout",
+        "rendezvous_timeout_s",
+        "color",
+    )
+)
+_WITHOUT_LISTEN = ("hostfile", "include", "exclude", "ssh_always", "ssh_port", "remote_python")
+
+
+class JoinOptions(NamedTuple):
+    """How hosts join a job by themselves.
+
+    Args:
+        listen: The address at which hosts join, perhaps with a port; None without `--listen`.
+        address: The launcher that this host joins, with the port; None to launch a job.
+        key_file: The absolute path of the key that both sides need.
+        slots: The slots that this host offers when it joins; None for one per usable core.
+        host_count: The number of hosts that `--listen` waits for; None for as many hosts as
+            offer slots for all workers.
+    """
+
+    listen: str | None
+    address: str | None
+    key_file: Path
+    slots: int | None
+    host_count: int | None = None
+
+    def validate(self, origin: Mapping[str, str], words: list[str]) -> None:
+        """Check the other options beside `--join` or `--listen`.
+
+        Args:
+            origin: Where each option comes from.
+            words: The program and its arguments.
+        """
+        if self.address is not None:
+            self._validate_join(self.address, origin, words)
+        elif self.listen is not None:
+            self._validate_listen(self.listen, origin)
+
+    def _validate_join(self, address: str, origin: Mapping[str, str], words: list[str]) -> None:
+        if not parse_address(address)[1]:
+            raise ConfigError(
+                f"--join {address}: the port is missing; syncvar-launch --listen prints it"
+            )
+        if words:
+            raise ConfigError(
+                f"--join runs the program that syncvar-launch --listen names: leave {words[0]} out"
+            )
+        for key, source in origin.items():
+            if source == "command line" and key not in _WITH_JOIN and not key.startswith("env."):
+                raise ConfigError(
+                    f"--{key.replace('_', '-')} is for syncvar-launch --listen, which sends "
+                    "its options to the hosts that join: leave it out here"
+                )
+
+    def _validate_listen(self, listen: str, origin: Mapping[str, str]) -> None:
+        for key in _WITHOUT_LISTEN:
+            if origin[key] == "command line":
+                raise ConfigError(
+                    f"--{key.replace('_', '-')} is for hosts that the launcher logs in to, and "
+                    "with --listen they come by themselves; leave one out"
+                )
+        if self.slots is not None:
+            raise ConfigError(
+                "--slots is an option of each host that joins; here --workers gives the number "
+                "of workers"
+            )
+        host, _ = parse_address(listen)
+        if is_ip_address(host) and ipaddress.ip_address(host).is_unspecified:
+            raise ConfigError(
+                f"--listen {listen} would listen on all networks of this machine: "
+                "name one of its addresses"
+            )
+        if self.host_count is None and origin["workers"] == "default":
+            raise ConfigError(
+                "--listen does not know how many hosts to wait for: give --hosts N, or "
+                "--workers N for as many as have the slots"
+            )
+
+
+def host_count_of(text: str | None) -> int | None:
+    """Return the number of hosts in `--hosts N` beside `--listen`."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= _HOSTS_MAX):
+        raise ConfigError(f"--hosts {text}: with --listen it is how many hosts join, such as 2")
+    return int(text)

@@ -7,13 +7,337 @@ a row here, a field in `launch_options`, and a line in `configs/local.toml`.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import math
-from typing import Any, NamedTuple
+import os
+import re
+import shlex
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.core.environment import PREFIX
-from syncvar_launcher.options import forwarded_signals
-from syncvar_launcher.options import option_values as read
-from syncvar_launcher.options.option_values import OUTPUT_MODES, OptionReader
+from syncvar.core.errors import ConfigError
+from syncvar.core.exit_status import signal_name
+from syncvar.core.settings import nearest
+from syncvar.core.stack_dump import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
+from syncvar.shm.host_limits import core_quota
+from syncvar_launcher.options.worker_environment import check_assignment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORWARDED_SIGNALS = "USR1,USR2,CONT"
+
+_ENDS_JOB = "it ends the job: the launcher sees to it that all ranks end"
+_FAULT = "it tells a fault of the process that gets it"
+_NOT_PASSED_ON: dict[int, str] = {
+    signal.SIGKILL: "no process can handle it",
+    signal.SIGSTOP: "no process can handle it",
+    signal.SIGCHLD: "the system tells the launcher with it that a rank has ended",
+    signal.SIGINT: _ENDS_JOB,
+    signal.SIGTERM: _ENDS_JOB,
+    signal.SIGHUP: _ENDS_JOB,
+    signal.SIGPIPE: "it tells that nobody reads what the launcher writes, which ends the job",
+    signal.SIGTSTP: "it stops the launcher, which stops all ranks",
+    signal.SIGTTIN: "it stops who reads from a terminal in the background",
+    signal.SIGTTOU: "it stops who writes to a terminal in the background",
+    **dict.fromkeys(
+        (MAIN_THREAD, ALL_THREADS, WITHOUT_PYTHON), "a rank writes its Python stack when it gets it"
+    ),
+    **dict.fromkeys(
+        (
+            signal.SIGSEGV,
+            signal.SIGBUS,
+            signal.SIGILL,
+            signal.SIGFPE,
+            signal.SIGABRT,
+            signal.SIGTRAP,
+            signal.SIGSYS,
+        ),
+        _FAULT,
+    ),
+}
+
+
+def parse_signals(text: str) -> tuple[int, ...]:
+    """Return the numbers of the signals to forward.
+
+    `text` has names, with or without SIG, and numbers, with commas; or is "none".
+
+    Example:
+        >>> parse_signals("USR1,SIGUSR2,18"), parse_signals("none")
+        ((10, 12, 18), ())
+    """
+    return (
+        ()
+        if text == "none"
+        else tuple(dict.fromkeys(_signal_number(one.strip()) for one in text.split(",")))
+    )
+
+
+def _signal_number(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 4:
+        number = int(text)
+    else:
+        named = signal.Signals.__members__.get("SIG" + text.upper().removeprefix("SIG"))
+        number = 0 if named is None else int(named)
+    if number not in signal.valid_signals():
+        raise ConfigError(
+            f"{text!r} is no signal: give names or numbers, such as {FORWARDED_SIGNALS}, or none"
+        )
+    if number in _NOT_PASSED_ON:
+        raise ConfigError(
+            f"{signal_name(number) or number} cannot be passed on: {_NOT_PASSED_ON[number]}"
+        )
+    return number
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the cores that this process may use, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def core_count() -> int:
+    """Return the number of usable cores, or the smaller quota of CPU time of the container.
+
+    A quota limits time and names no cores, so the launcher binds nothing because of it.
+    """
+    return min(len(usable_cores()), core_quota() or sys.maxsize)
+
+
+OUTPUT_MODES = ("all", "first", "failed", "none")
+COUNT_MAX = 1 << 16
+"""Upper limit of ranks, fake hosts and cores: beyond any host, and small enough for lists."""
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_PORT_MAX = 65535
+
+_WORDS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+class OptionReader(Protocol):
+    """A function that reads the value of one kind of option."""
+
+    def __call__(self, value: Any, *, is_text: bool) -> Any:
+        """Return the value, or raise ConfigError with a text that begins with "must be"."""
+        ...
+
+
+def read_choice(value: Any, choices: Sequence[str]) -> Any:
+    """Return one of several words."""
+    if value not in choices:
+        raise ConfigError(
+            f"must be one of {', '.join(choices)}, not {value!r}{nearest(str(value), choices)}"
+        )
+    return value
+
+
+def read_switch(value: Any, *, is_text: bool) -> Any:
+    """Return a boolean."""
+    word = _WORDS.get(value.lower()) if is_text else value
+    if not isinstance(word, bool):
+        raise ConfigError(f"must be true or false, not {value!r}")
+    return word
+
+
+def read_stats(value: Any, *, is_text: bool) -> Any:
+    """Return a boolean, or the path of a file."""
+    word = _WORDS.get(value.lower()) if is_text else value
+    if isinstance(word, bool):
+        return word
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError(f"must be yes, no or a path, not {value!r}")
+    return value
+
+
+def read_output(value: Any, *, is_text: bool) -> Any:  # noqa: ARG001  (the protocol has it)
+    """Return a mode of `--output`, or ranks as text."""
+    if not isinstance(value, str) or not (value in OUTPUT_MODES or value[:1].isdigit()):
+        modes = ", ".join(OUTPUT_MODES)
+        hint = nearest(str(value), OUTPUT_MODES)
+        raise ConfigError(f"must be one of {modes}, or ranks such as 0,3-5, not {value!r}{hint}")
+    shown_ranks(value, COUNT_MAX)
+    return value
+
+
+def read_path(value: Any, *, is_text: bool) -> Any:  # noqa: ARG001  (likewise)
+    """Return a path as text."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError(f"must be a path, not {value!r}")
+    return value
+
+
+def read_signals(value: Any, *, is_text: bool) -> Any:  # noqa: ARG001  (likewise)
+    """Return a list of signals as text."""
+    if not isinstance(value, str):
+        names = FORWARDED_SIGNALS
+        raise ConfigError(f"must be names of signals, such as {names!r}, or 'none', not {value!r}")
+    parse_signals(value)
+    return value
+
+
+def read_text(value: Any, *, is_text: bool) -> Any:  # noqa: ARG001  (likewise)
+    """Return a text that is not blank."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ConfigError(f"must be a text, not {value!r}")
+    return value
+
+
+def read_address(value: Any, *, is_text: bool) -> Any:
+    """Return the text of an address, perhaps with a port."""
+    parse_address(read_text(value, is_text=is_text))
+    return value
+
+
+def read_variables(value: Any, *, is_text: bool) -> Any:
+    """Return a list of assignments; a text holds several, as in a shell."""
+    if is_text:
+        try:
+            value = shlex.split(value)
+        except ValueError as error:
+            raise ConfigError(f"cannot be read as NAME=value words: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f'must be a list such as ["NAME=value", "NAME"], not {value!r}')
+    for item in value:
+        check_assignment(item)
+    return value
+
+
+def read_seconds(value: Any, *, is_text: bool) -> Any:
+    """Return seconds, at least 0."""
+    number = _number_of(value, is_text=is_text)
+    if not number >= 0:
+        raise ConfigError(f"must be seconds of at least 0, not {value!r}")
+    return number
+
+
+def read_limit(value: Any, *, is_text: bool) -> Any:
+    """Return seconds, above 0."""
+    number = _number_of(value, is_text=is_text)
+    if not number > 0:
+        raise ConfigError(f"must be seconds above 0, not {value!r}")
+    return number
+
+
+def _number_of(value: Any, *, is_text: bool) -> float:
+    if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
+        with contextlib.suppress(ValueError, OverflowError):
+            return float(value)
+    return math.nan
+
+
+def read_workers(value: Any, *, is_text: bool) -> Any:
+    """Return the number of ranks; "auto" is one for each usable core."""
+    if value == "auto":
+        return core_count()
+    return _read_whole(value, is_text=is_text, low=1, high=COUNT_MAX, also="auto or ")
+
+
+def read_port(value: Any, *, is_text: bool) -> Any:
+    """Return a port of TCP."""
+    return _read_whole(value, is_text=is_text, low=1, high=_PORT_MAX)
+
+
+def read_number(value: Any, *, is_text: bool) -> Any:
+    """Return a whole number, at least 0."""
+    return _read_whole(value, is_text=is_text, low=0)
+
+
+def read_count(value: Any, *, is_text: bool) -> Any:
+    """Return a whole number, at least 1."""
+    return _read_whole(value, is_text=is_text, low=1, high=COUNT_MAX)
+
+
+def _read_whole(
+    value: Any, *, is_text: bool, low: int, high: int | None = None, also: str = ""
+) -> int:
+    is_number = is_text and value.isascii() and value.isdigit() and len(value) < 100
+    number = int(value) if is_number else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < low:
+        raise ConfigError(f"must be {also}a whole number of at least {low}, not {value!r}")
+    if high is not None and number > high:
+        raise ConfigError(f"must be {also}a whole number of at most {high}, not {value!r}")
+    return number
+
+
+def shown_ranks(which: str, workers: int) -> frozenset[int] | None:
+    """Return the ranks whose lines the launcher shows while a job runs, or None for all.
+
+    Args:
+        which: A mode of `--output`, or ranks such as "0,3-5". "failed" and "none" show no rank.
+        workers: The number of ranks.
+
+    Example:
+        >>> sorted(shown_ranks("0,3-5", 8))
+        [0, 3, 4, 5]
+    """
+    if which == "all":
+        return None
+    if which == "first":
+        return frozenset({0})
+    return frozenset() if which in OUTPUT_MODES else ranks_of(which, workers)
+
+
+def ranks_of(text: str, most: int) -> frozenset[int]:
+    """Return the ranks below `most` that a text such as "0-2,7" names, or raise ConfigError."""
+    ranks: set[int] = set()
+    for span in text.split(","):
+        ends = [end.strip() for end in span.split("-")]
+        is_valid = all(end.isascii() and end.isdigit() and len(end) < 100 for end in ends)
+        if len(ends) > 2 or not is_valid:
+            raise ConfigError(
+                f"{span.strip()!r} is no rank, such as 3, and no span of ranks, such as 0-3"
+            )
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last:
+            raise ConfigError(f"the span {span.strip()} ends before it begins")
+        if last >= most:
+            ranks_text = "the only rank is 0" if most == 1 else f"ranks are 0 to {most - 1}"
+            raise ConfigError(f"there is no rank {last} among {most} ({ranks_text})")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of ADDR, ADDR:PORT or [IPv6]:PORT; the port is 0 without one.
+
+    Example:
+        >>> parse_address("10.0.0.1:29400"), parse_address("node1"), parse_address("[fd00::7]:80")
+        (('10.0.0.1', 29400), ('node1', 0), ('fd00::7', 80))
+    """
+    host, port = text, ""
+    is_right = True
+    if text.startswith("["):
+        host, closing, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+        is_right = bool(closing) and ":" in host and (not rest or rest.startswith(":"))
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    if not is_ip_address(host):
+        is_right = is_right and ":" not in host and _HOST_NAME.fullmatch(host) is not None
+    if port:
+        is_number = port.isascii() and port.isdigit() and len(port) < 6
+        is_right = is_right and is_number and 1 <= int(port) <= _PORT_MAX
+    if not is_right or text.endswith(":"):
+        raise ConfigError(
+            f"must be an address such as 10.0.0.1, 10.0.0.1:29400 or [fd00::7]:29400, not {text!r}"
+        )
+    return host, int(port or 0)
+
+
+def is_ip_address(text: str) -> bool:
+    """Return whether a text is an address of IPv4 or IPv6."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
 
 PROGRAM = "syncvar-launch"
 LAUNCH_PREFIX = PREFIX + "LAUNCH_"
@@ -81,7 +405,7 @@ class Option(NamedTuple):
     @property
     def is_switch(self) -> bool:
         """Whether it takes no value."""
-        return self.read is read.read_switch
+        return self.read is read_switch
 
     @property
     def off_flag(self) -> str:
@@ -91,103 +415,103 @@ class Option(NamedTuple):
     def value(self, raw: Any, *, is_text: bool) -> Any:
         """Return the checked value of text, or of a value of a TOML file."""
         if self.choices:
-            return read.read_choice(raw, self.choices)
+            return read_choice(raw, self.choices)
         return self.read(raw, is_text=is_text)
 
 
 OPTIONS = (
-    Option("env", ("-x", "--env"), RUN, "program.env", read.read_variables, "NAME[=V]|PRE*",
+    Option("env", ("-x", "--env"), RUN, "program.env", read_variables, "NAME[=V]|PRE*",
            "set a variable of all ranks, or copy ours (repeat)", {},
            spelling="-x, --env NAME[=V]|PRE*"),
-    Option("env_clear", ("--env-clear",), RUN, "program.env_clear", read.read_switch, "",
+    Option("env_clear", ("--env-clear",), RUN, "program.env_clear", read_switch, "",
            "of ours only PATH, HOME and such, and what -x names", default=False),
-    Option("cwd", ("--cwd",), RUN, "program.cwd", read.read_path, "DIR",
+    Option("cwd", ("--cwd",), RUN, "program.cwd", read_path, "DIR",
            "start the ranks in this folder"),
-    Option("config", ("--config",), RUN, "program.config", read.read_path, "FILE",
+    Option("config", ("--config",), RUN, "program.config", read_path, "FILE",
            "read [launch] and [runtime] from a TOML file", in_file=False),
-    Option("dry_run", ("--dry-run",), RUN, "program.dry_run", read.read_switch, "",
+    Option("dry_run", ("--dry-run",), RUN, "program.dry_run", read_switch, "",
            "show what would be done, and do nothing", default=False),
     Option("workers", ("-n", "-np", "--nproc-per-node", "--workers"), WORKERS, "ranks.workers",
-           read.read_workers, "N|auto", "how many ranks; auto: one per usable core", 1,
+           read_workers, "N|auto", "how many ranks; auto: one per usable core", 1,
            spelling="-n, -np, --workers N|auto"),
-    Option("servers", ("--servers",), WORKERS, "ranks.servers", read.read_number, "N",
+    Option("servers", ("--servers",), WORKERS, "ranks.servers", read_number, "N",
            "hold variables; twice by --server-replicas 1", 0),
     Option("server_replicas", ("--server-replicas",), ASIDE, "ranks.server_replicas",
-           read.read_number, "K", "copies of each on other servers", 0),
-    Option("fake_hosts", ("--fake-hosts",), ASIDE, "ranks.fake_hosts", read.read_count, "K",
+           read_number, "K", "copies of each on other servers", 0),
+    Option("fake_hosts", ("--fake-hosts",), ASIDE, "ranks.fake_hosts", read_count, "K",
            "pose as K hosts joined by tcp, for tests", 1),
-    Option("hostfile", ("--hostfile",), HOSTS, "hosts.hostfile", read.read_path, "FILE",
+    Option("hostfile", ("--hostfile",), HOSTS, "hosts.hostfile", read_path, "FILE",
            "hosts and slots, one a line"),
-    Option("hosts", ("-H", "--hosts"), HOSTS, "hosts.entries", read.read_text, "LIST",
+    Option("hosts", ("-H", "--hosts"), HOSTS, "hosts.entries", read_text, "LIST",
            "hosts and slots: a:2,b:2"),
-    Option("allocation", ("--allocation",), HOSTS, "hosts.allocation", read.read_text, "HOW",
+    Option("allocation", ("--allocation",), HOSTS, "hosts.allocation", read_text, "HOW",
            "take those of the Slurm, PBS or LSF job", "auto", ("auto", "off")),
-    Option("include", ("--include",), HOSTS, "hosts.include", read.read_text, "LIST",
+    Option("include", ("--include",), HOSTS, "hosts.include", read_text, "LIST",
            "use these of them only"),
-    Option("exclude", ("--exclude",), HOSTS, "hosts.exclude", read.read_text, "LIST",
+    Option("exclude", ("--exclude",), HOSTS, "hosts.exclude", read_text, "LIST",
            "do not use these"),
-    Option("map_by", ("--map-by",), HOSTS, "hosts.map_by", read.read_text, "HOW",
+    Option("map_by", ("--map-by",), HOSTS, "hosts.map_by", read_text, "HOW",
            "fill each, or deal in turns", "slot", MAP_BY),
-    Option("ssh", ("--ssh",), HOSTS, "hosts.ssh", read.read_text, "CMD",
+    Option("ssh", ("--ssh",), HOSTS, "hosts.ssh", read_text, "CMD",
            "what leads there", "ssh"),
-    Option("ssh_port", ("--ssh-port",), HOSTS, "hosts.ssh_port", read.read_port, "PORT",
+    Option("ssh_port", ("--ssh-port",), HOSTS, "hosts.ssh_port", read_port, "PORT",
            "its port, where the file names none"),
-    Option("ssh_always", ("--ssh-always",), HOSTS, "hosts.ssh_always", read.read_switch, "",
+    Option("ssh_always", ("--ssh-always",), HOSTS, "hosts.ssh_always", read_switch, "",
            "go through ssh to this machine too", default=False),
-    Option("remote_python", ("--remote-python",), HOSTS, "hosts.remote_python", read.read_text,
+    Option("remote_python", ("--remote-python",), HOSTS, "hosts.remote_python", read_text,
            "PATH", "the interpreter there"),
-    Option("encryption", ("--encryption",), HOSTS, "runtime.encryption", read.read_text, "HOW",
+    Option("encryption", ("--encryption",), HOSTS, "runtime.encryption", read_text, "HOW",
            "of links", choices=_ENCRYPTION),
-    Option("insecure", ("--insecure",), HOSTS, "runtime.insecure", read.read_switch, "",
+    Option("insecure", ("--insecure",), HOSTS, "runtime.insecure", read_switch, "",
            "lets encryption be off, for isolated networks"),
-    Option("iface", ("--iface",), HOSTS, "hosts.iface", read.read_text, "LIST",
+    Option("iface", ("--iface",), HOSTS, "hosts.iface", read_text, "LIST",
            "eth0, ^docker0 or 10.0.0.0/8"),
-    Option("stage", ("--stage",), HOSTS, "hosts.stage", read.read_switch, "",
+    Option("stage", ("--stage",), HOSTS, "hosts.stage", read_switch, "",
            "copy the script's folder there first", default=False),
-    Option("listen", ("--listen",), HOSTS, "join.listen", read.read_address, "ADDR[:PORT]",
+    Option("listen", ("--listen",), HOSTS, "join.listen", read_address, "ADDR[:PORT]",
            "wait here for --hosts N that join, no ssh"),
-    Option("join", ("--join",), HOSTS, "join.address", read.read_address, "HOST:PORT",
+    Option("join", ("--join",), HOSTS, "join.address", read_address, "HOST:PORT",
            "join a job that listens, with this host", in_file=False),
-    Option("key_file", ("--key-file",), HOSTS, "join.key_file", read.read_path, "FILE",
+    Option("key_file", ("--key-file",), HOSTS, "join.key_file", read_path, "FILE",
            "by which they join [~/.syncvar-key]"),
-    Option("slots", ("--slots",), HOSTS, "join.slots", read.read_count, "K",
+    Option("slots", ("--slots",), HOSTS, "join.slots", read_count, "K",
            "with --join: its place for workers [cores]"),
-    Option("start_method", ("--start-method",), WORKERS, "ranks.start_method", read.read_text,
+    Option("start_method", ("--start-method",), WORKERS, "ranks.start_method", read_text,
            "HOW", "fresh, or forked from one", "auto", START_METHODS),
-    Option("bind", ("--bind",), WORKERS, "ranks.bind", read.read_text, "MODE",
+    Option("bind", ("--bind",), WORKERS, "ranks.bind", read_text, "MODE",
            "cores of its own for each", "auto", BIND_MODES),
     Option("cores_per_worker", ("--cores-per-worker",), WORKERS, "ranks.cores_per_worker",
-           read.read_count, "K", "cores and BLAS threads of each worker"),
-    Option("torch_env", ("--torch-env",), WORKERS, "ranks.torch_env", read.read_switch, "",
+           read_count, "K", "cores and BLAS threads of each worker"),
+    Option("torch_env", ("--torch-env",), WORKERS, "ranks.torch_env", read_switch, "",
            "also set MASTER_ADDR and MASTER_PORT", default=False),
-    Option("debug", ("--debug",), WORKERS, "ranks.debug", read.read_number, "RANK",
+    Option("debug", ("--debug",), WORKERS, "ranks.debug", read_number, "RANK",
            "give it the terminal, make deadlines endless"),
-    Option("output", ("--output",), OUTPUT, "output.selection", read.read_output, "WHICH",
+    Option("output", ("--output",), OUTPUT, "output.selection", read_output, "WHICH",
            f"show {', '.join(OUTPUT_MODES)}, or ranks 0,3-5", "all"),
-    Option("log_dir", ("--log-dir",), OUTPUT, "output.log_dir", read.read_path, "DIR",
+    Option("log_dir", ("--log-dir",), OUTPUT, "output.log_dir", read_path, "DIR",
            "write one file for each rank and stream"),
-    Option("events", ("--events",), OUTPUT, "output.events", read.read_path, "FILE",
+    Option("events", ("--events",), OUTPUT, "output.events", read_path, "FILE",
            "append what happens to the job as JSON lines"),
-    Option("stats", ("--stats",), OUTPUT, "output.stats", read.read_stats, "yes|FILE",
+    Option("stats", ("--stats",), OUTPUT, "output.stats", read_stats, "yes|FILE",
            "totals of all calls at the end, as a table or JSON", spelling="--stats[=FILE]"),
-    Option("timestamps", ("--timestamps",), OUTPUT, "output.timestamps", read.read_switch, "",
+    Option("timestamps", ("--timestamps",), OUTPUT, "output.timestamps", read_switch, "",
            "put the local time before each line", default=False),
-    Option("color", ("--color",), OUTPUT, "output.color", read.read_text, "WHEN",
+    Option("color", ("--color",), OUTPUT, "output.color", read_text, "WHEN",
            "colour the prefixes", "auto", _COLOR),
-    Option("verbose", ("-v", "--verbose"), OUTPUT, "output.verbose", read.read_switch, "",
+    Option("verbose", ("-v", "--verbose"), OUTPUT, "output.verbose", read_switch, "",
            "say more about what the launcher does", default=False),
-    Option("timeout", ("--timeout",), LIMITS, "limits.timeout_s", read.read_limit, "S",
+    Option("timeout", ("--timeout",), LIMITS, "limits.timeout_s", read_limit, "S",
            "end the whole job after S seconds", math.inf),
     Option("forward_signals", ("--forward-signals",), LIMITS, "limits.forward_signals",
-           read.read_signals, "LIST", "to ranks that handle them", forwarded_signals.DEFAULT),
-    Option("max_restarts", ("--max-restarts",), LIMITS, "limits.max_restarts", read.read_number,
+           read_signals, "LIST", "to ranks that handle them", FORWARDED_SIGNALS),
+    Option("max_restarts", ("--max-restarts",), LIMITS, "limits.max_restarts", read_number,
            "K", "start all again when one fails", 0),
     Option("start_timeout", ("--start-timeout",), LIMITS, "runtime.rendezvous_timeout_s",
-           read.read_seconds, "S", "longest wait for all ranks to meet"),
-    Option("grace", ("--grace",), LIMITS, "runtime.term_grace_s", read.read_seconds, "S",
+           read_seconds, "S", "longest wait for all ranks to meet"),
+    Option("grace", ("--grace",), LIMITS, "runtime.term_grace_s", read_seconds, "S",
            "time between SIGTERM and SIGKILL"),
     Option("preempt_grace", ("--preempt-grace",), LIMITS, "runtime.preempt_grace_s",
-           read.read_seconds, "S", "the same for ranks that save first"),
+           read_seconds, "S", "the same for ranks that save first"),
 )  # fmt: skip
 
 BY_FLAG = {flag: option for option in OPTIONS for flag in option.flags}

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncvar.bootstrap.launch_env.detection import started_with_others
-from syncvar.bootstrap.launch_env.slurm import counts
+from syncvar.bootstrap.launch_env.schedulers import counts
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.ssh import agent_command_line, remote_command
-from syncvar_launcher.options.allocated_hosts import Allocation, Starter, short_name
+from syncvar_launcher.hosts.agent_connection import agent_command_line, remote_command
+from syncvar_launcher.options.host_selection import Allocation, Starter, short_name
 from syncvar_launcher.options.hostfile import Host, expand_ranges
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Constants that Python and the C extension share; `constants.h` is generated from this module.
 
 After a change run `python syncvar/_native/constants.py`, which writes the header, and build the
-extension again. tests/pure/test_native_constants.py fails as long as the header differs.
+extension again. tests/unit/_native/test_native_constants.py fails as long as the header differs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ FORM = 22  # version of the interface between Python and the extension
 # Of calls and their checks.
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that calls with one fingerprint have different checks
 RANKS_MAX = 64  # ranks of a group whose calls the extension runs
-RING_SLOTS = 32  # slots of a rank that take turns
+# Slots of a rank that take turns. With fewer, a slot would still be in another core's private cache
+# when its turn comes.
+RING_SLOTS = 32
 NUMBERS_MAX = 1024  # numbers of a list that becomes an array
 LEAVES_MAX = 1024  # arrays of a pytree that form one vector
 KINDS_MAX = 8  # dtypes of such arrays

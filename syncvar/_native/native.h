@@ -364,7 +364,7 @@ typedef struct {
     Py_ssize_t process; /* 0: this one */
 } Bound;
 
-/* A checked program; syncvar/runtime/programs/instructions.py explains programs. COPY and STORE
+/* A checked program; syncvar/runtime/instructions.py explains programs. COPY and STORE
  * are (source, first, target, first, count), COMBINE is (target, first, count, terms, (term,
  * first)...), AWAIT is (back). */
 typedef struct {

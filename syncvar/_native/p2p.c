@@ -1,5 +1,5 @@
 /* Fast path of send and recv through a message ring, for arrays whose dtype and shape are cached.
- * Every other message is left to `runtime/p2p/channel.py` before anything has changed.
+ * Every other message is left to `runtime/p2p_channel.py` before anything has changed.
  *
  * The bytes of an entry are stored before FILLED (release), and read after it (acquire). They are
  * read before USED is stored (release). A long entry is published piece by piece, so that the

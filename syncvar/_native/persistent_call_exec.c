@@ -1,6 +1,6 @@
 /* Runs persistent calls in shared memory: write, publish, wait, compare, combine.
  *
- * It does the same as syncvar/runtime/persistent/persistent_reduce.py, for contiguous arrays. It
+ * It does the same as syncvar/runtime/persistent_reduce.py, for contiguous arrays. It
  * leaves every other call to that function before it has changed anything.
  *
  * Small calls keep the GIL, because they take about a microsecond. After a short spin Python

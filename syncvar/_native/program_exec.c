@@ -1,4 +1,4 @@
-/* Runs programs in C, exactly as syncvar/runtime/programs/interpreter.py does in Python.
+/* Runs programs in C, exactly as syncvar/runtime/program_runner.py does in Python.
  *
  * A Run is one call of a program. It runs until it has to wait for other ranks, and then yields the
  * publication that they have to reach. It releases the GIL meanwhile.

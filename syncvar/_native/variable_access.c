@@ -1,4 +1,4 @@
-/* Persistent writes and reads of variables: the C twins of syncvar/variables/persistent_access.py
+/* Persistent writes and reads of variables: the C twins of syncvar/variables/variable_state.py
  * and flat_bucket.py. */
 #include "native.h"
 

@@ -74,7 +74,7 @@ _TWO_LINKS = "for long blocks or many ranks each rank uses two links only"
 
 _MIB = 1024 * 1024
 
-# The limits over links follow `syncvar.cli.plan_cost.predicted_seconds` with its LINKS constants,
+# The limits over links follow `syncvar.cli.plan.predicted_seconds` with its LINKS constants,
 # rounded; a test keeps the table near the best prediction. Ties go to fewer copies, then less
 # scratch, then fewer bytes through one rank.
 _LINK_RULES = (

@@ -1,27 +1,309 @@
 """`sv.Checkpoint`: named objects that ranks save and restore together.
 
 `trackables`, `server_leaves` and `optimizer_state` describe the objects as leaves; `save` and
-`restore` move the leaves to and from files.
+`restore` move the leaves to and from files. `CheckpointCore` is a class of its own, so that its
+methods do not collide with the names of objects in a `Checkpoint`; `CheckpointManager` uses it too.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from syncvar.checkpoint.checkpoint_core import CheckpointCore, is_name
-from syncvar.checkpoint.file_names import checked_path
-from syncvar.checkpoint.manifest import Label
+from syncvar.checkpoint.checkpoint_format import Label, checked_path
+from syncvar.checkpoint.optimizer_state import SlotLeaf
 from syncvar.checkpoint.restore import (
+    CheckpointInfo,
     RestoreOptions,
+    check_options,
+    is_local,
+    restore_for_all,
+    restore_leaves,
 )
+from syncvar.checkpoint.save import ChiefSave, PendingSave, SaveOperation, write_now
+from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sort_leaves
 from syncvar.checkpoint.trackables import (
+    SoloGroup,
+    VariableLeaf,
     checked_object,
     is_nested,
+    leaf_of,
+    outside_scopes,
 )
 from syncvar.core.errors import ConfigError
+from syncvar.optimizers import Optimizer
+from syncvar.parameter_server.server_variables import ServerVariable
+from syncvar.strategies.contexts import get_strategy
 
 if TYPE_CHECKING:
-    from syncvar.checkpoint.async_save import PendingSave
+    from collections.abc import Callable, Iterator
+
+    from syncvar.checkpoint.server_leaves import CheckpointContent, Walked
+    from syncvar.checkpoint.trackables import Together
+    from syncvar.runtime.communicator import Communicator
+
+_NAME = re.compile(r"[^\W_][^/\0]{0,127}")
+_log = logging.getLogger("syncvar")
+
+
+class _WaitingEntries:
+    """Entries of a restored checkpoint whose objects do not exist yet.
+
+    `keys` is one set, shared by nested checkpoints; the prefix of `options` precedes the keys of
+    this one.
+    """
+
+    def __init__(self, path: str, options: RestoreOptions, keys: set[str]) -> None:
+        self.path, self.options, self.keys = path, options, keys
+        self.is_news = not options.partial  # the first save without these entries logs a warning
+
+    def under(self, key: str) -> _WaitingEntries:
+        prefix = f"{self.options.prefix}{key}/"
+        return _WaitingEntries(self.path, self.options._replace(prefix=prefix), self.keys)
+
+
+class CheckpointCore:
+    """The objects of one checkpoint, its pending save, and entries that wait for their objects."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.waiting: _WaitingEntries | None = None
+        self.pending: PendingSave | None = None
+
+    def add(self, name: str, value: Any) -> None:
+        """Add an object, and restore it if an entry waits for it."""
+        before = self.objects.copy()
+        self.objects[name] = value
+        try:
+            if self.waiting is not None:
+                self.restore_late()
+                self.follow(name, value)
+        except BaseException:
+            self.objects.clear()
+            self.objects.update(before)
+            raise
+
+    def save(
+        self,
+        path: str,
+        label: Label,
+        timeout: float | None,
+        *,
+        async_op: bool,
+        guard: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        refused: Exception | None = None,
+    ) -> str | PendingSave:
+        """Save all objects: the common part of `Checkpoint.save` and `CheckpointManager.save`."""
+        leaves, communicator, missing, on_servers, unsaved = self.collect()
+        leaves = [leaf for leaf in leaves if not isinstance(leaf, SlotLeaf) or leaf.is_present]
+        refused = refused or missing or unsaved
+        with outside_scopes():
+            self.finish_pending()
+            waiting = self.waiting
+            if waiting is not None and waiting.is_news and waiting.keys and communicator.rank == 0:
+                waiting.is_news = False
+                keys = ", ".join(sorted(waiting.keys)[:8])
+                _log.warning(
+                    "%d entries of the checkpoint restored from %s still wait for their objects. "
+                    "They are not part of %s: %s",
+                    len(waiting.keys),
+                    waiting.path,
+                    path,
+                    keys,
+                )
+            saving: SaveOperation | ChiefSave
+            if refused is None and isinstance(communicator, SoloGroup) and communicator.rank:
+                saving = ChiefSave(path)
+            else:
+                pushes: dict[int, int] = {}
+                if on_servers is not None and communicator.member_rank == 0 and refused is None:
+                    try:
+                        snapshot, pushes = on_servers.take_snapshot(timeout)
+                        leaves = sorted([*leaves, *snapshot], key=lambda leaf: leaf.key)
+                    except Exception as error:  # `Saving` reports it to the other ranks
+                        refused = error
+                saving = SaveOperation(leaves, refused, communicator, path, label, timeout, guard)
+                saving.pushes = pushes
+            if async_op:
+                pending = PendingSave(saving, communicator.member_rank, after)
+                self.pending = pending
+                return pending
+            try:
+                written = write_now(saving)
+            except BaseException:  # the program ends: remove the written files and the lock
+                saving.discard()
+                raise
+            saving.commit(written)
+            if after is not None:
+                after()
+            return path
+
+    def finish_pending(self) -> None:
+        """Commit a started save that nobody has waited for. Its `PendingSave` keeps the error."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            error = pending.exception()
+            if error is not None:
+                _log.warning(
+                    "saving the checkpoint %s failed, and nobody called its wait(): %s",
+                    pending.path,
+                    error,
+                )
+
+    def restore(
+        self,
+        path: str | None,
+        find: Callable[[], str | None] | None,
+        options: RestoreOptions,
+        refused: Exception | None = None,
+    ) -> str | None:
+        """Restore from `path`, or from the path that `find` returns on rank 0; return that path."""
+        collected = self.collect()
+        with outside_scopes():
+            self.finish_pending()
+            collected = collected._replace(refused=refused or collected.refused)
+            found_at, found = self._restored(collected, collected.group, path, find, options)
+        if found_at is None:
+            return None
+        options = options._replace(identity=found.identity)
+        waiting = _WaitingEntries(found_at, options, set(found.left))
+        self.waiting = waiting
+        if waiting.keys and not options.partial and collected.group.rank == 0:
+            shown = sorted(waiting.keys)
+            keys = ", ".join(shown[:8]) + ", …" * (len(shown) > 8)
+            _log.warning(
+                "%d entries of the checkpoint %s have no object in this program and are not "
+                "restored: %s. Add the object with checkpoint.name = object, or confirm with "
+                "restore(…, partial=True)",
+                len(shown),
+                found_at,
+                keys,
+            )
+        for name, value in list(self.objects.items()):
+            self.follow(name, value)
+        return found_at
+
+    @staticmethod
+    def _restored(
+        collected: CheckpointContent,
+        group: Together | None,
+        path: str | None,
+        find: Callable[[], str | None] | None,
+        options: RestoreOptions,
+    ) -> tuple[str | None, CheckpointInfo]:
+        leaves, _, refused, on_servers, _unsaved = collected
+        everything = leaves if on_servers is None else [*leaves, *on_servers.leaves()]
+        if isinstance(group, SoloGroup):
+            assert on_servers is not None, "only server-side variables are restored by one worker"
+            check_options(options)
+            if refused is not None:
+                raise refused
+            return restore_for_all(everything, on_servers, group, path, find, options)
+        assert path is not None, "ranks that restore together have agreed on the path"
+        last = None if on_servers is None else on_servers.joint_restorer(path, options.timeout)
+        return path, restore_leaves(everything, group, path, options, refused, last)
+
+    def restore_late(self) -> None:
+        """Restore objects that were added after `restore`."""
+        waiting = self.waiting
+        if waiting is None or not waiting.keys:
+            return
+        prefix = waiting.options.prefix
+        found = [leaf for name, value in self.objects.items() for leaf in self._walk(name, value)]
+        content = sort_leaves(found, _default, prefix=prefix, only=waiting.keys)
+        if not content.leaves and content.on_servers is None:
+            return
+        group = None if content.on_servers is None and is_local(content.leaves) else content.group
+        with outside_scopes():
+            self._restored(content, group, waiting.path, None, waiting.options)
+        server_leaves = [] if content.on_servers is None else content.on_servers.leaves()
+        restored = [*content.leaves, *server_leaves]
+        waiting.keys.difference_update(prefix + leaf.key for leaf in restored)
+
+    def follow(self, key: str, value: Any) -> None:
+        """Assign waiting entries to the checkpoints nested in an object."""
+        waiting = self.waiting
+        if waiting is None:
+            return
+        nested = core_of(value)
+        if nested is not None:
+            nested.waiting = waiting.under(key)
+            for name, inner in list(nested.objects.items()):
+                nested.follow(name, inner)
+        elif is_nested(value):
+            for inner, item in _items(value):
+                self.follow(f"{key}/{inner}", item)
+
+    def collect(self) -> CheckpointContent:
+        """Return all objects as leaves."""
+        leaves: list[Walked] = []
+        refused: Exception | None = None
+        for name, value in self.objects.items():
+            try:
+                leaves += list(self._walk(name, value))
+            except Exception as error:
+                refused = refused or error
+        return sort_leaves(leaves, _default, refused)
+
+    def _walk(
+        self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None
+    ) -> Iterator[Walked]:
+        nested = core_of(value)
+        ident = id(value if nested is None else nested)
+        if ident in above:
+            raise ConfigError(f"{key!r} holds itself: a checkpoint must not be nested in itself")
+        above = (*above, ident, id(self))
+        if nested is not None:
+            for name, inner in nested.objects.items():
+                replace = partial(nested.objects.__setitem__, name)
+                yield from self._walk(f"{key}/{name}", inner, above, replace)
+        elif is_nested(value):
+            for name, inner in _items(value):
+                yield from self._walk(f"{key}/{name}", inner, above, _refuse)
+        elif isinstance(value, Optimizer):
+            yield ServerOptimizerLeaf(key, value)
+        elif callable(getattr(value, "tracked", None)):
+            for name, variable in value.tracked().items():
+                yield VariableLeaf(f"{key}/{name}", variable)
+        elif isinstance(value, ServerVariable):
+            yield ServerVariableLeaf(key, value)
+        else:
+            put = replace or partial(self.objects.__setitem__, key)
+            yield leaf_of(key, value, None if put is _refuse else put)
+
+
+def core_of(value: Any) -> CheckpointCore | None:
+    """Return the core of a `Checkpoint`, None for other objects."""
+    core = getattr(value, "__dict__", {}).get("_core")
+    return core if isinstance(core, CheckpointCore) else None
+
+
+def is_name(name: str) -> bool:
+    """Return whether a text may be the name of an object."""
+    return _NAME.fullmatch(name) is not None
+
+
+def _refuse(_state: Any) -> None:
+    pass
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        return [(str(index), item) for index, item in enumerate(value)]
+    for key in value:
+        if not isinstance(key, str) or not is_name(key):
+            raise ConfigError(
+                f"a dict of objects in a checkpoint must have names as keys, not {key!r:.80}"
+            )
+    return sorted(value.items())
+
+
+def _default() -> Communicator:
+    communicator: Communicator = get_strategy().communicator
+    return communicator
 
 
 class Checkpoint:
@@ -184,8 +466,7 @@ class Checkpoint:
 def _path_or_error(path: Any) -> tuple[str, Exception | None]:
     try:
         return checked_path(
-            path,
-            "checkpoint.save('folder/name'), or manager.restore_latest() to start without one",
+            path, "checkpoint.save('folder/name'), or manager.restore_latest() to start without one"
         ), None
     except ConfigError as error:
         return "", error

@@ -1,8 +1,12 @@
-"""Files of a checkpoint: a name is either absent or complete, and reads trust nothing.
+"""Files of a checkpoint: a name is either absent or complete, and one job at a time writes.
 
 `write` uses a temporary name in the same folder, syncs, closes and renames the file, and syncs the
 folder. After a failed sync the file is removed and never synced again: the operating system may
 have dropped the pages, and a second sync would report success.
+
+The lock of a folder (`FolderLock`) is an flock, which ends with its process, however that ends; the
+file only names the process. So a dead holder never blocks anyone: the next process takes the lock,
+and logs whose it was.
 
 Source: Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020.
 """
@@ -11,19 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import json
+import logging
 import os
+import socket
 import stat
+import time
+import weakref
 from typing import TYPE_CHECKING, Self
 
-from syncvar.checkpoint.file_names import is_left_over, temporary_name
+from syncvar.checkpoint.checkpoint_format import LOCK, is_left_over, temporary_name
 from syncvar.core.errors import CheckpointError, NotFound
-from syncvar.core.private_files import REQUESTED, create_file, refuse_foreign_links
+from syncvar.core.output_files import REQUESTED, create_file, refuse_foreign_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-
 _SLACK = 1.1  # factor for headers and the needs of the file system
+_log = logging.getLogger("syncvar")
+_TEXT_MAX = 4096
 
 
 class Disk:
@@ -71,14 +82,17 @@ class Disk:
         return room.f_bavail * room.f_frsize
 
 
+@contextlib.contextmanager
+def _reported(failure: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that begins with `failure`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{failure}: {error.strerror}") from error
+
+
 class CheckpointFolder:
-    """An open folder; a context manager.
-
-    It opens files relative to its descriptor and follows no links.
-
-    Args:
-        path: Path of the folder.
-    """
+    """An open folder; it opens files relative to its descriptor and follows no links."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -140,12 +154,8 @@ class CheckpointFolder:
 
     def require_room(self, nbytes: int) -> None:
         """Raise CheckpointError unless so many bytes can be written."""
-        try:
+        with _reported(f"cannot read the free space of {self.path}"):
             free = Disk.free_bytes(self._descriptor)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read the free space of {self.path}: {error.strerror}"
-            ) from error
         if free < nbytes * _SLACK:
             raise CheckpointError(
                 f"{self.path} has room for {free} bytes, the checkpoint takes {nbytes}: free some "
@@ -154,10 +164,8 @@ class CheckpointFolder:
 
     def names(self) -> list[str]:
         """Return the names in the folder, sorted."""
-        try:
+        with _reported(f"{self.path} cannot be listed"):
             return sorted(os.listdir(self._descriptor))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be listed: {error.strerror}") from error
 
     def has(self, name: str) -> bool:
         """Return whether a file of this name exists."""
@@ -213,10 +221,8 @@ class CheckpointFolder:
 
     def sync(self) -> None:
         """Wait until the names in the folder are on disk."""
-        try:
+        with _reported(f"cannot sync {self.path}"):
             Disk.sync_folder(self._descriptor)
-        except OSError as error:
-            raise CheckpointError(f"cannot sync {self.path}: {error.strerror}") from error
 
     def sweep(self, identity: str | None) -> None:
         """Remove unfinished files and shards of other checkpoints than the committed `identity`."""
@@ -259,3 +265,113 @@ def make_folder(path: str) -> CheckpointFolder:
         )
         raise CheckpointError(f"{where}: {error.strerror or error}") from error
     return CheckpointFolder(path)
+
+
+class FolderLock:
+    """The lock of an existing folder, held from its construction.
+
+    Errors of other processes name the holder's `activity`.
+    """
+
+    def __init__(self, folder: str, activity: str) -> None:
+        path = os.path.join(folder, LOCK)
+        descriptor = _locked(path, activity)
+        try:
+            before = _read(descriptor)
+            if before:
+                _log.warning(
+                    "%s was left locked by %s, which no longer exists (it was killed, or its host "
+                    "failed). This process takes the lock and ignores what was not committed",
+                    folder,
+                    before,
+                )
+            holder = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": _start_of(os.getpid()),
+                "since": _timestamp(),
+                "job": os.environ.get("SYNCVAR_JOB_ID", ""),
+            }
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder, sort_keys=True).encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise CheckpointError(f"cannot lock {folder}: {error.strerror}") from error
+        self._finalizer = weakref.finalize(self, _let_go, descriptor, path, os.getpid())
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not been released."""
+        return self._finalizer.alive
+
+    def release(self) -> None:
+        """Release the lock and remove its file. Idempotent."""
+        self._finalizer()
+
+
+def _locked(path: str, activity: str) -> int:
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with _reported(f"cannot lock {os.path.dirname(path)}"):
+            descriptor = os.open(path, flags, REQUESTED)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder may have removed the file between our open and our lock: try again.
+            if _is_same(path, descriptor):
+                return descriptor
+        except OSError as error:
+            holder = _read(descriptor) or "an unknown process"
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointError(
+                    f"{os.path.dirname(path)} is in use: {holder} {activity} there. Two jobs "
+                    "cannot write the same folder; wait for that one to end, or give "
+                    "this one another folder"
+                ) from None
+            raise CheckpointError(
+                f"cannot lock {os.path.dirname(path)}: {error.strerror}; checkpoints need a file "
+                "system with locks"
+            ) from error
+        os.close(descriptor)
+
+
+def _is_same(path: str, descriptor: int) -> bool:
+    try:
+        current = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(current, os.fstat(descriptor))
+
+
+def _let_go(descriptor: int, path: str, process: int) -> None:
+    if os.getpid() == process:  # a forked copy has the descriptor, not the lock
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    os.close(descriptor)
+
+
+def _read(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, _TEXT_MAX, 0))
+        host, pid, started = str(holder["host"]), int(holder["pid"]), str(holder["started"])
+        words = f"process {pid} on {host!r:.80}, started {started!r:.40}"
+        words += f", holding it since {str(holder['since'])!r:.40}"
+        job = str(holder.get("job", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
+    return words + (f", job {job!r:.60}" if job else "")
+
+
+def _start_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/stat", encoding="ascii") as file:
+            booted = next(int(line.split()[1]) for line in file if line.startswith("btime "))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return "unknown"
+    return _timestamp(booted + ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _timestamp(seconds: float | None = None) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,6 +1,6 @@
 """`sv.CheckpointManager`: one checkpoint folder per step, and which of them to keep and restore.
 
-It also turns SIGTERM into an agreement of all ranks to save and stop.
+A SIGTERM is noted at once (`StopNotice`); ranks act on it when all have agreed (`should_stop`).
 """
 
 from __future__ import annotations
@@ -8,37 +8,105 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import numpy as np
 
-from syncvar.bootstrap.process import joined, shutdown
-from syncvar.checkpoint.checkpoint import Checkpoint
-from syncvar.checkpoint.checkpoint_core import core_of
-from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_name, step_of
-from syncvar.checkpoint.folder import CheckpointFolder, make_folder
-from syncvar.checkpoint.folder_lock import FolderLock
-from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.preemption import EXIT_CODE, StopNotice
+from syncvar.bootstrap.process import current, is_initialized, joined, shutdown
+from syncvar.checkpoint.checkpoint import Checkpoint, core_of
+from syncvar.checkpoint.checkpoint_format import (
+    LOCK,
+    MANIFEST,
+    Label,
+    checked_path,
+    step_name,
+    step_of,
+)
+from syncvar.checkpoint.checkpoint_reader import StepFolders, best_of, removable
+from syncvar.checkpoint.folder import CheckpointFolder, FolderLock, make_folder
 from syncvar.checkpoint.restore import RestoreOptions
-from syncvar.checkpoint.save import checked_metric
+from syncvar.checkpoint.save import SINGLE_RANK_ADVICE, checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
-from syncvar.checkpoint.step_folders import StepFolders, best_of, removable
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
-from syncvar.core.lazy_import import MigrationHintsMixin, unexpected_keyword
+from syncvar.core.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from syncvar.core.exit_status import send_status
+from syncvar.core.fork_cleanup import handle_signal, release_signal
+from syncvar.core.migration_hints import MigrationHintsMixin, unexpected_keyword
 
 if TYPE_CHECKING:
-    from syncvar.checkpoint.async_save import PendingSave
+    from types import FrameType
+
+    from syncvar.checkpoint.save import PendingSave
     from syncvar.checkpoint.trackables import Together
     from syncvar.runtime.communicator import Communicator
 
-
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: "run me again"
+_ECHO_S = 1.0
 _log = logging.getLogger("syncvar")
 _BEST = ("min", "max")
 _DEFAULT_KEEP = 5
+
+
+class StopNotice:
+    """Whether this rank has received a stop request.
+
+    The first SIGTERM is the request. A later one, or one in a job with a failed rank, runs the
+    previous handler. Two within a second count as one: a scheduler that signals every process also
+    signals the launcher, which passes the signal on.
+
+    Args:
+        listens: Whether to handle SIGTERM.
+    """
+
+    def __init__(self, *, listens: bool) -> None:
+        self.is_requested = False
+        self._signalled_at: float | None = None
+        self._before: Any = None
+        self._listens = listens
+        if listens:
+            if threading.current_thread() is not threading.main_thread():
+                raise UsageError(
+                    "on_preemption=True handles SIGTERM, which only the main thread can: make the "
+                    "manager there, or call manager.request_stop() when you learn of the stop"
+                )
+            self._before = handle_signal(signal.SIGTERM, self._signalled)
+            send_status("takes_notice", on=1)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        engine = current().engine if is_initialized() else None
+        now = time.monotonic()
+        is_echo = self._signalled_at is not None and now - self._signalled_at < _ECHO_S
+        is_broken = engine is not None and engine.failure is not None
+        if (self._signalled_at is not None and not is_echo) or is_broken:
+            before = self._before
+            self.close()
+            if callable(before):
+                before(number, frame)
+            elif before != signal.SIG_IGN:
+                raise SystemExit(128 + number)
+        self._signalled_at = now if self._signalled_at is None else self._signalled_at
+        self.is_requested = True
+
+    def close(self) -> None:
+        """Restore the previous SIGTERM handler, in the main thread. Idempotent."""
+        if self._listens and threading.current_thread() is threading.main_thread():
+            self._listens = False
+            if signal.getsignal(signal.SIGTERM) == self._signalled:
+                release_signal(signal.SIGTERM, self._signalled)
+                outer = getattr(self._before, "__self__", None)
+                send_status("takes_notice", on=int(isinstance(outer, StopNotice)))
+
+    def end(self) -> None:
+        """Ignore SIGTERM from now on: the process is about to exit with the agreed code."""
+        listened = self._listens
+        self.close()
+        if listened and not self._listens:
+            handle_signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class CheckpointManager(MigrationHintsMixin):
@@ -117,7 +185,7 @@ class CheckpointManager(MigrationHintsMixin):
         self._core = core
         self._folders = StepFolders(os.path.abspath(checked_path(directory)))
         self._keep, self._best = keep, best
-        self._check_every, self._asked = check_every, 0
+        self._check_every, self._checks = check_every, 0
         self._must_stop = False
         self._lock: FolderLock | None = None
         # (step, metric, the restore before it)
@@ -161,7 +229,7 @@ class CheckpointManager(MigrationHintsMixin):
         Checkpoints of earlier versions have no number of their save: they come first, ordered by
         step.
         """
-        return [self._folders.path(kept.step) for kept in self._folders.committed()]
+        return [self._folders.path(one.step) for one in self._folders.committed()]
 
     @property
     def latest(self) -> str | None:
@@ -242,9 +310,7 @@ class CheckpointManager(MigrationHintsMixin):
             following = found[-1].step + 1 if found else 0
             return [self.directory, step, None if rated is None else repr(rated), following]
 
-        communicator.require_all(
-            "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
-        )
+        communicator.require_all("saving a checkpoint", SINGLE_RANK_ADVICE)
         everyone = gather(communicator, "checkpoint step", describe, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             saves = zip(communicator.members, everyone, strict=True)
@@ -268,12 +334,11 @@ class CheckpointManager(MigrationHintsMixin):
             if is_first:
                 self._folders.forget(agreed)
                 self._warn_of_going_back(agreed)
-                self._remove_superfluous()
+                for retained in removable(self._folders.committed(), self._keep, self._best):
+                    self._remove(retained.step)
 
-        path = self._folders.path(agreed)
-        return self._core.save(
-            path, label, timeout, async_op=async_op, guard=self._hold, after=after
-        )
+        at = self._folders.path(agreed)
+        return self._core.save(at, label, timeout, async_op=async_op, guard=self._hold, after=after)
 
     def _finish_pending(self) -> None:
         with outside_scopes():
@@ -305,10 +370,6 @@ class CheckpointManager(MigrationHintsMixin):
                 step = step_of(name)
                 if step is not None and step not in committed:
                     self._remove(step)
-
-    def _remove_superfluous(self) -> None:
-        for kept in removable(self._folders.committed(), self._keep, self._best):
-            self._remove(kept.step)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint, its manifest first, so that no one sees a part. Other files stay."""
@@ -418,17 +479,15 @@ class CheckpointManager(MigrationHintsMixin):
         Cost: One all-reduce of two bytes at every `check_every`-th call.
         """
         communicator = self._communicator()
-        self._asked += 1
-        if not self._must_stop and self._asked % self._check_every == 0:
+        self._checks += 1
+        if not self._must_stop and self._checks % self._check_every == 0:
             pending = self._core.pending
             is_writing = pending is not None and not pending.done()
-            must_stop, somebody_writes = int(self._stop_notice.is_requested), int(is_writing)
+            must_stop, some_write = int(self._stop_notice.is_requested), int(is_writing)
             if not isinstance(communicator, SoloGroup):
-                must_stop, somebody_writes = _most(
-                    communicator, [must_stop, somebody_writes], timeout
-                )
+                must_stop, some_write = _most(communicator, [must_stop, some_write], timeout)
             self._must_stop = bool(must_stop)
-            if pending is not None and not somebody_writes:
+            if pending is not None and not some_write:
                 self._core.finish_pending()
         return self._must_stop
 
@@ -469,11 +528,10 @@ class CheckpointManager(MigrationHintsMixin):
 
 
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:
-    """Return the element-wise maximum over the ranks."""
     flags = np.array(mine, np.uint8)
-    made: list[int] = communicator.perform(
+    largest: list[int] = communicator.perform(
         "should_stop",
         lambda: reduce_request(communicator, flags, "max", name="should_stop"),
         timeout,
     ).tolist()
-    return made
+    return largest

@@ -13,37 +13,29 @@ from syncvar.checkpoint.trackables import KEEP, PlainLeaf, VariableLeaf
 from syncvar.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.trackables import Leaf, Together
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry
+    from syncvar.checkpoint.trackables import Leaf, Reader, Together
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot
     from syncvar.variables.variable import Variable
 
 
 class StagedSlot(NamedTuple):
-    """New state of a slot.
+    """New state of a slot."""
 
-    Args:
-        value: This replica's copy; None for the initial value of the slot.
-        is_apart: Whether the optimizer steps NONE variables only.
-    """
-
-    value: NDArray[Any] | None
-    is_replica_local: bool
+    value: NDArray[Any] | None  # this replica's copy; None for the initial value of the slot
+    is_replica_local: bool  # whether the optimizer steps NONE variables only
 
 
 class SlotLeaf(VariableLeaf):
     """A slot of an optimizer, whether or not its variable exists yet.
 
-    Args:
-        key: Its key.
-        slot: The slot.
-        owners: Keys that a checkpoint has if it has the state of this optimizer and variable. The
-            key of the rule comes first.
+    A checkpoint that has the state of this optimizer and variable has all keys of `owners`; the
+    key of the rule comes first.
     """
 
     is_optional = True
@@ -63,13 +55,7 @@ class SlotLeaf(VariableLeaf):
         """Whether a checkpoint must save it."""
         return self.slot.is_present
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return what `put` takes, or KEEP."""
         is_replica_local = entry.mode.startswith("NONE")
         if self.slot.is_own and not self.slot.is_built:
@@ -158,8 +144,8 @@ def ownerless_keys(leaves: Iterable[Leaf], saved: Collection[str], prefix: str) 
     """Return the keys of saved state that no optimizer of this program uses."""
     leaves = list(leaves)
     below = tuple(prefix + leaf.below for leaf in leaves if isinstance(leaf, RuleLeaf))
-    taken = {prefix + leaf.key for leaf in leaves}
-    return sorted(key for key in saved if below and key.startswith(below) and key not in taken)
+    used = {prefix + leaf.key for leaf in leaves}
+    return sorted(key for key in saved if below and key.startswith(below) and key not in used)
 
 
 def refuse_ownerless(path: str, ownerless: list[str]) -> None:

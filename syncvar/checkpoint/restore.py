@@ -3,6 +3,11 @@
 If another job saves meanwhile, some ranks may have read the old checkpoint and some the new one.
 The exchanged identities show that, and all ranks read again. Previous values are kept until all
 ranks have succeeded. If one object raises on its state, all ranks restore the previous values.
+
+Rank 0 restores server-side variables alone, and leaves a record on the servers
+(`restore_for_all`). The other workers wait for that record in the same call and take from it the
+data that each worker keeps for itself (plain data and states). A worker that restarts repeats its
+calls and finds their records, so no checkpoint is restored twice.
 """
 
 from __future__ import annotations
@@ -11,24 +16,28 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.checkpoint.optimizer_state import (
-    RuleLeaf,
-    SlotLeaf,
-    ownerless_keys,
-    refuse_ownerless,
-)
+from syncvar.checkpoint.checkpoint_reader import CheckpointReader
+from syncvar.checkpoint.optimizer_state import RuleLeaf, SlotLeaf, ownerless_keys, refuse_ownerless
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
-from syncvar.checkpoint.shard_reader import CheckpointReader
+from syncvar.checkpoint.server_leaves import give_back, read_report, restore_record
 from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gather
-from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound
+from syncvar.core.errors import (
+    CheckpointError,
+    ConfigError,
+    Corrupt,
+    MismatchError,
+    NotFound,
+    SyncvarError,
+    TransportError,
+)
 from syncvar.variables.policy import VariableSynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.trackables import Leaf, Together
+    from syncvar.checkpoint.server_leaves import ServerLeaves
+    from syncvar.checkpoint.trackables import Leaf, SoloGroup, Together
     from syncvar.runtime.communicator import Communicator
-
 
 POLICIES = ("same_rank_or_initial", "cycle", "error")
 _TRIES = 3  # of one rank
@@ -38,35 +47,22 @@ _log = logging.getLogger("syncvar")
 
 
 class CheckpointInfo(NamedTuple):
-    """Description of a checkpoint that has been read.
+    """Description of a checkpoint that has been read."""
 
-    Args:
-        identity: Its identity.
-        left: Its keys that no object has used.
-        pushes: Rank -> number of its pushes to servers that the values include.
-    """
-
-    identity: str = ""
-    left: frozenset[str] = frozenset()
+    identity: str = ""  # its identity
+    left: frozenset[str] = frozenset()  # its keys that no object has used
+    # rank -> number of its pushes to servers that the values include
     pushes: dict[int, int] = {}  # noqa: RUF012  (never changed)
 
 
 class RestoreOptions(NamedTuple):
-    """Options of a restore.
+    """Options of a restore."""
 
-    Args:
-        policy: What replicas without a saved copy take.
-        timeout: Seconds that a call of the group waits.
-        partial: Whether objects without an entry keep their values; otherwise they are an error.
-        identity: Required identity of the checkpoint; None for any.
-        prefix: Prefix of the saved keys of the leaves.
-    """
-
-    policy: Any
-    timeout: float | None
-    partial: bool
-    identity: str | None = None
-    prefix: str = ""
+    policy: Any  # what replicas without a saved copy take
+    timeout: float | None  # seconds that a call of the group waits
+    partial: bool  # whether objects without an entry keep their values; otherwise they are an error
+    identity: str | None = None  # required identity of the checkpoint; None for any
+    prefix: str = ""  # prefix of the saved keys of the leaves
 
 
 def check_options(options: RestoreOptions) -> None:
@@ -292,3 +288,88 @@ def is_local(leaves: list[Leaf]) -> bool:
         and leaf.variable.synchronization is VariableSynchronization.NONE
         for leaf in leaves
     )
+
+
+def restore_for_all(
+    leaves: list[Leaf],
+    on_servers: ServerLeaves,
+    group: SoloGroup,
+    path: str | None,
+    find: Callable[[], str | None] | None,
+    options: RestoreOptions,
+) -> tuple[str | None, CheckpointInfo]:
+    """Restore server-side variables once, and the data of each worker on every worker."""
+    here = on_servers.strategy.here
+    here.restore_count += 1
+    number, is_first = here.restore_count, group.rank == 0
+    record = None
+    if not is_first or here.session.client.incarnation:
+        record = read_report(
+            on_servers.strategy, number, waits=not is_first, timeout=options.timeout
+        )
+    if record is None:
+        where = path if find is None else find
+        where, found = _restore_servers(leaves, on_servers, group, number, where, options)
+        here.resume_after_restore(where)
+        return where, found
+    if record["failure"] is not None:
+        raise_failures({0: record["failure"]}, None, _NOTHING)
+    if path is not None and record["path"] != path:
+        table = {0: str(record["path"]), group.rank: path}
+        raise MismatchError("the workers do not restore the same checkpoint", table)
+    here.resume_after_restore(record["path"])
+    own = [leaf for leaf in leaves if hasattr(leaf, "accept")]
+    missing = [leaf.key for leaf in own if leaf.key not in record["own"] and not leaf.is_optional]
+    if missing and not options.partial and record["path"] is not None:
+        raise CheckpointError(
+            f"rank 0 has restored {record['path']}, and nothing for "
+            f"{', '.join(map(repr, missing[:8]))}: every worker must make the same sv.Checkpoint(…)"
+        )
+    for leaf in own:
+        mine: Any = record["own"].get(leaf.key)
+        mine = mine[group.rank % len(mine)] if mine else None
+        if mine is not None:
+            _put_leaf(leaf, leaf.accept(mine))
+    return record["path"], CheckpointInfo(
+        record["identity"], frozenset(record["left"]), record["pushes"]
+    )
+
+
+def _restore_servers(
+    leaves: list[Leaf],
+    on_servers: ServerLeaves,
+    group: SoloGroup,
+    number: int,
+    where: str | Callable[[], str | None] | None,
+    options: RestoreOptions,
+) -> tuple[str | None, CheckpointInfo]:
+    record = restore_record(None)
+    done: list[tuple[Leaf, Any]] = []
+    found = CheckpointInfo()
+    try:
+        path = record["path"] = where() if callable(where) else where
+        if path is not None:
+            staged, found = stage_leaves(leaves, group, path, options)
+            own = {one.key: data for one in leaves if (data := getattr(one, "worker_states", None))}
+            record |= {"identity": found.identity, "left": sorted(found.left), "own": own}
+            record["pushes"] = found.pushes
+            for leaf, value in staged:
+                done.append((leaf, leaf.now()))
+                _put_leaf(leaf, value)
+        on_servers.give_back(number, record, options.timeout)
+    except Exception as error:
+        for leaf, before in reversed(done):
+            leaf.put(before)
+        if isinstance(error, SyncvarError) and not isinstance(error, TransportError):
+            # The other workers wait for a record.
+            record |= {"own": {}, "failure": failure_of(error)}
+            give_back(on_servers.strategy, [], number, record, options.timeout)
+        raise
+    return path, found
+
+
+def _put_leaf(leaf: Leaf, value: Any) -> None:
+    try:
+        leaf.put(value)
+    except Exception as error:  # raised by an object of the program
+        raise CheckpointError(refused_state(leaf.key, error)) from error

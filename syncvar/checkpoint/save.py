@@ -5,7 +5,11 @@
 3. Each rank writes its shard. `write` sends nothing and may run in a thread.
 4. All ranks exchange their results in `commit`. If all succeeded, rank 0 writes the manifest.
 
-Every rank makes the same number of calls, whatever happens to its files.
+Every rank makes the same number of calls, whatever happens to its files. `PendingSave` is a save
+that continues in a thread.
+
+Rank 0 saves server-side variables alone; the same call of another worker returns at once
+(`ChiefSave`).
 """
 
 from __future__ import annotations
@@ -13,16 +17,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
+import logging
 import math
+import os
 import secrets
+import threading
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.file_names import LOCK, MANIFEST, shard_name
-from syncvar.checkpoint.folder import CheckpointFolder, make_folder
-from syncvar.checkpoint.folder_lock import FolderLock
-from syncvar.checkpoint.manifest import DIGEST_BYTES, FORMAT, Manifest, digest_of
-from syncvar.checkpoint.safetensors_header import header_bytes, itemsize_of
+from syncvar.checkpoint.checkpoint_format import (
+    DIGEST_BYTES,
+    FORMAT,
+    LOCK,
+    MANIFEST,
+    Manifest,
+    digest_of,
+    header_bytes,
+    itemsize_of,
+    shard_name,
+)
+from syncvar.checkpoint.checkpoint_reader import bytes_of, read_manifest
+from syncvar.checkpoint.folder import CheckpointFolder, FolderLock, make_folder
 from syncvar.checkpoint.save_plan import (
     LeafHeader,
     SaveLayout,
@@ -32,11 +49,11 @@ from syncvar.checkpoint.save_plan import (
     raise_failures,
     shard_of,
 )
-from syncvar.checkpoint.shard_reader import bytes_of, read_manifest
 from syncvar.checkpoint.trackables import SoloGroup, gather
 from syncvar.core.errors import (
     CheckpointError,
     ConfigError,
+    DeadlineExceeded,
     MismatchError,
     NotFound,
     TransportError,
@@ -48,27 +65,24 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import Label
+    from syncvar.checkpoint.checkpoint_format import Label
     from syncvar.checkpoint.trackables import Leaf, Together
 
-
+SINGLE_RANK_ADVICE = (
+    "let one rank write alone: sv.save(path, …)"  # advice for a group that is not whole
+)
 _CHUNK = 1 << 20  # bytes that are digested and written while they are in the cache
 _NOTHING = "nothing was saved, and the previous checkpoint is unchanged"
+_log = logging.getLogger("syncvar")
 
 
 class SaveOperation:
     """A save on which the ranks have agreed; `Checkpoint` and `PendingSave` drive it.
 
-    Args:
-        leaves: Leaves of this rank.
-        refused: Error of an object that cannot be saved, reported to the other ranks; or None.
-        communicator: Group of the ranks that save.
-        path: Checkpoint folder.
-        label: Step, metric and number. Ranks agree on step and metric; rank 0 has the number.
-        timeout: Seconds that a call of the group waits.
-        guard: Called on rank 0 before any file changes; may raise CheckpointError.
-
-    `pushes` is rank -> number of its pushes to servers that the values include; set on rank 0.
+    `refused` is the error of an object that cannot be saved, reported to the other ranks. Ranks
+    agree on step and metric of `label`; rank 0 has the number. Rank 0 calls `guard` before any
+    file changes. On rank 0, `pushes` is rank -> number of its pushes to servers that the values
+    include.
     """
 
     def __init__(
@@ -81,11 +95,8 @@ class SaveOperation:
         timeout: float | None,
         guard: Callable[[], None] | None = None,
     ) -> None:
-        communicator.require_all(
-            "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
-        )
-        self.path = path
-        self._label = label
+        communicator.require_all("saving a checkpoint", SINGLE_RANK_ADVICE)
+        self.path, self._label = path, label
         self.pushes: dict[int, int] = {}
         # A worker that saves alone need not be initialized.
         self._context = None if isinstance(communicator, SoloGroup) else current()
@@ -244,9 +255,7 @@ class SaveOperation:
                 f"save(…, async_op=True) before sv.shutdown()"
             )
         communicator = self._communicator
-        communicator.require_all(
-            "committing a checkpoint", "let one rank write alone: sv.save(path, …)"
-        )
+        communicator.require_all("committing a checkpoint", SINGLE_RANK_ADVICE)
         timeout = self._timeout if timeout is None else timeout
         mine = written if isinstance(written, CheckpointError) else None
         result = [None, written] if mine is None else [failure_of(mine), None]
@@ -309,11 +318,8 @@ class SaveOperation:
                 folder.remove(name)
 
     def _write_manifest(self, written: list[Any]) -> None:
-        shards = {
-            rank: shard
-            for rank, one in enumerate(written)
-            if (shard := shard_of(one[0])) is not None
-        }
+        found = enumerate(shard_of(one[0]) for one in written)
+        shards = {rank: shard for rank, shard in found if shard is not None}
         entries = entries_of(self._layout, [one[1] for one in written])
         size = self._communicator.size
         manifest = Manifest(self._identity, size, self._label, shards, entries, self.pushes)
@@ -347,3 +353,155 @@ def checked_metric(metric: Any) -> float | None:
         raise ConfigError(
             f"metric must be a number, not {metric!r:.60}: write manager.save(metric=float(loss))"
         ) from None
+
+
+class ChiefSave:
+    """A save by rank 0 as another worker sees it; has the methods of `Saving`."""
+
+    failure: TransportError | None = None
+    is_speaker = False
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def write(self) -> list[Any]:
+        """Write nothing."""
+        return []
+
+    def commit(self, written: Any, timeout: float | None = None) -> str:
+        """Return the path."""
+        del written, timeout
+        return self.path
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+
+def write_now(saving: SaveOperation | ChiefSave) -> list[Any] | CheckpointError:
+    """Write this rank's part; return its record, or an error as a CheckpointError."""
+    try:
+        return saving.write()
+    except CheckpointError as error:
+        return error
+    except Exception as error:
+        failure = CheckpointError(f"writing {saving.path} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+
+class PendingSave:
+    """A save that continues in a thread; `save(…, async_op=True)` returns it.
+
+    The values have been copied, and the thread only writes them; it sends nothing. The commit needs
+    all ranks. It happens in `wait`, in `should_stop` of a manager, or at the start of the next save
+    or restore of the same checkpoint. A save without a commit does not exist: at the end of the
+    program its files are removed, with a warning.
+
+    Example:
+        >>> import syncvar as sv, tempfile
+        >>> checkpoint = sv.Checkpoint(v=sv.Variable([1.0, 2.0]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pending = checkpoint.save(folder + "/a", async_op=True)
+        ...     checkpoint.v.assign([3.0, 4.0]).numpy()  # does not change the saved value
+        ...     _ = pending.wait()
+        ...     checkpoint.restore(folder + "/a")
+        array([3., 4.], dtype=float32)
+        >>> checkpoint.v.numpy()
+        array([1., 2.], dtype=float32)
+    """
+
+    def __init__(
+        self, saving: SaveOperation | ChiefSave, rank: int, after: Callable[[], None] | None = None
+    ) -> None:
+        self._saving, self._after = saving, after
+        self._written: list[list[Any] | CheckpointError] = []
+        self._path: str | None = None
+        self._error: BaseException | None = None
+        self._is_settled = False
+        written = self._written
+        self._thread = threading.Thread(
+            target=lambda: written.append(write_now(saving)), name=f"syncvar-checkpoint-{rank}"
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _give_up, saving, self._thread, os.getpid())
+
+    @property
+    def path(self) -> str:
+        """Folder of the checkpoint."""
+        return self._saving.path
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Finish writing and commit. Collective: every rank calls it at the same point.
+
+        Args:
+            timeout: Seconds for this rank's writing, and for each of the two calls of the group.
+                None means no limit for writing, and the timeout of the save for the calls.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: On every rank, if one could not write; nothing was saved.
+            DeadlineExceeded: The disk was too slow; call it again.
+
+        Cost: Two exchanges of a few hundred bytes.
+        """
+        if not self._is_settled:
+            began = time.monotonic()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise DeadlineExceeded(
+                    f"this rank was still writing {self.path} after {time.monotonic() - began:.1f} "
+                    "s of wait(); call wait again, with a longer timeout",
+                    (),
+                    timeout or 0.0,
+                )
+            self._settle(timeout)
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def _settle(self, timeout: float | None) -> None:
+        self._finalizer.detach()
+        self._is_settled = True
+        try:
+            self._path = self._saving.commit(self._written[0], timeout)
+        except BaseException as error:
+            self._error = error
+            raise
+        if self._after is not None:
+            self._after()
+
+    def done(self) -> bool:
+        """Return whether this rank has written its part, so that `wait` need not. Local."""
+        return self._is_settled or not self._thread.is_alive()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Call `wait`, and return its error or None."""
+        try:
+            self.wait(timeout)
+        except Exception as error:
+            return error
+        return None
+
+
+def _give_up(saving: SaveOperation | ChiefSave, thread: threading.Thread, process: int) -> None:
+    if os.getpid() != process:
+        return
+    thread.join()
+    saving.discard()
+    if saving.failure is not None:
+        if saving.is_speaker:
+            _log.warning(
+                "the save of the checkpoint %s ended without a commit: %s. "
+                "The checkpoints before it are complete",
+                saving.path,
+                saving.failure,
+            )
+        return
+    _log.warning(
+        "the checkpoint %s was never committed, so it does not exist: call wait() on the result of "
+        "save(…, async_op=True), on every rank, before the program ends",
+        saving.path,
+    )

@@ -8,8 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.checkpoint.manifest import ManifestEntry, Piece, ShardFile, Stored
-from syncvar.checkpoint.safetensors_header import itemsize_of
+from syncvar.checkpoint.checkpoint_format import (
+    ManifestEntry,
+    Piece,
+    ShardFile,
+    Stored,
+    itemsize_of,
+)
 from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
 if TYPE_CHECKING:
@@ -17,27 +22,16 @@ if TYPE_CHECKING:
 
 
 class LeafHeader(NamedTuple):
-    """Description of one leaf on one rank, exchanged before a save.
+    """Description of one leaf on one rank, exchanged before a save."""
 
-    Args:
-        kind: "variable", "generator", "state" or "value".
-        mode: Synchronization and aggregation of a variable; "" otherwise.
-        dtype: NumPy name.
-        shape: Shape of the value.
-        replica: Number of this rank among the ranks that have the leaf.
-        members: Ranks of the save that have the leaf.
-        own: Whether each replica saves its own value; None: only if the values differ.
-        digest: Digest of the bytes if `own` is None; "" otherwise.
-    """
-
-    kind: str
-    mode: str
-    dtype: str
-    shape: tuple[int, ...]
-    replica: int
-    members: tuple[int, ...]
-    own: bool | None
-    digest: str = ""
+    kind: str  # "variable", "generator", "state" or "value"
+    mode: str  # synchronization and aggregation of a variable; "" otherwise
+    dtype: str  # NumPy name
+    shape: tuple[int, ...]  # shape of the value
+    replica: int  # number of this rank among the ranks that have the leaf
+    members: tuple[int, ...]  # ranks of the save that have the leaf
+    own: bool | None  # whether each replica saves its own value; None: only if the values differ
+    digest: str = ""  # digest of the bytes if `own` is None; "" otherwise
 
     @property
     def words(self) -> str:
@@ -56,17 +50,11 @@ class ElementRange(NamedTuple):
 
 
 class SaveLayout(NamedTuple):
-    """Assignment of elements to ranks.
+    """Assignment of elements to ranks."""
 
-    Args:
-        headers: Key -> rank -> header.
-        own: Keys whose values each replica saves for itself.
-        parts: Ranges of the shared values.
-    """
-
-    headers: dict[str, dict[int, LeafHeader]]
-    own: frozenset[str]
-    parts: tuple[ElementRange, ...]
+    headers: dict[str, dict[int, LeafHeader]]  # key -> rank -> header
+    own: frozenset[str]  # keys whose values each replica saves for itself
+    parts: tuple[ElementRange, ...]  # ranges of the shared values
 
 
 def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list[ElementRange]:
@@ -160,7 +148,9 @@ def failure_of(error: SyncvarError) -> list[str]:
     return ["NotFound" if isinstance(error, NotFound) else "CheckpointError", str(error)]
 
 
-def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None, what: str) -> None:
+def raise_failures(
+    failures: dict[int, list[str]], mine: CheckpointError | None, outcome: str
+) -> None:
     """Raise if a rank has failed: its own error on that rank, an equivalent error on all others."""
     if not failures:
         return
@@ -170,7 +160,7 @@ def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None,
     if kind == "Corrupt":
         key, expected, actual, detail = words
         raise Corrupt(key, expected, actual, f"rank {rank}: {detail}" if detail else f"rank {rank}")
-    shown = f"rank {rank}: {words[0]} ({what})"
+    shown = f"rank {rank}: {words[0]} ({outcome})"
     raise NotFound(shown) if kind == "NotFound" else CheckpointError(shown)
 
 

@@ -2,10 +2,14 @@
 
 One worker saves them from one snapshot and restores them in one transaction; the other workers
 continue. Their keys are those of the same program under any other strategy.
+
+Rank 0 restores, and server 0 keeps its report under the number of the restore, which is the same on
+all workers. The other workers, and a rank 0 that was restarted alone, read the report.
 """
 
 from __future__ import annotations
 
+import collections
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,29 +26,170 @@ from syncvar.checkpoint.trackables import (
     require_fit,
     require_kind,
 )
-from syncvar.core.errors import ConfigError
-from syncvar.optimizers.rules.update_rule import compute_dtype
-from syncvar.parameter_server.server.server_rules import rule_of, slot_names
-from syncvar.parameter_server.server.shard import ShardSlots
-from syncvar.parameter_server.server_variables import ServerVariable
-from syncvar.parameter_server.snapshot import SavedVariable, give_back, rule_key, take
+from syncvar.core.errors import ConfigError, DeadlineExceeded
+from syncvar.optimizers.update_rules import compute_dtype, is_half
+from syncvar.parameter_server.request_client import RequestBuilder
+from syncvar.parameter_server.server_variables import PullBatch, ServerVariable
+from syncvar.parameter_server.shard import ShardSlots, Spec, rule_of, slot_names
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.trackables import Together
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry
+    from syncvar.checkpoint.trackables import Reader, Together
     from syncvar.optimizers import Optimizer
-    from syncvar.parameter_server.server.shard import RuleKey
-    from syncvar.parameter_server.snapshot import ServerState
+    from syncvar.parameter_server.request_client import ResultRef
+    from syncvar.parameter_server.shard import RuleKey
+    from syncvar.parameter_server.strategy import ParameterServerStrategy
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable import Variable
 
-
+_HOME = 0  # the server that keeps the reports of restores
 _MODE = "ON_WRITE NONE"  # mode of such a variable under other strategies
 _STEPS = "steps"
+
+
+class SavedVariable(NamedTuple):
+    """A variable with the slots that optimizers keep of it; slots with 0 steps delete them."""
+
+    variable: ServerVariable
+    value: NDArray[Any]
+    slots: dict[RuleKey, ShardSlots]
+
+
+class ServerState(NamedTuple):
+    """Variables at one version of all servers, in order, and rank -> pushes in that version."""
+
+    variables: list[SavedVariable]
+    pushes: dict[int, int]
+
+
+def rule_key(name: str, settings: dict[str, Any]) -> RuleKey:
+    """Return the key of an optimizer on shards."""
+    return name, tuple(sorted(settings.items()))
+
+
+def take(
+    variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout: float | None
+) -> ServerState:
+    """Take one snapshot of variables and of optimizers' slots, while workers continue."""
+    strategy: ParameterServerStrategy = variables[0][0].strategy
+    strategy.here.settle("snapshot", timeout)
+    request = RequestBuilder()
+    pulls = PullBatch(request)
+    for variable, _ in variables:
+        pulls.add(variable)
+    slot_refs = [
+        {rule: _slot_refs(request, variable, rule) for rule in rules}
+        for variable, rules in variables
+    ]
+    versions = request.on_all(strategy.server_count, "version")
+    ticket = strategy.servers.ask(request, "snapshot", snapshot=True, timeout=timeout)
+    saved = []
+    for (variable, _), value, by_rule in zip(
+        variables, pulls.arrays(ticket), slot_refs, strict=True
+    ):
+        one = SavedVariable(variable, value, {})
+        for rule, refs in by_rule.items():
+            results = [ticket.results[server][number] for server, number in refs]
+            arrays = [ticket.arrays[server] for server, _ in refs]
+            one.slots[rule] = _assemble(rule, one, results, arrays)
+        saved.append(one)
+    pushes: collections.Counter[int] = collections.Counter()
+    for server, number in versions:
+        pushes.update(ticket.results[server][number]["pushes"])
+    return ServerState(saved, dict(pushes))
+
+
+def _slot_refs(request: RequestBuilder, variable: ServerVariable, rule: RuleKey) -> list[ResultRef]:
+    return [
+        request.slots(variable.server_of(index), variable.key_of(index), rule)
+        for index in range(variable.num_shards)
+    ]
+
+
+def _assemble(
+    rule: RuleKey, saved: SavedVariable, results: list[dict[str, Any]], arrays: list[Any]
+) -> ShardSlots:
+    """Return the slots of all parts; a part that the optimizer never stepped has initial slots."""
+    variable = saved.variable
+    steps = max(one["steps"] for one in results)
+    if not steps:
+        return ShardSlots(0, {})
+    dtype = compute_dtype(variable.dtype)
+    slots = {"master": saved.value.astype(dtype)} if is_half(variable.dtype) else {}
+    initials = rule_of(rule[0], dict(rule[1])).initials()
+    slots |= {name: np.full(variable.shape, initial, dtype) for name, initial in initials.items()}
+    for name, whole in slots.items():
+        for (start, stop), one, parts in zip(variable.row_ranges, results, arrays, strict=True):
+            if one["steps"]:
+                (whole[start:stop] if variable.shape else whole)[...] = parts[one["slots"][name]]
+    return ShardSlots(steps, slots)
+
+
+def give_back(
+    strategy: ParameterServerStrategy,
+    variables: Sequence[SavedVariable],
+    number: int,
+    record: Any,
+    timeout: float | None,
+    pushes: dict[int, int] | None = None,
+) -> None:
+    """Restore variables on all servers or on none, with a record for the other workers."""
+    strategy.here.settle("restoring", timeout)
+    request = RequestBuilder()
+    for variable, value, slots in variables:
+        for index, (start, stop) in enumerate(variable.row_ranges):
+            rows = slice(start, stop)
+            rules = {
+                rule: ShardSlots(
+                    one.steps, {name: _part(slot, rows) for name, slot in one.slots.items()}
+                )
+                for rule, one in slots.items()
+            }
+            server, key = variable.server_of(index), variable.key_of(index)
+            spec, part = variable.spec_of(index), _part(value, rows)
+            request.restore(server, key, spec, variable.staleness, part, rules)
+    if pushes is not None:
+        for server in range(strategy.server_count):
+            request.add(server, "set_pushes", pushes=pushes if server == _HOME else {})
+    report = np.frombuffer(pack_object(record), np.uint8)
+    spec = Spec(report.shape, "uint8", "NONE", report.shape, 0)
+    request.restore(_HOME, _key(number), spec, None, report)
+    strategy.servers.ask(request, "restoring", timeout=timeout)
+
+
+def _part(array: NDArray[Any], rows: slice) -> NDArray[Any]:
+    return array[rows] if array.ndim else array
+
+
+def read_report(
+    strategy: ParameterServerStrategy, number: int, *, waits: bool, timeout: float | None
+) -> Any:
+    """Return the report of a restore; None if there is none and `waits` is False."""
+    request = RequestBuilder()
+    if waits:
+        request.add(_HOME, "describe", key=_key(number))
+    ref = request.pull(_HOME, _key(number))
+    try:
+        ticket = strategy.servers.ask(request, "restoring, which rank 0 does", timeout=timeout)
+    except ConfigError:  # the server has no report with this number
+        return None
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            "restoring: rank 0 has not come to it in time. Rank 0 restores the server-side "
+            "variables, and the others wait for it: every worker makes this call",
+            error.missing,
+            error.timeout_s,
+        ) from None
+    return unpack_object(ticket.array(*ref).tobytes())
+
+
+def _key(number: int) -> str:
+    return f"restoring {number}"  # names of variables have no blank
 
 
 class _ArrayLeaf:
@@ -63,17 +208,10 @@ class _ArrayLeaf:
         return LeafHeader("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
 
     def snapshot(self) -> NDArray[Any]:
-        """Return the value in the snapshot."""
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return its new value, on the rank that restores."""
         if communicator.member_rank:
             return KEEP
@@ -84,11 +222,11 @@ class _ArrayLeaf:
         return read(stored)
 
     def now(self) -> Any:
-        """Return None: `OnServers.give_back` changes it last, in one transaction."""
+        """Return None: `ServerLeaves.give_back` changes it last, in one transaction."""
         return None
 
     def put(self, staged: Any) -> None:
-        """Note the new value for `OnServers.give_back`."""
+        """Note the new value for `ServerLeaves.give_back`."""
         self.array = staged
 
 
@@ -100,14 +238,7 @@ class _IterationsLeaf(_ArrayLeaf):
         self._optimizer = optimizer
         self.worker_states: list[Any] = []
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
-        """Return the number, on every rank."""
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         del communicator
         require_kind(self.key, entry, "variable", "the iterations of an optimizer")
         stored = entry.choose(self.key, 0, 1, policy, own=False)
@@ -117,39 +248,35 @@ class _IterationsLeaf(_ArrayLeaf):
         return self.worker_states[0]
 
     def accept(self, data: Any) -> Any:
-        """Return the number that rank 0 has recorded."""
         return data
 
     def now(self) -> Any:
-        """Return the number of this worker's steps."""
         return self._optimizer.iterations
 
     def put(self, staged: Any) -> None:
-        """Set the number of this worker's steps."""
-        remote = self._optimizer.elsewhere
+        remote = self._optimizer.remote_step
         assert remote is not None, "it steps server-side variables"
         remote.steps = staged
         self._optimizer.slots.expect_iterations(staged)
 
 
 class ServerVariableLeaf(NamedTuple):
-    """A server-side variable and its key, before `sorted_out`."""
+    """A server-side variable and its key, before `sort_leaves`."""
 
     key: str
     variable: ServerVariable
 
 
 class ServerOptimizerLeaf:
-    """An optimizer and its key, before `sorted_out`."""
+    """An optimizer and its key, before `sort_leaves`."""
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
-        self.key = key
-        self.optimizer = optimizer
+        self.key, self.optimizer = key, optimizer
 
     @property
     def rule(self) -> RuleKey:
         """Key of the optimizer's update rule on servers."""
-        remote = self.optimizer.elsewhere
+        remote = self.optimizer.remote_step
         assert remote is not None, "it steps server-side variables"
         return rule_key(*remote.rule)
 
@@ -167,13 +294,7 @@ Walked = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
 
 
 class ServerLeaves:
-    """All server-side objects of a checkpoint.
-
-    Args:
-        found: Variables.
-        steppers: Optimizers that may keep state on servers.
-        keys: Key of each variable in the whole checkpoint, by `id`.
-    """
+    """All server-side objects of a checkpoint; `keys` has the key of each variable, by `id`."""
 
     def __init__(
         self,
@@ -271,9 +392,7 @@ class ServerLeaves:
             slots: dict[RuleKey, ShardSlots] = {}
             for stepper in self._steppers:
                 leaves = self._slots[stepper.key, self._keys[id(variable)]]
-                arrays = {
-                    name: slot.array for name, slot in leaves.items() if slot.array is not None
-                }
+                arrays = {name: one.array for name, one in leaves.items() if one.array is not None}
                 steps = arrays.pop(_STEPS, None)
                 if arrays or steps is not None:
                     count = max(1, stepper.optimizer.iterations if steps is None else int(steps))
@@ -293,7 +412,7 @@ def restore_record(path: str | None) -> dict[str, Any]:
 def _require_variables(steppers: Iterable[ServerOptimizerLeaf], names: Collection[str]) -> None:
     """Raise ConfigError if an optimizer steps server-side variables outside `names`."""
     for stepper in steppers:
-        remote = stepper.optimizer.elsewhere
+        remote = stepper.optimizer.remote_step
         left_out = [] if remote is None else sorted(set(remote.variables) - set(names))
         if left_out:
             name = re.sub("[^a-zA-Z0-9_]", "_", left_out[0])
@@ -308,24 +427,24 @@ def snapshot_for_file(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes its own file (`sv.save`)."""
-    steppers = [
-        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None
+    pairs = [
+        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.remote_step is not None
     ]
-    steppers = [(one, leaf) for one, leaf in steppers if leaf.is_supported]
+    pairs = [(one, leaf) for one, leaf in pairs if leaf.is_supported]
     found = {id(one): one for one in variables}
-    for one, _ in steppers:
-        assert one.elsewhere is not None
+    for one, _ in pairs:
+        assert one.remote_step is not None
         found |= {
             id(variable): variable
-            for variable in one.elsewhere.variables.values()
+            for variable in one.remote_step.variables.values()
             if isinstance(variable, ServerVariable)
         }
     if not found:
         return {}, {}
     chosen = list(found.values())
-    state = take([(variable, [leaf.rule for _, leaf in steppers]) for variable in chosen], None)
+    state = take([(variable, [leaf.rule for _, leaf in pairs]) for variable in chosen], None)
     slots: dict[int, dict[str, NDArray[Any]]] = {}
-    for one, leaf in steppers:
+    for one, leaf in pairs:
         counts = rule_of(leaf.rule[0], dict(leaf.rule[1])).counts_steps
         by_name = {saved.variable.name: saved.slots[leaf.rule] for saved in state.variables}
         by_name = {name: each for name, each in by_name.items() if each.steps}
@@ -339,20 +458,14 @@ def snapshot_for_file(
 
 
 class CheckpointContent(NamedTuple):
-    """All objects of a checkpoint.
+    """All objects of a checkpoint."""
 
-    Args:
-        leaves: Leaves sorted by key, without server-side ones.
-        group: Group that saves them.
-        refused: Error of an object that cannot be saved, reported to the group; or None.
-        on_servers: Server-side objects, or None.
-        unsaved: Error about optimizer state that a save would leave out; or None.
-    """
-
-    leaves: list[Leaf]
-    group: Together
+    leaves: list[Leaf]  # leaves sorted by key, without server-side ones
+    group: Together  # group that saves them
+    # error of an object that cannot be saved, reported to the group; or None
     refused: Exception | None
-    on_servers: ServerLeaves | None
+    on_servers: ServerLeaves | None  # server-side objects, or None
+    # error about optimizer state that a save would leave out; or None
     unsaved: ConfigError | None = None
 
 
@@ -381,7 +494,7 @@ def sort_leaves(
     steppers_there = [
         one
         for one in steppers
-        if variables and one.optimizer.elsewhere is not None and one.is_supported
+        if variables and one.optimizer.remote_step is not None and one.is_supported
     ]
     for stepper in steppers:
         leaves.append(RuleLeaf(stepper.key, stepper.optimizer))

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.manifest import digest_of
+from syncvar.checkpoint.checkpoint_format import digest_of
 from syncvar.checkpoint.save_plan import LeafHeader
 from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator
-from syncvar.variables.exact_split import share_of
-from syncvar.variables.in_place_update import are_parts, replace_copy
+from syncvar.variables.create import share_of
+from syncvar.variables.grouped_writes import are_parts, replace_copy
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -36,16 +36,17 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.scope import scope_stack
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import scope_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import ManifestEntry, Stored
+    from syncvar.checkpoint.checkpoint_format import ManifestEntry, Stored
 
+    Reader = Callable[[Stored], NDArray[Any]]
 
 _log = logging.getLogger("syncvar")
 
@@ -65,13 +66,7 @@ class Leaf(Protocol):
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
@@ -87,8 +82,7 @@ class VariableLeaf:
     is_optional = False
 
     def __init__(self, key: str, variable: Variable) -> None:
-        self.key = key
-        self.variable = variable
+        self.key, self.variable = key, variable
         self._reading = decide(
             variable.synchronization, variable.aggregation, CallContext.CROSS, AccessKind.SYNC
         )
@@ -121,13 +115,7 @@ class VariableLeaf:
             return self.variable.sync()
         return self.variable.read_value()
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return this replica's new copy."""
         del communicator  # its own replicas count
         variable = self.variable
@@ -168,14 +156,9 @@ def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 class PlainLeaf:
-    """An object whose state is plain data.
+    """An object of `kind` "generator", "state" or "value", whose state is plain data.
 
-    Args:
-        key: Its key.
-        kind: "generator", "state" or "value".
-        get: Returns the state.
-        put: Sets the state.
-        check: Raises CheckpointError if a state does not fit; may be None.
+    `check`, if any, raises CheckpointError for a state that does not fit.
     """
 
     is_optional = False
@@ -191,9 +174,8 @@ class PlainLeaf:
         self.key = key
         self._kind, self._get, self._put, self._check = kind, get, put, check
         self._packed = b""
-        self.worker_states: list[
-            bytes | None
-        ] = []  # state for each worker, if rank 0 restores for all
+        # State for each worker, if rank 0 restores for all.
+        self.worker_states: list[bytes | None] = []
 
     def describe(self, communicator: Together) -> LeafHeader:
         """Take the state now, and return its length and digest."""
@@ -208,13 +190,7 @@ class PlainLeaf:
         """Return the packed state."""
         return np.frombuffer(self._packed, np.uint8)
 
-    def stage(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        communicator: Together,
-    ) -> Any:
+    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
         """Return the new state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, SoloGroup):
@@ -229,12 +205,7 @@ class PlainLeaf:
         return KEEP if packed_state is None else self.accept(packed_state)
 
     def _read(
-        self,
-        entry: ManifestEntry,
-        read: Callable[[Stored], NDArray[Any]],
-        policy: str,
-        rank: int,
-        ranks: int,
+        self, entry: ManifestEntry, read: Reader, policy: str, rank: int, ranks: int
     ) -> bytes | None:
         stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:
@@ -343,34 +314,27 @@ def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], what: str) -> None:
+def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], owner: str) -> None:
     """Raise CheckpointError unless a stored array has this dtype and shape."""
     if stored.dtype != dtype or stored.shape != shape:
         raise CheckpointError(
-            f"{key!r}: the checkpoint has {stored.words}, {what} is {dtype}{list(shape)}"
+            f"{key!r}: the checkpoint has {stored.words}, {owner} is {dtype}{list(shape)}"
         )
 
 
-def require_kind(key: str, entry: ManifestEntry, kind: str, what: str) -> None:
+def require_kind(key: str, entry: ManifestEntry, kind: str, owner: str) -> None:
     """Raise CheckpointError unless an entry has this kind."""
     if entry.kind != kind:
         raise CheckpointError(
-            f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}"
+            f"{key!r}: the checkpoint has a {entry.kind}, this program has {owner}"
         )
 
 
 class SoloGroup:
-    """Group of one worker that saves or restores for all, or leaves that to rank 0.
-
-    Args:
-        rank: Rank of this worker.
-        workers: Number of workers of the job.
-    """
+    """Group of one worker that saves or restores for all, or leaves that to rank 0."""
 
     size = 1
 
@@ -379,7 +343,7 @@ class SoloGroup:
         self.workers = workers
         self.members = (rank,)
 
-    def require_all(self, what: str, instead: str = "") -> None:
+    def require_all(self, action: str, instead: str = "") -> None:
         """Do nothing: this group needs no other rank."""
 
 

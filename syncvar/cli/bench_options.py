@@ -108,7 +108,7 @@ def make_plan(chosen: argparse.Namespace) -> BenchPlan:
             f"{collective.name} has no algorithm {chosen.algorithm!r}; it has {known}"
         )
     if chosen.plot is not None:
-        from syncvar.cli.bench_plot import require_matplotlib
+        from syncvar.cli.bench_table import require_matplotlib
 
         require_matplotlib()
     if not (chosen.root == "all" or chosen.root.isdigit()):

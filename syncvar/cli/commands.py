@@ -16,11 +16,9 @@ from syncvar.cli import (
     migration_table,
     plan,
     selftest,
-    selftest_options,
     stacks,
 )
-from syncvar.cli.collectives_table import collectives_text
-from syncvar.cli.variable_rules import rules_text
+from syncvar.cli.printed_tables import collectives_text, rules_text
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import table_text
 from syncvar.core.settings import RuntimeConfig
@@ -59,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench_options.add_options(
         commands.add_parser("bench", help="time a collective by size, and check its results")
     )
-    selftest_options.add_options(
+    selftest.add_options(
         commands.add_parser("test", help="prove all collectives on real processes")
     )
     commands.add_parser("settings", help="list every setting with unit, default and meaning")

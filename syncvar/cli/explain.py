@@ -1,20 +1,37 @@
-"""The first call in which ranks diverged, found from their flight records, for `explain_text`."""
+"""`syncvar explain`: the first call in which ranks diverged, and every sentence about it."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.cli.record_files import calls_of, lost_ranks, members_of
+from syncvar.cli.record_files import (
+    FlightRecord,
+    LostRank,
+    calls_of,
+    duration,
+    lost_ranks,
+    members_of,
+    names_of,
+    newest,
+    number_of,
+)
+from syncvar.core.process_ids import is_server, process_list, process_name, rank_list
+from syncvar.core.stack_dump import stack_text
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
     from syncvar.cli.record_files import FlightRecord
-    from syncvar.runtime.flight_recorder.call_record import Event
-
+    from syncvar.runtime.call_record import Event
 
 _DEADLOCK = "deadlock: "  # in the error of the deadlock detector
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
+_BEFORE = 5
+_OTHERS = 4
+_LINES = 16
+_REASON = 160
+_SIGTERM = "SystemExit: 143"  # reason of a worker's record after SIGTERM
 
 
 class Divergence(NamedTuple):
@@ -159,3 +176,320 @@ def _would_know(record: FlightRecord, numbers: Sequence[int], call: int, began: 
     if numbers and min(numbers) < call:
         return True
     return bool(record.events) and record.events[0].began_ns < began and not numbers
+
+
+def explain_records(records: Sequence[FlightRecord]) -> tuple[str, bool]:
+    """Return the text about the records, and whether the ranks diverged."""
+    servers = newest(record for record in records if is_server(record.rank))
+    records = newest(record for record in records if not is_server(record.rank))
+    everybody = [*records, *servers]
+    zero = min((record.events[0].began_ns for record in everybody if record.events), default=0)
+    found, names = divergences(records), names_of(records)
+    lines = _head(everybody)
+    cycle = cycle_of(found)
+    if cycle:
+        lines += _describe_cycle(records, cycle, names, zero)
+        others = [one for one in found if one not in cycle.values()][:_OTHERS]
+        lines += [f"also: {_one_line(records, one, zero)}" for one in others]
+    elif found:
+        lines += _describe_divergence(records, found[0], zero)
+        lines += [f"also: {_one_line(records, one, zero)}" for one in found[1 : 1 + _OTHERS]]
+        if len(found) > 1 + _OTHERS:
+            lines.append(f"also: {len(found) - 1 - _OTHERS} more groups")
+    else:
+        lines += _agreed(records, zero)
+    lines += ["", "at the end"]
+    lines += [f"  {line}" for record in everybody for line in _last(record, zero, names)]
+    lines += _waiting(records)
+    return "".join(f"{line}\n" for line in lines), bool(found)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _head(records: Sequence[FlightRecord]) -> list[str]:
+    first = records[0]
+    ranks = [record.rank for record in records]  # and servers
+    missing = sorted(set(range(first.world_size)) - set(ranks))
+    job = f" of job {first.job[:8]}" if first.job else ""
+    generation = f", generation {first.generation}" if first.generation else ""
+    title = f"flight records of {process_list(ranks)}{job}{generation}"
+    lines = [f"{title}, {first.world_size} ranks in the world"]
+    lost = _lost(records)
+    unknown = "killed before it could write one, never joined, or ended before anything failed"
+    ends: dict[str, list[int]] = {}
+    for rank in missing:
+        ends.setdefault(lost[rank].words if rank in lost else unknown, []).append(rank)
+    lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in ends.items()]
+    boots = {record.boot: record.host for record in records}
+    if len(boots) > 1:
+        lines.append(f"the clocks of hosts {', '.join(sorted(boots.values()))} may differ")
+    return [*lines, ""]
+
+
+def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
+    """Return the ends of ranks, as the errors of other ranks report them."""
+    lost: dict[int, LostRank] = {}
+    for record in records:
+        for event in record.events:
+            lost |= lost_ranks(event.detail)
+    return lost
+
+
+def _describe_divergence(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[str]:
+    members = members_of(records).get(one.group, ())
+    names = names_of(records)
+    group = names[one.group]
+    after = duration(one.began - zero)
+    lines = [
+        f"first divergence: call {_number(records, one)} of {group}, {after} after the first event"
+    ]
+    does: dict[str, list[int]] = {}
+    for rank, event in sorted(one.made.items()):
+        does.setdefault(_did(event), []).append(rank)
+    by_rank = {record.rank: record for record in records}
+    texts = []
+    for text, ranks in does.items():
+        begins = [one.made[rank].began_ns - zero for rank in ranks]
+        when = f"at {duration(min(begins))}"
+        when += f" to {duration(max(begins))}" if len(ranks) > 1 else ""
+        texts.append((ranks, f"{rank_list(ranks)}: {text}, begun {when}"))
+    lost = _lost(records)
+    for rank in one.absent:
+        if rank in by_rank:
+            texts.append(
+                (
+                    [rank],
+                    (
+                        f"{rank_list([rank])}: never entered it; "
+                        f"{_instead(by_rank[rank], one, zero, names)}"
+                    ),
+                )
+            )
+        else:
+            call = _number(records, one)
+            texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {call}"))
+    unknown = sorted(set(members) - set(one.made) - set(one.absent))
+    texts = sorted(texts, key=lambda item: item[0])
+    lines += [f"  {text}" for _, text in texts[:_LINES]]
+    if len(texts) > _LINES:
+        lines.append(
+            f"  {rank_list(rank for ranks, _ in texts[_LINES:] for rank in ranks)}: otherwise"
+        )
+    if unknown:
+        lines.append(f"  {rank_list(unknown)}: not known")
+    lines += _verdict(one)
+    return [*lines, "", f"before it, in {group}", *_before(records, one.group, one.call, zero)]
+
+
+def _describe_cycle(
+    records: Sequence[FlightRecord],
+    cycle: Mapping[int, Divergence],
+    names: Mapping[int, str],
+    zero: int,
+) -> list[str]:
+    ranks = list(cycle)
+    after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+    waits = [
+        f"rank {rank} {'waits ' if rank == ranks[0] else ''}for "
+        f"{_awaited(cycle[rank].made[rank])}rank {after[rank]}"
+        for rank in ranks[:_LINES]
+    ]
+    lines = [f"deadlock: {', '.join(waits[:-1])}, and {waits[-1]}"]
+    for rank, one in list(cycle.items())[:_LINES]:
+        event = one.made[rank]
+        number = _number(records, one)
+        begun = duration(event.began_ns - zero)
+        lines.append(
+            f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {begun}"
+        )
+    return [*lines, *_verdict(cycle[ranks[0]]), ""]
+
+
+def _number(records: Sequence[FlightRecord], one: Divergence) -> int:
+    """Return the number of a divergent call in its group, as the ranks that made it count."""
+    return number_of([record for record in records if record.rank in one.made], one.group, one.call)
+
+
+def _awaited(event: Event) -> str:
+    return "a message of " if event.collective.startswith("recv") else ""
+
+
+def _did(event: Event) -> str:
+    if event.state == "failed":
+        reason = f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
+        return f"{event.label}, failed with {kind_of(event.detail)}{reason}"
+    return f"{event.label}, {_state(event)}"
+
+
+def _first_line(detail: str) -> str:
+    return detail.split("\n", 1)[0].partition(": ")[2]
+
+
+def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
+    """Describe what a rank did instead of a call."""
+    own = [event for event in record.events if event.group == one.group]
+    before = [event for event in own if event.call < one.call]
+    after = [event for event in own if event.call > one.call]
+    since = before[-1].began_ns if before else 0
+    if before:
+        number = number_of([record], one.group, before[-1].call)
+        text = f"its call {number} was {before[-1].label}, {before[-1].state}"
+    else:
+        text = "its earlier calls are not known"
+        if record.is_whole:
+            text = "it made no call of the group before"
+    if after:
+        number = number_of([record], one.group, after[0].call)
+        at = duration(after[0].began_ns - zero)
+        return f"{text}; its next was call {number}, {after[0].label}, at {at}"
+    others = [event for event in record.events if event.group != one.group]
+    later = [event for event in others if event.state != "noted" and event.began_ns > since]
+    other = later[0] if before and later else None
+    other = next((event for event in later if event.state != "done"), other)
+    if other is not None:
+        number = number_of([record], other.group, other.call)
+        call = f"call {number} of {names[other.group]}" if other.group >= 0 else "a get request"
+        at = duration(other.began_ns - zero)
+        return f"{text}; instead it made {call}, {other.label}, {_state(other)}, at {at}"
+    reason = f": {_first(record.reason)}" if record.reason else ""
+    return f"{text}; it made no other call{reason}"
+
+
+def _first(reason: str) -> str:
+    line = "ended by SIGTERM" if reason == _SIGTERM else reason.split("\n", 1)[0]
+    return line if len(line) <= _REASON else f"{line[:_REASON]} …"
+
+
+def _state(event: Event) -> str:
+    return {"started": "not ended"}.get(event.state, event.state)
+
+
+def _verdict(one: Divergence) -> list[str]:
+    """Quote the error of a rank: it names file and line of the ranks that waited."""
+    for event in one.made.values():
+        if kind_of(event.detail) == "MismatchError":
+            quoted = event.detail.partition(": ")[2].split("\n")
+            return ["  the ranks raised:", *(f"    {line.strip()}" for line in quoted)]
+    return []
+
+
+def _before(records: Sequence[FlightRecord], group: int, call: int, zero: int) -> list[str]:
+    calls = calls_of(records).get(group, {})
+    numbers = [number for number in calls if number < call][-_BEFORE:]
+    if not numbers:
+        return ["  nothing"]
+    lines = []
+    for number in numbers:
+        events = calls[number]
+        what = next(iter(events.values())).label
+        states = {_state(event) for event in events.values()}
+        ended = max(event.ended_ns for event in events.values())
+        state = f"{', '.join(sorted(states))} at {duration(ended - zero)}" if ended else "not ended"
+        shown = number_of(records, group, number)
+        lines.append(f"  call {shown}: {what}, {rank_list(events)}, {state}")
+    return lines
+
+
+def _one_line(records: Sequence[FlightRecord], one: Divergence, zero: int) -> str:
+    group = names_of(records)[one.group]
+    made = sorted(one.made.items())[:_OTHERS]
+    calls = "; ".join(f"rank {rank} {event.label}" for rank, event in made)
+    absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
+    at = duration(one.began - zero)
+    return f"call {_number(records, one)} of {group} at {at}: {calls}{absent}"
+
+
+def _agreed(records: Sequence[FlightRecord], zero: int) -> list[str]:
+    """Describe ranks that made the same calls, some of them perhaps unfinished."""
+    lines = ["no divergence: the ranks that left a record made the same calls"]
+    names = names_of(records)
+    for group, calls in calls_of(records).items():
+        for call, events in calls.items():
+            bad = {rank: event for rank, event in events.items() if event.state != "done"}
+            if not bad:
+                continue
+            states: dict[str, list[int]] = {}
+            for rank, event in sorted(bad.items()):
+                end = f"failed: {_first(event.detail)}" if event.state == "failed" else "not ended"
+                states.setdefault(end, []).append(rank)
+            what = next(iter(bad.values())).label
+            began = min(event.began_ns for event in events.values())
+            number = number_of(records, group, call)
+            at = duration(began - zero)
+            lines.append(
+                f"first unfinished call of {names[group]}: call {number}, {what}, begun at {at}"
+            )
+            lines += [f"  {rank_list(ranks)}: {end}" for end, ranks in states.items()]
+            lines += ["before it", *_before(records, group, call, zero)]
+            break
+    return lines
+
+
+def _last(record: FlightRecord, zero: int, names: Mapping[int, str]) -> list[str]:
+    """Describe the last call of a rank."""
+    operations = [event for event in record.events if event.state != "noted"]
+    name = process_name(record.rank)
+    running = [event for event in operations if event.state == "started"]
+    last = (running or operations)[-1] if operations else None
+    if last is None:
+        text = f"{name}: no operation"
+    else:
+        call = "a request" if is_server(record.rank) else "a get request"
+        if last.group >= 0:
+            call = f"call {number_of([record], last.group, last.call)} of {names[last.group]}"
+        if last.state == "started":
+            lasted = duration(record.written - last.began_ns)
+            text = f"{name}: in {call}, {last.label}, for {lasted}"
+        else:
+            at = duration(last.ended_ns - zero)
+            text = f"{name}: after {call}, {last.label}, {last.state} at {at}"
+    text += _position(record, last)
+    lines = [text]
+    if record.reason:
+        lines.append(f"  reason of its record: {_first(record.reason)}")
+    return lines
+
+
+def _position(record: FlightRecord, last: Event | None) -> str:
+    """Describe the position of a rank: of the thread of its last call, or of its main thread."""
+    if is_server(record.rank):
+        position = stack_text(record.stack, os.getcwd())
+        return f"; it stood {position}" if position.startswith("at ") else ""
+    site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
+    if site and site != "a place unknown":
+        return f"; it stood at {site}"
+    position = stack_text(record.stack, os.getcwd()) if record.stack else ""
+    return f"; it stood {position}" if position.startswith("in ") else ""
+
+
+def _waiting(records: Sequence[FlightRecord]) -> list[str]:
+    """Describe who waited for whom: for each call the rank that entered last."""
+    waited = {record.rank: 0 for record in records}
+    caused = {record.rank: 0 for record in records}
+    last_in = {record.rank: 0 for record in records}
+    count = 0
+    groups = members_of(records)
+    for group, calls in calls_of(records).items():
+        for events in calls.values():
+            if set(events) != set(groups.get(group, ())) or len(events) < 2:
+                continue
+            if any(event.state != "done" for event in events.values()):
+                continue
+            count += 1
+            last = max(events, key=lambda rank: (events[rank].began_ns, rank))
+            for rank, event in events.items():
+                wait = max(0, min(events[last].began_ns, event.ended_ns) - event.began_ns)
+                waited[rank] += wait
+                caused[last] += wait
+            entered = events[last].began_ns
+            last_in[last] += any(event.began_ns < entered for event in events.values())
+    if not count:
+        return []
+    lines = ["", f"waiting in calls that all ranks made ({count} calls)"]
+    lines += [
+        f"  rank {rank}: waited {duration(waited[rank])}; came last in {last_in[rank]}, where the "
+        f"others waited {duration(caused[rank])} for it"
+        for rank in sorted(waited, key=lambda rank: -caused[rank])[:_LINES]
+    ]
+    return lines

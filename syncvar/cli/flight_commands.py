@@ -1,4 +1,10 @@
-"""The commands that read flight records: `syncvar trace merge` and `syncvar explain`."""
+"""The commands that read flight records: `syncvar explain` and `syncvar trace merge`.
+
+The trace is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. A process
+of it is a rank, a row is a group (more rows if its calls overlap), a slice is an operation. A slice
+inside it is the wait for the last rank. An arrow leads from the start of that rank's slice to the
+end of each slice that waited. Long arrows from one rank mean that it is late.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +15,163 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.explain_text import explain_records
-from syncvar.cli.record_files import load
-from syncvar.cli.trace import merge_records, stragglers, unaligned_hosts
+from syncvar.cli.explain import explain_records
+from syncvar.cli.record_files import FlightRecord, calls_of, load, names_of, number_of
 from syncvar.core.errors import ConfigError
-from syncvar.core.process_ids import is_server
-from syncvar.core.state_folder import JOBS_MAX, find_job, state_folder
+from syncvar.core.output_files import JOBS_MAX, find_job, state_folder
+from syncvar.core.process_ids import is_server, process_name
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from syncvar.runtime.call_record import Event
 
+_EVENTS_ROW = 0
 COMMANDS = ("trace", "explain")
 _JOB_ID = re.compile("[0-9a-f]{8}")
 _STRAGGLERS = 4  # lines; the first is the rank to look at
+
+
+def merge_records(records: Sequence[FlightRecord]) -> dict[str, Any]:
+    """Return the trace of the records of all ranks, ready for JSON."""
+    zero = min((record.events[0].began_ns for record in records if record.events), default=0)
+    events: list[dict[str, Any]] = []
+    groups = names_of(records)
+    for record in records:
+        label = process_name(record.rank)
+        if record.generation:
+            label += f" generation {record.generation}"
+        pid = _pid_of(record)
+        events.append(_about("process_name", pid, 0, label))
+        events.append(_about("process_sort_index", pid, 0, pid, "sort_index"))
+        events.append(_about("process_labels", pid, 0, record.host, "labels"))
+        rows, names = _rows(record, groups)
+        events += [_about("thread_name", pid, row, name) for row, name in sorted(names.items())]
+        for event in record.events:
+            events += _drawn(record, event, pid, rows[event], zero)
+    for generation in sorted({record.generation for record in records}):
+        events += _arrows([record for record in records if record.generation == generation], zero)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"job": records[0].job if records else "", "begins_at_ns": zero},
+    }
+
+
+def stragglers(records: Sequence[FlightRecord]) -> list[tuple[int, int, float]]:
+    """Return (rank, calls that it entered last, seconds that others waited), longest wait first."""
+    last_in: dict[int, int] = {}
+    waited_ns: dict[int, int] = {}
+    for generation in {record.generation for record in records}:
+        some = [record for record in records if record.generation == generation]
+        for calls in calls_of(some).values():
+            for events in calls.values():
+                if len(events) > 1:
+                    last = max(events, key=lambda rank: (events[rank].began_ns, rank))
+                    last_in[last] = last_in.get(last, 0) + 1
+                    first = min(event.began_ns for event in events.values())
+                    waited_ns[last] = waited_ns.get(last, 0) + events[last].began_ns - first
+    found = [(rank, last_in[rank], waited_ns[rank] / 1e9) for rank in last_in]
+    return sorted(found, key=lambda one: -one[2])
+
+
+def unaligned_hosts(records: Iterable[FlightRecord]) -> list[str]:
+    """Return the hosts if their clocks may differ, else an empty list."""
+    hosts = {record.boot: record.host for record in records}
+    return sorted(hosts.values()) if len(hosts) > 1 else []
+
+
+def _pid_of(record: FlightRecord) -> int:
+    return record.generation * 1_000_000 + record.rank
+
+
+def _about(title: str, pid: int, tid: int, value: Any, key: str = "name") -> dict[str, Any]:
+    return {"ph": "M", "name": title, "pid": pid, "tid": tid, "args": {key: value}}
+
+
+def _rows(record: FlightRecord, groups: dict[int, str]) -> tuple[dict[Event, int], dict[int, str]]:
+    """Return the row of each event, and the names of the rows; overlapping calls get extra rows."""
+    rows: dict[Event, int] = {}
+    names: dict[int, str] = {}
+    lanes: dict[int, list[tuple[int, int]]] = {}  # group -> (row, end of its last slice)
+    for event in record.events:
+        if event.state == "noted":
+            rows[event], names[_EVENTS_ROW] = _EVENTS_ROW, "events"
+            continue
+        known = lanes.setdefault(event.group, [])
+        end = event.ended_ns or record.written
+        for index, (row, busy) in enumerate(known):
+            if busy <= event.began_ns:
+                known[index] = (row, end)
+                rows[event] = row
+                break
+        else:
+            row = 1 + sum(map(len, lanes.values()))
+            name = "questions" if event.group < 0 else groups.get(event.group, "a group")
+            names[row] = name + (f", {len(known) + 1}" if known else "")
+            known.append((row, end))
+            rows[event] = row
+    return rows, names
+
+
+def _us(ns: int, zero: int) -> float:
+    return (ns - zero) / 1000
+
+
+def _drawn(
+    record: FlightRecord, event: Event, pid: int, row: int, zero: int
+) -> list[dict[str, Any]]:
+    name = event.collective or event.label
+    at: dict[str, Any] = {"name": name, "pid": pid, "tid": row, "ts": _us(event.began_ns, zero)}
+    if event.state == "noted":
+        return [at | {"ph": "i", "s": "p", "cat": "event", "args": {"detail": event.detail}}]
+    number = event.call if event.call < 0 else number_of([record], event.group, event.call)
+    arguments: dict[str, Any] = {
+        "what": event.label,
+        "group": event.group,
+        "call": number,
+        "bytes": event.nbytes,
+        "path": event.path,
+        "state": event.state,
+        "thread": event.thread,
+    }
+    if event.detail:
+        arguments["detail"] = event.detail
+    lasted = max(event.ended_ns or record.written, event.began_ns) - event.began_ns
+    return [at | {"ph": "X", "cat": "operation", "dur": lasted / 1000, "args": arguments}]
+
+
+def _arrows(records: Sequence[FlightRecord], zero: int) -> list[dict[str, Any]]:
+    """Return the waits and the arrows of the calls of one attempt."""
+    by_rank = {record.rank: record for record in records}
+    rows = {record.rank: _rows(record, {})[0] for record in records}
+    drawn: list[dict[str, Any]] = []
+    for group, calls in calls_of(records).items():
+        for call, events in calls.items():
+            if len(events) < 2 or len({event.fingerprint for event in events.values()}) > 1:
+                continue
+            last = max(events, key=lambda rank: (events[rank].began_ns, rank))
+            entered = events[last].began_ns
+            start = _point(by_rank[last], rows[last][events[last]], entered, zero)
+            for rank, event in sorted(events.items()):
+                end = event.ended_ns
+                if rank == last or not event.began_ns < entered < end:
+                    continue  # it did not wait
+                point = _point(by_rank[rank], rows[rank][event], event.began_ns, zero)
+                about = {"args": {"for_rank": last, "call": number_of(records, group, call)}}
+                wait = {"ph": "X", "cat": "wait", "name": f"wait for rank {last}"}
+                drawn.append(point | wait | about | {"dur": (entered - event.began_ns) / 1000})
+                ident = f"{by_rank[rank].generation}.{group}.{call}.{rank}"
+                arrow = {"cat": "waited for", "name": "came", "id": ident}
+                drawn.append(start | arrow | {"ph": "s"})
+                head = {"ph": "f", "bp": "e", "ts": _us(max(end - 1, entered), zero)}
+                drawn.append(point | arrow | head)
+    return drawn
+
+
+def _point(record: FlightRecord, row: int, ns: int, zero: int) -> dict[str, Any]:
+    return {"pid": _pid_of(record), "tid": row, "ts": _us(ns, zero)}
 
 
 def add_options(commands: Any) -> None:

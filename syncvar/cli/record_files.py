@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.rank_text import rank_list
+from syncvar.core.output_files import RECORDS, is_record
+from syncvar.core.process_ids import rank_list
 from syncvar.core.stack_dump import StackFrame
-from syncvar.core.state_folder import RECORDS, is_record
-from syncvar.runtime.flight_recorder.call_numbers import ordinal
-from syncvar.runtime.flight_recorder.call_record import Event
-from syncvar.runtime.flight_recorder.recorder import FORMAT
+from syncvar.runtime.call_record import COLUMNS, Event
+from syncvar.runtime.recorder import FORMAT, ordinal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncvar.runtime.flight_recorder.call_numbers import Gap
+    from syncvar.runtime.recorder import Gap
 
 
 _LARGEST = 64 << 20
@@ -74,10 +73,14 @@ def as_record(data: Mapping[str, Any]) -> FlightRecord:
         raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
     offset = int(data["clock_offset_ns"])
     columns = {name: index for index, name in enumerate(data["columns"])}
-    names = [one for one in Event._fields if one in columns or one not in Event._field_defaults]
+    fields = [
+        (field, columns[title])
+        for field, title in zip(Event._fields, COLUMNS, strict=True)
+        if title in columns or field not in Event._field_defaults
+    ]
     events = []
     for row in data["events"]:
-        event = Event(**{name: row[columns[name]] for name in names})
+        event = Event(**{field: row[index] for field, index in fields})
         ended = event.ended_ns + offset if event.ended_ns else 0
         events.append(event._replace(began_ns=event.began_ns + offset, ended_ns=ended))
     return FlightRecord(

@@ -177,7 +177,7 @@ def _scaled_request(
         flat = np.asarray(total).reshape(-1)
         return outcome(reducer._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
-    return CollectiveSpec(request.what, request.digest, body())
+    return CollectiveSpec(request.label, request.digest, body())
 
 
 def reduce_request(

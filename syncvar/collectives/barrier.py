@@ -9,7 +9,7 @@ import numpy as np
 from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
 from syncvar.collectives.stage_builders import meeting
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
+from syncvar.runtime.persistent_reduce import prepare_barrier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,5 +61,5 @@ class _BarrierCall(Cacheable):
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
         if communicator.forced("barrier") is None:
-            return prepare_barrier(communicator, self.digest, self.what)
+            return prepare_barrier(communicator, self.digest, self.label)
         return uncacheable

@@ -21,7 +21,7 @@ from syncvar.collectives.transfer_args import (
     result_buffer,
 )
 from syncvar.core.array_arguments import deliver
-from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
     TreeDef,
@@ -35,9 +35,9 @@ from syncvar.core.pytree import (
 )
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -17,10 +17,10 @@ import numpy as np
 from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.collectives.reduce_args import contribution, kinds_of, outcome, sizes_of
 from syncvar.core.reduce_ops import divide_mean
-from syncvar.runtime.programs.arithmetic import store, store_parts
-from syncvar.runtime.programs.round_runner import Published
-from syncvar.runtime.programs.shm_reduce import ReduceBuffers, flat_of, in_one_exchange
+from syncvar.runtime.arithmetic import store, store_parts
+from syncvar.runtime.planner import Published
 from syncvar.runtime.request import Stage
+from syncvar.runtime.shm_reduce import ReduceBuffers, flat_of, in_one_exchange
 from syncvar.shm.segment import SegmentBlock
 
 if TYPE_CHECKING:
@@ -210,10 +210,10 @@ def reduce_one(
     ):
         flat = array.reshape(-1)
         if target is not None and _takes_sums(target, flat, reducer, size) and apply is None:
-            yield Stage(plan, target.reshape(-1), reducer.ufunc, brought=flat)
+            yield Stage(plan, target.reshape(-1), reducer.ufunc, send_buffer=flat)
             return target
         work = np.empty(flat.size, reducer.accumulate)
-        yield Stage(plan, work, reducer.ufunc, brought=flat)
+        yield Stage(plan, work, reducer.ufunc, send_buffer=flat)
     else:
         work = contribution(array, reducer, communicator.home_rank)
         yield Stage(plan, work, reducer.ufunc)

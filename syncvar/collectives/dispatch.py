@@ -17,11 +17,11 @@ from syncvar._native.constants import NUMBERS_MAX
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
+from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.call_record import own_site
 from syncvar.runtime.communicator import CollectiveSpec
-from syncvar.runtime.flight_recorder.call_sites import own_site
-from syncvar.runtime.programs.block_transfer import NOTHING
-from syncvar.runtime.timeouts import is_seconds
+from syncvar.runtime.work import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import CallLabel
+    from syncvar.runtime.persistent_builder import CallLabel
     from syncvar.runtime.work import Work
 
     Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)

@@ -21,9 +21,9 @@ from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.block_transfer import NOTHING, Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -25,9 +25,9 @@ from syncvar.collectives.stage_builders import (
 from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, moves
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -217,7 +217,7 @@ def _call(
         def body() -> Generator[Stage, None, Any]:
             return finish(communicator, (yield from request.body), source)
 
-        return CollectiveSpec(request.what, request.digest, body())
+        return CollectiveSpec(request.label, request.digest, body())
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 

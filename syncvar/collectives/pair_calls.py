@@ -1,7 +1,7 @@
 """Messages between an ordered pair of ranks with one tag: the requests of both ends.
 
 Over a link a message has two stages: a record of fixed length with dtype and shape, then the array.
-Ranks of one host use a message ring instead; see `runtime/p2p/endpoints.py`.
+Ranks of one host use a message ring instead; see `runtime/p2p_endpoints.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from syncvar._native import MessageCounter
 from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
-from syncvar.core.dtypes import dtype_from_index
+from syncvar.core.array_types import dtype_from_index
 from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,
@@ -24,11 +24,11 @@ from syncvar.protocol.fixed_records import (
     pack_record,
     unpack_record,
 )
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.p2p.channel import P2PChannel
-from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
-from syncvar.runtime.p2p.message_requests import Receiving, Sending
+from syncvar.runtime.p2p_channel import P2PChannel
+from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
+from syncvar.runtime.p2p_requests import Receiving, Sending
 from syncvar.runtime.request import Stage
 from syncvar.shm.message_ring import array_code
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncvar.algorithms.compile_schedule import LinkSchedule
     from syncvar.algorithms.schedule import Step
     from syncvar.runtime.communicator import Communicator
-    from syncvar.runtime.p2p.endpoints import Landing
+    from syncvar.runtime.p2p_endpoints import Landing
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
 _STREAMS_MAX = 128  # channels of a group; beyond that, idle ones are dropped

@@ -29,10 +29,10 @@ from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
 from syncvar.core.reduce_ops import OPS, identity, op_name
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.programs.compile_reduce import ResultPlacement
+from syncvar.runtime.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -18,14 +18,14 @@ from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.persistent.mixed_dtypes import prepare_kinds
-from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement
-from syncvar.runtime.programs.round_runner import Published
-from syncvar.runtime.programs.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
+from syncvar.runtime.compile_reduce import EVERYWHERE, ResultPlacement
+from syncvar.runtime.persistent_mixed_dtypes import prepare_kinds
+from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.planner import Published
 from syncvar.runtime.request import Stage
+from syncvar.runtime.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -288,7 +288,7 @@ class ReduceArgs(Cacheable):
         self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
     ) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
+        return prepare_form(communicator, like, self._op, self.digest, self.label, self._ends)
 
 
 def prepare_form(

@@ -22,13 +22,12 @@ from syncvar.collectives.transfer_args import (
     result_buffer,
 )
 from syncvar.core.array_arguments import as_array, deliver
-from syncvar.core.array_interop import UnsupportedLibrary
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.block_transfer import Blocks, TransferLayout
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -306,7 +305,7 @@ def _exchange_request(
         )
         if is_like_x and not np.may_share_memory(output, x):
             targets = [output[place * rows : (place + 1) * rows] for place in range(size)]
-            return _sides(mine, targets, rank)._replace(made=output, parts=size)
+            return _sides(mine, targets, rank)._replace(output=output, parts=size)
         return _exchange_blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
 
     layout = None

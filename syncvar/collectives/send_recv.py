@@ -22,13 +22,12 @@ from syncvar.collectives.pair_calls import channel_of, receive_request, send_req
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.pytree import is_structure
 from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.p2p.channel import NOT_YET
-from syncvar.runtime.p2p.self_messages import Mailbox, done, failed
-from syncvar.runtime.timeouts import is_seconds
+from syncvar.runtime.p2p_channel import NOT_YET, Mailbox, done, failed
+from syncvar.runtime.work import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import CollectiveSpec, Communicator
-    from syncvar.runtime.p2p.channel import P2PChannel
+    from syncvar.runtime.p2p_channel import P2PChannel
 
 _TAG_MAX = (1 << 31) - 1
 _NO_MESSAGES = (

@@ -22,7 +22,7 @@ from syncvar.collectives.reduce_args import check_finite
 from syncvar.collectives.stage_builders import gather_bytes, gather_flat
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array, matching_word
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
     TreeDef,
@@ -36,9 +36,9 @@ from syncvar.core.pytree import (
 )
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.arithmetic import widen
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.runtime.programs.arithmetic import widen
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:

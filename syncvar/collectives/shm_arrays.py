@@ -18,10 +18,9 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
-from syncvar.shm.segment_layout import bytes_in_words
-from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
+from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, bytes_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

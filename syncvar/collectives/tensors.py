@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.array_arguments import error_text
-from syncvar.core.array_interop import UnsupportedLibrary, library_of
+from syncvar.core.array_types import UnsupportedLibrary, library_of
 from syncvar.core.pytree import children_of, is_structure, rebuild
 from syncvar.runtime.work import Work
 

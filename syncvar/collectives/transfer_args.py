@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, uncacheable
+from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.persistent.persistent_transfer import prepare_move
-from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Movement, TransferLayout
-from syncvar.runtime.programs.round_runner import SIDE_BY_SIDE
+from syncvar.runtime.persistent_transfer import prepare_move
+from syncvar.runtime.planner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.dispatch import Make
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.persistent_transfer import Front
+    from syncvar.runtime.persistent_transfer import Front
 
 UNMOVED = TransferLayout(0, NOTHING.dtype)
 """Layout of an input that cannot be moved as blocks of one shape: no rank moves any block then."""
@@ -70,7 +70,7 @@ class TransferArgs(Cacheable):
             )
             yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
             if movement.is_done:
-                return finish(movement.blocks.made)
+                return finish(movement.blocks.output)
         return None if self.general is None else (yield from self.general())
 
     def prepared(
@@ -110,7 +110,7 @@ def result_buffer(
 
 def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
     """Return the arrays of a call if its result, where there is one, is in `out`."""
-    return blocks if out is None or blocks.made is out or blocks.made is NOTHING else None
+    return blocks if out is None or blocks.output is out or blocks.output is NOTHING else None
 
 
 def place_of(source: int, dest: int) -> int:

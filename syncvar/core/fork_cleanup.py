@@ -1,4 +1,4 @@
-"""Signal handlers, exit handlers and hooks of syncvar, which it undoes in forked children.
+"""Handlers and hooks of syncvar that forked children undo, and children that end with a parent.
 
 A child that the program forks (`os.fork`, `multiprocessing` with "fork") behaves as under plain
 `python`: syncvar's signal and exit handlers and its fault handler are off. So syncvar sets all of
@@ -23,14 +23,13 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.parent_death import libc
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
     ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
+_PR_SET_PDEATHSIG = 1
 _SIGSET_BYTES = 128  # sizeof(sigset_t) on Linux
 _STDERR = 2
 
@@ -39,6 +38,16 @@ _handlers: list[tuple[int, Any, Any]] = []
 _exit_handlers: list[Callable[..., None]] = []
 _exception_hooks: list[tuple[ExceptionHook, ExceptionHook]] = []  # ours, and the one before
 _fault_dumps: list[int] = []  # signals to which the fault handler writes stacks
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def end_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends, or exit now if that has happened."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent ended before the call above took effect
+        os._exit(1)
 
 
 class _Stderr:
@@ -111,15 +120,19 @@ def register_fault_dump(number: int, descriptor: int) -> None:
     _fault_dumps.append(number)
 
 
+def _undo_signal(number: int) -> None:
+    current = now = signal.getsignal(number)
+    for _, handler, before in (one for one in reversed(_handlers) if one[0] == number):
+        if now == handler:
+            now = before
+    if now != current:
+        signal.signal(number, signal.SIG_DFL if now is None else now)
+
+
 def _undo() -> None:
     """Undo in a forked child the settings that it has inherited."""
     for number in {one[0] for one in _handlers}:
-        current = now = signal.getsignal(number)
-        for _, handler, before in (one for one in reversed(_handlers) if one[0] == number):
-            if now == handler:
-                now = before
-        if now != current:
-            signal.signal(number, signal.SIG_DFL if now is None else now)
+        _undo_signal(number)
     for hook, earlier in reversed(_exception_hooks):
         if sys.excepthook is hook:
             sys.excepthook = earlier

@@ -1,18 +1,21 @@
-"""Hints for names of tf.distribute, Horovod, mpi4py and torch.distributed: what to write instead.
+"""Names that are looked up late, and hints for those of other libraries: what to write instead.
 
-The table is `migration_hints.txt`. It is read when a name is not found, and by
-`syncvar coming-from words`. It covers attributes, keywords, ops and options of launchers.
+A package imports its attributes at first use (`attributes_of`). If a name is not found, the error
+says what to write instead of a name of tf.distribute, Horovod, mpi4py or torch.distributed. The
+table of these names is `migration_hints.txt`: attributes, keywords, ops and options of launchers.
+It is read when a name is not found, and by `syncvar coming-from words`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import importlib
+import os
+import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.settings import nearest
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 _SEVERAL_HOSTS = (
     "syncvar-launch logs in to other hosts by itself: write --hostfile FILE, with lines such as "
@@ -32,13 +35,10 @@ _MODEL = (
 
 
 class ForeignName(NamedTuple):
-    """Names of one meaning in other libraries.
+    """Names of one meaning in other libraries, and what to write instead.
 
-    Args:
-        place: Where the names are looked up; see the head of the table.
-        names: The names.
-        text: What to write instead.
-        is_accepted: Whether syncvar accepts the names.
+    `place` is where they are looked up, see the head of the table. Syncvar itself takes a name that
+    `is_accepted`.
     """
 
     place: str
@@ -47,8 +47,11 @@ class ForeignName(NamedTuple):
     is_accepted: bool = False
 
 
-def _read_table() -> tuple[ForeignName, ...]:
-    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+@cache
+def foreign_names() -> tuple[ForeignName, ...]:
+    """Return the table."""
+    with open(os.path.splitext(__file__)[0] + ".txt", encoding="utf-8") as file:
+        text = file.read()
     text = text.replace("{several_hosts}", _SEVERAL_HOSTS).replace("{without_ssh}", _WITHOUT_SSH)
     rows = []
     for line in text.splitlines():
@@ -60,18 +63,23 @@ def _read_table() -> tuple[ForeignName, ...]:
     return tuple(rows)
 
 
-WORDS = _read_table()
-
 _PLACES = {
     "op": "op",
     "option": "option of the launcher",
     "keyword": "keyword",
     "coming-from": "`syncvar coming-from`",
 }
-_TEXTS = {(word.place, name): word.text for word in WORDS for name in word.names}
-_OPS = {
-    name: "mean" for word in WORDS if word.place == "op" and word.is_accepted for name in word.names
-}
+
+
+@cache
+def _texts() -> dict[tuple[str, str], str]:
+    return {(word.place, name): word.text for word in foreign_names() for name in word.names}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    from syncvar.core.settings import nearest  # most programs import this module and no settings
+
+    return nearest(name, known)
 
 
 def hint_for(place: str, name: str) -> str:
@@ -79,9 +87,9 @@ def hint_for(place: str, name: str) -> str:
 
     Options may be written with underscores, and with one dash.
     """
-    if place == "option" and (place, name) not in _TEXTS and len(name) > 2:
+    if place == "option" and (place, name) not in _texts() and len(name) > 2:
         name = "--" + name.lstrip("-").replace("_", "-")
-    return _TEXTS.get((place, name), "")
+    return _texts().get((place, name), "")
 
 
 def missing_attribute(place: str, name: str, known: Iterable[str]) -> AttributeError:
@@ -91,7 +99,7 @@ def missing_attribute(place: str, name: str, known: Iterable[str]) -> AttributeE
     """
     module = "syncvar" + place.removeprefix("sv")
     text = hint_for(place, name)
-    hint = f": {text}" if text else nearest(name, known)
+    hint = f": {text}" if text else _nearest(name, known)
     # With obj= Python would add its own guess.
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name, obj=None)
 
@@ -107,13 +115,16 @@ def unexpected_keyword(
 
     name, shown = min(foreign), function.__name__
     text = hint_for(f"{shown}()", name) or hint_for("keyword", name)
-    hint = f": {text}" if text else nearest(name, (*signature(function).parameters, *known))
+    hint = f": {text}" if text else _nearest(name, (*signature(function).parameters, *known))
     return TypeError(f"{shown}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def op_of(name: str) -> str:
     """Return the op that an accepted alias stands for, or the name itself."""
-    return _OPS.get(name, name)
+    is_alias = any(
+        one.place == "op" and one.is_accepted and name in one.names for one in foreign_names()
+    )
+    return "mean" if is_alias else name
 
 
 def op_hint(op: Any, known: Iterable[str]) -> str:
@@ -128,7 +139,7 @@ def op_hint(op: Any, known: Iterable[str]) -> str:
         return f": write {op_of(last)!r}"
     if text := hint_for("op", last):
         return f": {text}"
-    return nearest(op.lower(), known) if isinstance(op, str) else ""
+    return _nearest(op.lower(), known) if isinstance(op, str) else ""
 
 
 def object_hint(value: Any) -> str:
@@ -158,7 +169,7 @@ def group_hint(value: Any) -> str:
 def table_text() -> str:
     """Return the table in Markdown."""
     lines = ["| word | where | here |", "|---|---|---|"]
-    for word in WORDS:
+    for word in foreign_names():
         names = ", ".join(f"`{name}`" for name in word.names)
         where = (
             _PLACES.get(word.place)
@@ -167,3 +178,56 @@ def table_text() -> str:
         text = ("accepted: " if word.is_accepted else "") + word.text
         lines.append(f"| {names} | {where} | {text} |")
     return "\n".join(lines) + "\n"
+
+
+def attribute_hint(kind: type[Any], name: str) -> str:
+    """Return the migration hint for an attribute that a class lacks, or an empty text."""
+    return next((text for one in kind.__mro__ if (text := hint_for(one.__name__, name))), "")
+
+
+class ClassWithHints(type):
+    """Metaclass: errors about missing class attributes contain the migration hint."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            text = "" if name.startswith("_") else attribute_hint(cls, name)
+            hint = f": {text}" if text else ""
+            message = f"type object {cls.__name__!r} has no attribute {name!r}{hint}"
+            raise AttributeError(message, name=name, obj=None)
+
+
+class MigrationHintsMixin:
+    """Errors about missing attributes contain the migration hint."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # type checkers need the real attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_") and (text := attribute_hint(type(self), name)):
+                message = f"{type(self).__name__!r} object has no attribute {name!r}: {text}"
+                raise AttributeError(message, name=name, obj=None)
+            return object.__getattribute__(self, name)  # raises again, also errors of a property
+
+
+def object_named(module: str, name: str) -> Any:
+    """Return the object with a qualified name, such as "Outer.Inner", from a module."""
+    found: Any = sys.modules.get(module) or importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def attributes_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports a name from its home at first use."""
+
+    def found(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return found

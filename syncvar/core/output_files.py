@@ -1,8 +1,16 @@
-"""Files that a user requests: logs, traces, events and statistics.
+"""New files: private ones, flight records, and those that a user requests.
+
+Nothing here follows links of other users. `PRIVATE` files belong to this user only.
+
+Requested files are logs, traces, events and statistics.
 
 At the start, `check_folder` and `check_file` raise an error if a file cannot be written. Code that
 later fails to write one passes a `LostFile` to `report_lost_file`, and the launcher lists them all
 at the end of the job.
+
+Flight records of the last jobs are in the user's state folder: `$XDG_STATE_HOME/syncvar`, else
+`~/.local/state/syncvar`, else a private temporary folder. Each job has one folder in it, created
+with its first record.
 """
 
 from __future__ import annotations
@@ -10,13 +18,92 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import sys
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.private_files import PRIVATE, create_file
-from syncvar.core.status_pipe import send_status
+from syncvar.core.exit_status import send_status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PRIVATE = 0o600  # mode of keys and internal files
+REQUESTED = 0o666  # mode of files that a user requests: the umask decides who may read them
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def create_file(path: str | Path, mode: int, folder: int | None = None) -> int:
+    """Create a file and return a descriptor for writing; raise FileExistsError if the name exists.
+
+    `mode` is `PRIVATE` or `REQUESTED`. With `folder`, a descriptor, the path is relative to it.
+    """
+    return os.open(path, _NEW, mode, dir_fd=folder)
+
+
+def write_file(folder: str | Path, name: str, text: str, mode: int) -> None:
+    """Write a file atomically: readers see the old content or all of the new one."""
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        draft = f"{name}.{os.getpid()}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=directory)  # left by a process that was killed while writing
+        try:
+            file = create_file(draft, mode, directory)
+            with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(text)
+            os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft, dir_fd=directory)
+            raise
+    finally:
+        os.close(directory)
+
+
+def make_private_folder(path: Path, description: str, remedy: str) -> None:
+    """Create a folder that only this user may enter, or check one; or raise ConfigError."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        reason = f"cannot be made: {error.strerror}; {remedy}"
+        raise ConfigError(f"the {description} {path} {reason}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"the {description} {path} is not a folder of this user; {remedy}")
+    if status.st_mode & 0o077:
+        mode = f"{status.st_mode & 0o777:o}"
+        raise ConfigError(f"the {description} {path} is open to others (mode {mode}); {remedy}")
+
+
+def refuse_foreign_links(path: str) -> None:
+    """Raise PermissionError if a part of the path is a symbolic link of another user but root.
+
+    In a world-writable folder such as /tmp, anybody can place a link at the path of a new file.
+    """
+    at = os.path.abspath(path)
+    while True:
+        try:
+            about = os.lstat(at)
+        except FileNotFoundError:
+            pass
+        else:
+            if stat.S_ISLNK(about.st_mode) and about.st_uid not in (0, os.geteuid()):
+                raise PermissionError(
+                    errno.EPERM,
+                    f"it is a link that user {about.st_uid} has made, and is not followed",
+                    at,
+                )
+        above = os.path.dirname(at)
+        if above == at:
+            return
+        at = above
+
+
+# -- files that a user requests --------------------------------------------------------------------
 
 LOST_FILE_EVENT = "lost_file"  # status record of a rank about a lost file
 AUTO_LOG = "SYNCVAR_AUTO_LOG"  # origin of the file with AUTO's decisions
@@ -27,13 +114,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LostFile(NamedTuple):
-    """A file that is missing or incomplete.
+    """A file that is missing or incomplete; `missing_nbytes` is -1 if unknown.
 
-    Args:
-        path: Its name.
-        origin: Option or variable that requests it, such as "--log-dir".
-        reason: Why it could not be written.
-        missing_nbytes: Number of missing bytes; -1 if unknown.
+    `origin` is the option or variable that requests it, such as "--log-dir".
     """
 
     path: str
@@ -43,9 +126,9 @@ class LostFile(NamedTuple):
 
     def __str__(self) -> str:
         count = self.missing_nbytes
-        missing = (
-            f"its last {count} bytes are missing" if count > 0 else "it is missing or incomplete"
-        )
+        missing = "it is missing or incomplete"
+        if count > 0:
+            missing = f"its last {count} bytes are missing"
         return f"cannot write {self.path} of {self.origin}: {self.reason}; {missing}"
 
 
@@ -54,16 +137,14 @@ def check_folder(path: str, origin: str) -> None:
 
     `origin` is the option or variable that names it. Raises ConfigError on failure.
     """
+    step = "make"
     try:
         os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        reason = f"{write_error_text(error)}; {_remedy(error)}"
-        raise ConfigError(f"cannot make the folder {path} of {origin}: {reason}") from None
-    try:
+        step = "write to"
         _probe(path)
     except OSError as error:
         reason = f"{write_error_text(error)}; {_remedy(error)}"
-        raise ConfigError(f"cannot write to the folder {path} of {origin}: {reason}") from None
+        raise ConfigError(f"cannot {step} the folder {path} of {origin}: {reason}") from None
 
 
 def check_file(path: str, origin: str) -> None:
@@ -123,3 +204,192 @@ def _probe(folder: str) -> None:
         os.close(descriptor)
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+# -- flight records --------------------------------------------------------------------------------
+
+JOBS_MAX = 10
+RECORDS = "flight-[rs]*.json"  # flight records of ranks and servers
+TOTALS = "stats-*.json"  # call statistics of a rank, for --stats
+_RECORD = re.compile(r"flight-(?:rank|server)\d+\.(?:generation\d+\.)?json(?:\.\d+\.tmp)?")
+_JOB = re.compile("job-[0-9a-f]{8}")
+_STICKY = stat.S_ISVTX
+
+
+class StateFolder(NamedTuple):
+    """Folder for flight records, which need not exist; None if no folder can be trusted.
+
+    `refusal` says why it is not the usual one, and a remedy; it is empty if it is.
+    """
+
+    path: Path | None
+    refusal: str = ""
+
+
+def state_folder(environ: Mapping[str, str]) -> StateFolder:
+    """Return the folder for flight records, without creating it.
+
+    `XDG_STATE_HOME`, `HOME` and `TMPDIR` of `environ` count if they are absolute paths.
+    """
+    usual = _usual(environ)
+    if usual is None:
+        refusal = "neither XDG_STATE_HOME nor HOME names a folder; set one"
+    else:
+        problem = _problem(usual)
+        if not problem:
+            return StateFolder(usual)
+        refusal = f"{usual} is not used: {problem}"
+    spare = _spare(environ)
+    if problem := _problem(spare):
+        return StateFolder(None, f"{refusal}; {spare} neither: {problem}")
+    return StateFolder(spare, refusal)
+
+
+def job_name(job_id: str) -> str:
+    """Return the name of a job's folder, from the job's hexadecimal identity."""
+    return f"job-{job_id[:8]}"
+
+
+def job_folders(folder: Path) -> list[Path]:
+    """Return the folders of jobs with records, newest last record first.
+
+    The time is that of a record, because the removal of records changes the time of a folder.
+    """
+    found: list[tuple[int, str]] = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if _JOB.fullmatch(entry.name) and is_own_folder:
+                    last = _last_record(entry.path)
+                    if last:
+                        found.append((last, entry.name))
+    return [folder / name for _, name in sorted(found, reverse=True)]
+
+
+def find_job(environ: Mapping[str, str], job: str = "") -> Path | None:
+    """Return the folder of a job with records, by default of the newest job; None if there is none.
+
+    `job` is the first eight digits of the job's identity.
+    """
+    tops = [top for top in (_usual(environ), _spare(environ)) if top and not _problem(top)]
+    found = [
+        path for top in tops for path in job_folders(top) if not job or path.name == job_name(job)
+    ]
+    return max(found, key=_last_record, default=None)
+
+
+def keep_newest(folder: Path, count: int = JOBS_MAX) -> None:
+    """Remove the records of all jobs but the newest; several processes may do so at once."""
+    for path in job_folders(folder)[count:]:
+        remove_job(path)
+
+
+def remove_job(path: Path) -> None:
+    """Remove the records in a folder, and then the folder if it is a job's and empty."""
+    with contextlib.suppress(OSError):
+        is_job = _JOB.fullmatch(path.name) is not None
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if is_job else 0)
+        directory = os.open(path, flags)
+        try:
+            for name in os.listdir(directory):
+                if _RECORD.fullmatch(name):
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=directory)
+        finally:
+            os.close(directory)
+        if is_job:
+            path.rmdir()
+
+
+def is_record(name: str) -> bool:
+    """Return whether a file name is that of a flight record."""
+    return _RECORD.fullmatch(name) is not None
+
+
+def write_record(folder: str, name: str, text: str) -> None:
+    """Write a record into a folder, which is created privately if it is missing.
+
+    Records contain paths, command lines and texts of exceptions. In a folder that others may
+    enter, as with --log-dir, the umask decides who may read them. Links of other users raise.
+    """
+    refuse_foreign_links(folder)
+    _make_private(folder)
+    refuse_foreign_links(folder)  # another user may have placed a link in the meantime
+    is_private = not os.stat(folder).st_mode & 0o077
+    write_file(folder, name, text, PRIVATE if is_private else REQUESTED)
+
+
+def _make_private(folder: str) -> None:
+    """Create a folder and its missing parents for this user only."""
+    if not os.path.isdir(folder):
+        above = os.path.dirname(folder)
+        if above and above != folder:
+            _make_private(above)
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            os.mkdir(folder, 0o700)
+
+
+def _last_record(folder: Path | str) -> int:
+    """Return the time of the last record in a folder, in ns since the epoch; 0 if it has none."""
+    times = [0]
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if _RECORD.fullmatch(entry.name):
+                    times.append(entry.stat(follow_symlinks=False).st_mtime_ns)
+    return max(times)
+
+
+def _usual(environ: Mapping[str, str]) -> Path | None:
+    for name, rest in (("XDG_STATE_HOME", "syncvar"), ("HOME", ".local/state/syncvar")):
+        if environ.get(name, "").startswith("/"):
+            return Path(environ[name], rest)
+    return None
+
+
+def _spare(environ: Mapping[str, str]) -> Path:
+    top = environ.get("TMPDIR", "")
+    return Path(top if top.startswith("/") else "/tmp", f"syncvar-state-{os.geteuid()}")  # noqa: S108  (checked before use)
+
+
+def _problem(folder: Path) -> str:
+    """Return why a folder must not be used, and a remedy; empty if it may be used or created."""
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return _parent_problem(folder.parent)
+    except OSError as error:
+        return f"{error.strerror}"
+    problem = ""
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "it is no folder; remove it"
+    elif status.st_uid != os.geteuid():
+        problem = f"it belongs to user {status.st_uid}; remove it, or set XDG_STATE_HOME"
+    elif status.st_mode & 0o022:
+        problem = f"others may write to it (mode {status.st_mode & 0o777:o}); chmod 700 {folder}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        problem = "it cannot be written to; set XDG_STATE_HOME to a folder that can"
+    return problem
+
+
+def _parent_problem(folder: Path) -> str:
+    """Return why no folder may be created in this one, or in its nearest existing parent."""
+    while True:
+        try:
+            status = folder.stat()
+            break
+        except FileNotFoundError:
+            if folder == folder.parent:
+                return "no parent folder exists"
+            folder = folder.parent
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{folder} belongs to user {status.st_uid}; set XDG_STATE_HOME to a folder of yours"
+    if status.st_mode & 0o002 and not status.st_mode & _STICKY:
+        return f"everybody may rename files in {folder}; set XDG_STATE_HOME to a private folder"
+    if not stat.S_ISDIR(status.st_mode) or not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} cannot be written to; set XDG_STATE_HOME to a folder that can"
+    return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 SERVING = "serving"  # state of a server that has started
 SERVER_0 = 1 << 16  # number of the first server; the number of ranks is smaller
@@ -57,3 +57,33 @@ def failover_order(server: int, hosts: Sequence[int], replicas: int) -> tuple[in
 def replica_holders(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
     """Return the servers that hold replicas of a server's state while all live: its first heirs."""
     return failover_order(server, hosts, replicas)[:replicas]
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
+    distinct = set(ranks)
+    return ("rank " if len(distinct) == 1 else "ranks ") + rank_spans(distinct)
+
+
+def process_list(numbers: Iterable[int]) -> str:
+    """Return processes as text, such as "ranks 0, 1, 3 and servers 0, 1"."""
+    distinct = set(numbers)
+    servers = {number for number in distinct if is_server(number)}
+    texts = [rank_list(distinct - servers)] if distinct - servers else []
+    if servers:
+        spans = rank_spans(number - SERVER_0 for number in servers)
+        texts.append(f"server{'s' * (len(servers) > 1)} {spans}")
+    return " and ".join(texts)
+
+
+def rank_spans(ranks: Iterable[int]) -> str:
+    """Return ranks as text such as "0-3, 7"; three or more in a row become a span."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(
+        str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans
+    )

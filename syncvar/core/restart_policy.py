@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from syncvar.core.exit_codes import (
+from syncvar.core.exit_status import (
     CONFIGURATION,
     KEY,
     LIMITS,
@@ -58,15 +58,15 @@ class Ending(NamedTuple):
 
     Args:
         exit_code: Exit code that the launcher would return.
-        why: Failure in one sentence; empty if there was none.
+        failure: Failure in one sentence; empty if there was none.
         error: Name of the exception that was the cause, or an empty text.
-        was_told: Whether the launcher got a request to end.
+        was_end_requested: Whether the launcher got a request to end.
         had_met: Whether all ranks of this job have joined once, in this or an earlier attempt.
         lasted_s: Duration of the attempt, in seconds.
     """
 
     exit_code: int
-    why: str = ""
+    failure: str = ""
     error: str = ""
     was_end_requested: bool = False
     had_met: bool = True
@@ -74,13 +74,7 @@ class Ending(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Decision after an attempt.
-
-    Args:
-        restarts: Whether to restart all ranks.
-        reason: Reason, as text; empty if there was nothing to decide.
-        pause_s: Pause before the restart, in seconds.
-    """
+    """Whether to restart all ranks after an attempt, why, and after which pause."""
 
     restarts: bool
     reason: str = ""
@@ -97,12 +91,7 @@ def pause_s(number: int, first_s: float) -> float:
 
 @dataclass(slots=True)
 class Restarting:
-    """Restarts of one job.
-
-    Args:
-        most: Number of restarts that may count (`--max-restarts`).
-        first_pause_s: Pause before the first, in seconds.
-    """
+    """Restarts of one job: at most `most` may count (`--max-restarts`)."""
 
     most: int
     first_pause_s: float
@@ -118,20 +107,11 @@ class Restarting:
         """Return the decision after an attempt, and record it."""
         if ending.exit_code == 0 or not self.most:
             return Decision(restarts=False)
-        if ending.was_end_requested:
-            return Decision(restarts=False, reason="the launcher was told to end")
-        code = ending.exit_code
-        if code in HOPELESS_CODES:
-            reason = f"exit code {code} ({HOPELESS_CODES[code]}) would come again"
-            return Decision(restarts=False, reason=reason)
-        if ending.error in HOPELESS_ERRORS:
-            return Decision(restarts=False, reason=f"{ending.error} would come again")
-        if code == RENDEZVOUS and not ending.had_met:
-            return Decision(restarts=False, reason="the ranks have never all joined")
-        is_free = code == PREEMPTED and not ending.why and ending.lasted_s >= SHORT_S
-        if not is_free and self.counted >= self.most:
-            reason = f"there have been {self.counted} of {self.most} restarts"
-            return Decision(restarts=False, reason=reason)
+        is_free = (
+            ending.exit_code == PREEMPTED and not ending.failure and ending.lasted_s >= SHORT_S
+        )
+        if refusal := self._refusal(ending, is_free=is_free):
+            return Decision(restarts=False, reason=refusal)
         self.endings.append(ending)
         if is_free:
             reason, pause = f"restart {self.number}, which does not count", self.first_pause_s
@@ -141,6 +121,21 @@ class Restarting:
             pause = pause_s(self.counted, self.first_pause_s)
         return Decision(restarts=True, reason=reason, pause_s=pause)
 
+    def _refusal(self, ending: Ending, *, is_free: bool) -> str:
+        """Return why there is no further restart, or an empty text."""
+        code, reason = ending.exit_code, ""
+        if ending.was_end_requested:
+            reason = "the launcher was told to end"
+        elif code in HOPELESS_CODES:
+            reason = f"exit code {code} ({HOPELESS_CODES[code]}) would come again"
+        elif ending.error in HOPELESS_ERRORS:
+            reason = f"{ending.error} would come again"
+        elif code == RENDEZVOUS and not ending.had_met:
+            reason = "the ranks have never all joined"
+        elif not is_free and self.counted >= self.most:
+            reason = f"there have been {self.counted} of {self.most} restarts"
+        return reason
+
     def summary(self) -> list[str]:
         """Return lines about all restarts: how many, and the reason of each."""
         if not self.endings:
@@ -149,6 +144,6 @@ class Restarting:
         first = max(0, self.number - _LINES_MAX)
         lines += ["  (earlier ones left out)"] * (first > 0)
         for number, ending in enumerate(self.endings[first:], first + 1):
-            reason = ending.why or "all ranks stopped as asked"
+            reason = ending.failure or "all ranks stopped as asked"
             lines.append(f"  {number}. after {ending.lasted_s:.1f} s: {reason}")
         return lines

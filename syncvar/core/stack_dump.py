@@ -19,8 +19,8 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
+from sys import _current_frames  # documented in spite of its name
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.fork_cleanup import handle_signal, register_exit, register_fault_dump
@@ -47,12 +47,12 @@ _HEADER = re.compile(
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_SERVER = _PACKAGE + os.path.join("parameter_server", "server", "server_main.py")
+_SERVER = _PACKAGE + os.path.join("parameter_server", "server_main.py")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _AROUND = (
     _PACKAGE + os.path.join("bootstrap", "worker_main.py"),
-    _PACKAGE + os.path.join("bootstrap", "prefork", "fork_server.py"),
+    _PACKAGE + os.path.join("bootstrap", "fork_server.py"),
     _PACKAGE + os.path.join("runner", "remote_call.py"),
     *(_STANDARD + name for name in ("runpy.py", "importlib" + os.sep)),
     "<frozen ",
@@ -68,12 +68,9 @@ class StackFrame(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """One thread of a dump.
+    """One thread of a dump; `ident` is empty if the dump contains only the main thread.
 
-    Args:
-        ident: Identifier; empty if the dump contains only the main thread.
-        is_main: Whether it is the main thread.
-        frames: Its calls, innermost first.
+    The innermost of its frames is the first.
     """
 
     ident: str
@@ -103,7 +100,8 @@ def answer_signals(path: str) -> None:
 
     for number in (MAIN_THREAD, ALL_THREADS):
         handle_signal(number, answer)
-        signal.siginterrupt(number, False)  # noqa: FBT003  (restart system calls of libraries)
+        # System calls of libraries restart.
+        signal.siginterrupt(number, False)  # noqa: FBT003  (its parameters have no names)
     register_fault_dump(WITHOUT_PYTHON, descriptor)
     # At exit the interpreter restores the default action, which would end the process.
     register_exit(_ignore_signals)
@@ -160,7 +158,7 @@ def current_frames() -> dict[int, FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()  # noqa: SLF001
+        return _current_frames()
     finally:
         if collects:
             gc.enable()
@@ -217,10 +215,7 @@ def stack_text(frames: Sequence[StackFrame], folder: str) -> str:
 
     It skips frames of syncvar, libraries and the interpreter's start, except for the innermost.
     Empty before the program starts and after it ends. For a server it is the server's activity.
-
-    Args:
-        frames: Calls, innermost first.
-        folder: Paths below it are shown relative to it.
+    Paths below `folder` are shown relative to it.
 
     Example:
         >>> frames = [StackFrame("/a/load.py", 9, "read"), StackFrame("/a/train.py", 49, "main")]

@@ -3,8 +3,8 @@
     optimizer = sv.optimizers.Adam(1e-3, clip_norm=1.0)
     optimizer.apply_gradients(zip(gradients, weights))
 
-Start reading in `base`: `apply_gradients` is the same for all optimizers. `sgd`, `adaptive`, `adam`
-and `custom` are the public classes; `rules/` has their arithmetic, which servers use too.
+Start reading in `base`: `apply_gradients` is the same for all optimizers. `builtin_optimizers` has
+the public classes; `update_rules` and `custom_rules` their arithmetic, which servers use too.
 `gradient_call` and `gradient_buckets` carry and clip the gradients; `slots` keeps the state.
 """
 
@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.optimizers.adam import LAMB, Adam, AdamW
-from syncvar.optimizers.adaptive import Adagrad, RMSProp
 from syncvar.optimizers.base import Optimizer
-from syncvar.optimizers.custom import Custom
-from syncvar.optimizers.rules.custom_rules import update_rule
-from syncvar.optimizers.sgd import SGD, Momentum, Nesterov
+from syncvar.optimizers.builtin_optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Custom,
+    Momentum,
+    Nesterov,
+    RMSProp,
+)
+from syncvar.optimizers.custom_rules import update_rule
 
 __all__ = [
     "LAMB",

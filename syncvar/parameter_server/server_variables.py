@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.server.shard import Spec
-from syncvar.parameter_server.server_access import ServerAccess, checked_staleness
-from syncvar.variables.coercion import checked_dtype, plain_array
-from syncvar.variables.create import checked_name, checked_trainable, checked_value
-from syncvar.variables.mode_explanation import Explanation
+from syncvar.parameter_server.request_client import RequestBuilder
+from syncvar.parameter_server.shard import Spec
+from syncvar.variables.create import (
+    ShardInfo,
+    checked_name,
+    checked_shape,
+    checked_trainable,
+    checked_value,
+    require_shape,
+    takes_shard_info,
+)
 from syncvar.variables.partitioners import row_ranges
 from syncvar.variables.policy import (
     AccessKind,
@@ -22,10 +27,9 @@ from syncvar.variables.policy import (
     as_member,
     resolve,
 )
-from syncvar.variables.row_updates import check_rows
-from syncvar.variables.scope import current_owner
-from syncvar.variables.sharded_init import ShardInfo, checked_shape, require_shape, takes_shard_info
-from syncvar.variables.variable import Variable
+from syncvar.variables.values import check_rows, checked_dtype, plain_array
+from syncvar.variables.variable import Explanation, Variable
+from syncvar.variables.variable_owner import current_owner
 from syncvar.variables.variable_writes import checked_operand
 
 if TYPE_CHECKING:
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.parameter_server.client.request_builder import ResultRef
-    from syncvar.parameter_server.client.request_client import Ticket
+    from syncvar.parameter_server.request_client import ResultRef, Ticket
+    from syncvar.variables.variable_owner import RemoteOptimizer
 
 
 class PullBatch:
@@ -125,9 +129,9 @@ class ServerVariable(Variable):
     # -- what it is --------------------------------------------------------------------------------
 
     @property
-    def stepper(self) -> ServerAccess:  # type: ignore[override]
+    def stepper(self) -> RemoteOptimizer:  # type: ignore[override]
         """The object that makes an optimizer's steps of this variable."""
-        servers: ServerAccess = self._owner.servers
+        servers: RemoteOptimizer = self._owner.servers
         return servers
 
     @property
@@ -209,7 +213,7 @@ class ServerVariable(Variable):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:
+    def read_value(self, copy: bool = True) -> NDArray[Any]:  # noqa: FBT001, FBT002  (public signature)
         """Pull the value, read-only.
 
         It includes all pushes of this worker, and those of others that the staleness bound
@@ -324,8 +328,6 @@ class ServerVariable(Variable):
             if inside.any():
                 request.push(server, key, method, value[inside], rows[inside] - start, **step)
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _split(self, parts: int) -> None:
         rows = self._shape[0] if self._shape else 1
         self._ranges = [(start, stop) for start, stop in row_ranges(rows, parts)]
@@ -438,3 +440,15 @@ def _assemble(
     result = result.reshape(shape)
     result.flags.writeable = False
     return result
+
+
+def checked_staleness(staleness: Any) -> int | None:
+    """Return a bound of staleness; raise ConfigError for anything else."""
+    if staleness is None:
+        return None
+    if isinstance(staleness, bool) or not isinstance(staleness, int | np.integer) or staleness < 0:
+        raise ConfigError(
+            f"staleness must be a number of ticks of at least 0, or None for any number, not "
+            f"{staleness!r:.80}"
+        )
+    return int(staleness)

@@ -1,29 +1,41 @@
-"""`ParameterServerStrategy`: variables live on servers; workers push to them and pull from them."""
+"""`ParameterServerStrategy`: variables live on servers; workers push to them and pull from them.
+
+`ServerAccess` sends the requests of a strategy.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any, Never
 
+import numpy as np
+
 from syncvar.bootstrap.process import current, environment_here, joined, on_join
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.client.request_builder import RequestBuilder
-from syncvar.parameter_server.client.request_client import Ticket
-from syncvar.parameter_server.server_access import ServerAccess, ServersHere, checked_staleness
-from syncvar.parameter_server.server_variables import PullBatch, ServerVariable
-from syncvar.runtime.timeouts import checked_timeout
+from syncvar.optimizers.gradient_call import rows_of
+from syncvar.optimizers.update_rules import compute_dtype
+from syncvar.parameter_server.request_client import RequestBuilder, Ticket
+from syncvar.parameter_server.server_variables import PullBatch, ServerVariable, checked_staleness
+from syncvar.parameter_server.session import LocalServers, ServersHere
+from syncvar.runtime.work import checked_timeout
 from syncvar.strategies.base import Strategy
-from syncvar.variables.policy import CallContext, VariableSynchronization
-from syncvar.variables.scope import ScopeEntry, current_stacks, keep_scopes_when_joining
+from syncvar.variables.policy import AccessKind, CallContext, VariableSynchronization
+from syncvar.variables.values import check_rows, operand_array
+from syncvar.variables.variable_owner import (
+    ScopeEntry,
+    current_scope,
+    current_stacks,
+    keep_scopes_when_joining,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
 
 _PER_WORKER = (VariableSynchronization.ON_READ.name, VariableSynchronization.NONE.name)
+_PUSHES_MAX = 32  # pushes of one worker without an answer
 
 
 class ParameterServerStrategy(Strategy):
@@ -99,6 +112,8 @@ class ParameterServerStrategy(Strategy):
         self.strict = self.check_cross_writes = self.is_default = False
         self.reproducible = True
         self._check_every = 0
+        self.variable_class = self._variable_class
+        self.create_storage = self._create_storage
         self._aligned = ()  # `run` is no collective
         self._replica = ScopeEntry(self, CallContext.REPLICA)
         self.queue = self.registry = None
@@ -257,8 +272,6 @@ class ParameterServerStrategy(Strategy):
         """
         return self.servers.transaction()
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _require_member(self) -> None:
         """Do nothing: every worker is a member."""
 
@@ -291,6 +304,155 @@ class ParameterServerStrategy(Strategy):
         session = self.here.session
         ticket = session.request(request.parts(), snapshot=snapshot)
         return pulls.arrays(session.wait(ticket, call, self.timeout))
+
+
+class ServerAccess:
+    """The requests of one strategy: reads, pushes and optimizers' steps."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        here: ServersHere,
+        partitioner: Callable[[Sequence[int], Any], list[int]] | None,
+    ) -> None:
+        self._strategy, self.here, self._partitioner = strategy, here, partitioner
+        self._rules: set[str] = set()  # custom update rules that all servers have imported
+        self._open: RequestBuilder | None = None  # the writes of a transaction
+        self.in_scheduled_function = False  # whether a function of a ClusterCoordinator runs
+
+    @contextlib.contextmanager
+    def as_only_worker(self) -> Iterator[None]:
+        """Show a scheduled function this worker as the only one."""
+        before, self.in_scheduled_function = self.in_scheduled_function, True
+        try:
+            yield
+        finally:
+            self.in_scheduled_function = before
+
+    def partition(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+        """Return the number of parts of a variable."""
+        if self._partitioner is None or not shape:
+            return 1
+        parts = self._partitioner(shape, dtype)
+        is_list = isinstance(parts, list | tuple) and len(parts) == len(shape)
+        if not is_list or not all(map(_is_part_count, parts)):
+            raise ConfigError(
+                f"variable_partitioner returned {parts!r:.80} for shape {shape}: it must return "
+                f"{len(shape)} numbers of at least 1"
+            )
+        if any(one > 1 for one in parts[1:]):
+            raise ConfigError(
+                f"variable_partitioner returned {parts!r:.80}: variables are cut along their first "
+                f"axis only"
+            )
+        return int(min(parts[0], max(1, shape[0])))
+
+    def ask(
+        self,
+        request: RequestBuilder,
+        call: str,
+        *,
+        snapshot: bool = False,
+        timeout: float | None = None,
+    ) -> Ticket:
+        """Send a request and wait for the answers."""
+        self.require_scope(call)
+        session = self.here.session
+        ticket = session.request(request.parts(), snapshot=snapshot)
+        return session.wait(ticket, call, self._strategy.timeout if timeout is None else timeout)
+
+    @contextlib.contextmanager
+    def pushing(self, call: str) -> Iterator[RequestBuilder]:
+        """Yield a request for writes, and send it; in a transaction, yield the open request."""
+        if self._open is not None:
+            yield self._open
+            return
+        request = RequestBuilder()
+        yield request
+        self.push(request, call)
+
+    def push(self, request: RequestBuilder, call: str) -> None:
+        """Send a request without waiting; raise the error of an earlier push."""
+        self.require_scope(call)
+        here = self.here
+        if not request:
+            return
+        while here.pushes and here.pushes[0][0].is_over:
+            here.session.wait(*here.pushes.popleft())  # raises its error
+        if len(here.pushes) >= _PUSHES_MAX:
+            here.settle(call, self._strategy.timeout)
+        here.pushes.append((here.session.request(request.parts()), call))
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Send all writes of a block as one request."""
+        if self._open is not None:
+            raise UsageError("a transaction is begun inside another one")
+        request = self._open = RequestBuilder()
+        try:
+            yield
+        finally:
+            self._open = None
+        self.push(request, "transaction")
+
+    def require_scope(self, call: str) -> None:
+        """Raise UsageError in the scope of another strategy."""
+        place = current_scope()
+        if place is not None and place.owner is not self._strategy and not place.owner.is_default:
+            raise UsageError(
+                f"{call}: the variable belongs to another strategy than the scope it is used in; "
+                f"use it under `with variable.strategy.scope():`, or outside every scope"
+            )
+
+    def step(
+        self,
+        rule: tuple[str, dict[str, Any]],
+        rate: float,
+        pairs: list[tuple[Any, Any]],
+        combine: str,
+    ) -> None:
+        """Push gradients, from which the servers make an optimizer's step of each variable."""
+        self.prepare(rule)
+        steps: list[tuple[Any, NDArray[Any], NDArray[Any] | None]] = []
+        for gradient, variable in pairs:
+            if gradient is None:
+                continue
+            if variable.dtype.kind not in "fV":
+                raise ConfigError(
+                    f"variable {variable.name!r} is {variable.dtype.name}; an optimizer steps real "
+                    f"floating numbers"
+                )
+            call, dtype = f"gradient of variable {variable.name!r}", compute_dtype(variable.dtype)
+            pair = rows_of(gradient, variable.shape)
+            if pair is not None:
+                rows = check_rows(AccessKind.SCATTER_ADD, *pair, variable.shape, dtype, call)
+                steps.append((variable, rows.values, rows.indices))
+            else:
+                steps.append((variable, operand_array(gradient, variable.shape, dtype, call), None))
+        settings = {"rule": list(rule), "rate": rate, "combine": combine}
+        with self.pushing("apply_gradients") as request:
+            for variable, value, indices in steps:
+                variable.add_push(request, "step", value, indices, **settings)
+
+    def prepare(self, rule: tuple[str, dict[str, Any]]) -> None:
+        """Make every server import a custom update rule, before the first step with it."""
+        name = rule[1].get("rule", "")
+        if not name or name in self._rules:
+            return
+        if name.startswith("__main__:"):
+            raise ConfigError(
+                f"update rule {name.partition(':')[2]!r} is in the script itself, which servers do "
+                f"not run: put it into a module beside the script and import it from there"
+            )
+        request = RequestBuilder()
+        request.on_all(self.here.count, "rule", rule=list(rule))
+        self.ask(request, f"asking servers for update rule {name}")
+        self._rules.add(name)
+
+
+def _is_part_count(count: Any) -> bool:
+    is_whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    return is_whole and bool(count >= 1)
 
 
 # -- the connection to the servers -----------------------------------------------------------------
@@ -328,7 +490,7 @@ def _servers_here() -> ServersHere:
 
 def _connect(environment: RankEnvironment | None) -> ServersHere:
     if environment is not None and environment.servers:
-        from syncvar.parameter_server.client.worker_session import WorkerSession
+        from syncvar.parameter_server.worker_session import WorkerSession
 
         config = RuntimeConfig.from_mapping(os.environ).consistent()
         session = WorkerSession(environment, config, os.environ)

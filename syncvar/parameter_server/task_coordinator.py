@@ -1,20 +1,28 @@
-"""`ClusterCoordinator`: rank 0 schedules functions, and the other workers run them."""
+"""`ClusterCoordinator`: rank 0 schedules functions, and the other workers run them.
+
+Workers run the script down to `ClusterCoordinator(...)`, and no line below it. `late_names` finds
+the names that scheduled functions need and that the script defines too late.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import itertools
+import linecache
+import symtable
 import sys
 import traceback
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.lazy_import import object_named
-from syncvar.parameter_server.client.request_builder import RequestBuilder
+from syncvar.core.migration_hints import object_named
+from syncvar.parameter_server.request_client import RequestBuilder
 from syncvar.parameter_server.strategy import ParameterServerStrategy
 from syncvar.protocol.exception_codec import pack_exception, unpack_exception
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from syncvar.parameter_server.client.request_client import Ticket
+    from syncvar.parameter_server.request_client import Ticket
 
 _QUEUE = 0  # the server that has the task queue
 _FOREVER_S = 1e9
@@ -32,6 +40,7 @@ _REMEDY = (
     "Move the line with sv.ClusterCoordinator below the functions and variables that scheduled "
     "functions use, just above the first create_per_worker_dataset or schedule."
 )
+_TAKING_FUNCTIONS = ("schedule", "create_per_worker_dataset")
 
 
 class RemoteValue:
@@ -78,7 +87,7 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._name, self._numbers)
 
     @property
-    def _reference(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         """The argument that travels in place of the dataset."""
         return {"is": _DATASET, "number": self._number, "fn": self._name}
 
@@ -142,7 +151,7 @@ class ClusterCoordinator:
         self._local: dict[int, tuple[bool, Any]] | None = None
         if strategy.num_replicas_in_sync == 1:
             self._local = {}
-        self._place = _checked_order(sys._getframe(1))  # noqa: SLF001
+        self._place = _checked_order(inspect.currentframe())
         if strategy.replica_id != 0:
             self._serve()
         if self._local is None:
@@ -190,12 +199,12 @@ class ClusterCoordinator:
             DeadlineExceeded: The functions were not over in time.
         """
         if self._local is None:
-            self._ask("drained", "join", timeout)
+            self._ask("wait_all", "join", timeout)
         self._raise_first()
 
     def done(self) -> bool:
         """Return whether all scheduled functions are over, without waiting for them."""
-        return self._local is not None or bool(self._progress()["drained"])
+        return self._local is not None or bool(self._progress()["is_drained"])
 
     def fetch(self, values: Any, timeout: float | None = None) -> Any:
         """Return a dict, list or tuple with results in place of each RemoteValue.
@@ -237,19 +246,17 @@ class ClusterCoordinator:
         if task not in self._cancelled:
             ticket = self._ask("outcome", "fetch", timeout, task=task)
             outcome = ticket.results[_QUEUE][0]
-            if not outcome["cancelled"]:
+            if not outcome["is_cancelled"]:
                 value = unpack_object(ticket.array(_QUEUE, 0).tobytes())
                 self._reported.add(task)
                 request = RequestBuilder()
                 request.add(_QUEUE, "forget", tasks=[task])
                 self._strategy.servers.push(request, "fetch")
-                return (True, _error_of(*value)) if outcome["failed"] else (False, value)
+                return (True, _error_of(*value)) if outcome["has_failed"] else (False, value)
             self._cancelled.add(task)
         return True, UsageError(
             "the function was cancelled before it began, because another one had failed"
         )
-
-    # -- inside ------------------------------------------------------------------------------------
 
     def _ask(
         self, operation: str, call: str, timeout: float | None = None, **fields: Any
@@ -271,7 +278,7 @@ class ClusterCoordinator:
         if self._local is not None:
             failures = [task for task, (failed, _) in self._local.items() if failed]
         else:
-            failures = self._progress()["failed"]
+            failures = self._progress()["failed_tasks"]
         task = min((one for one in failures if one not in self._reported), default=None)
         if task is None:
             return
@@ -288,18 +295,17 @@ class ClusterCoordinator:
             self._ask("close", "ending the workers")
 
     def _serve(self) -> NoReturn:
-        """Run tasks until the queue is closed, then end the process."""
         outcome: tuple[int, bool, bytes] | None = None
         while True:
             request = RequestBuilder()
             if outcome is not None:
                 task, failed, value = outcome
                 request.finish(_QUEUE, task, np.frombuffer(value, np.uint8), failed=failed)
-            request.add(_QUEUE, "ask")
+            request.add(_QUEUE, "request_task")
             ref = request.add(_QUEUE, "task")
             ticket = self._send(request, "waiting for a function", _FOREVER_S)
             found = ticket.results[_QUEUE][ref[1]]
-            if found["closed"]:
+            if found["is_closed"]:
                 raise SystemExit(0)
             failed, value = self._run(ticket.array(*ref).tobytes())
             self._strategy.here.settle("a scheduled function", self._strategy.timeout)
@@ -334,8 +340,6 @@ class ClusterCoordinator:
         try:
             function: Callable[..., Any] = object_named(*name)
         except (ImportError, AttributeError):
-            from syncvar.parameter_server.script_order import line_of
-
             module, path = name
             line = line_of(module, path.partition(".")[0])
             raise MissingFunctionError(
@@ -350,10 +354,10 @@ class MissingFunctionError(UsageError):
     """A worker does not have a scheduled function."""
 
 
-def _checked_order(frame: FrameType) -> str:
+def _checked_order(constructor: FrameType | None) -> str:
     """Return the running line, "train.py line 7"; raise UsageError for names bound below it."""
-    from syncvar.parameter_server.script_order import RunningModule, late_names, running_modules
-
+    frame = constructor.f_back if constructor is not None else None
+    assert frame is not None, "CPython has frames, and a constructor has a caller"
     modules = running_modules(frame)
     for module in modules:
         if late := late_names(module):
@@ -370,7 +374,7 @@ def _checked_order(frame: FrameType) -> str:
 def _sendable(argument: Any) -> Any:
     if isinstance(argument, RemoteValue):
         raise ConfigError("a RemoteValue cannot be an argument of schedule: pass value.fetch()")
-    return argument._reference if isinstance(argument, PerWorkerDataset) else argument  # noqa: SLF001
+    return argument.reference if isinstance(argument, PerWorkerDataset) else argument
 
 
 def _name_of(fn: Any) -> list[str]:
@@ -411,3 +415,141 @@ def _error_of(packed: bytes, where: str) -> BaseException:
     if where:
         error.add_note(f"raised by a worker:\n{where}")
     return error
+
+
+# -- names that the script defines too late -------------------------------------------------------
+
+
+class RunningModule(NamedTuple):
+    """A module whose top level is running: its file, the present line, and the source or ""."""
+
+    file: str
+    line: int
+    source: str
+
+
+class LateName(NamedTuple):
+    """A name that a scheduled function needs, and that its module binds below the present line."""
+
+    name: str  # the name
+    line: int  # first line that binds it
+    user: str  # scheduled function that needs it, which may be the name itself
+
+    def __str__(self) -> str:
+        used = "" if self.name == self.user else f" (which {self.user} uses)"
+        return f"{self.name}{used}, line {self.line}"
+
+
+def running_modules(frame: FrameType | None) -> list[RunningModule]:
+    """Return the modules whose top level calls a frame, innermost first."""
+    found = []
+    while frame is not None:
+        module = sys.modules.get(frame.f_globals.get("__name__", ""))
+        is_top_level = frame.f_code.co_name == "<module>"
+        if is_top_level and getattr(module, "__dict__", None) is frame.f_globals:
+            file = frame.f_code.co_filename
+            source = "".join(linecache.getlines(file, frame.f_globals))
+            found.append(RunningModule(file, frame.f_lineno, source))
+        frame = frame.f_back
+    return found
+
+
+def line_of(module: str, name: str) -> str:
+    """Return the line where a module's top level binds a name, "train.py line 7", or ""."""
+    loaded = sys.modules.get(module)
+    file = getattr(loaded, "__file__", None)
+    if loaded is None or not file:
+        return ""
+    bound = _bindings(_parsed("".join(linecache.getlines(file, vars(loaded)))))
+    return f"{PurePath(file).name} line {bound[name][0]}" if name in bound else ""
+
+
+def late_names(module: RunningModule) -> list[LateName]:
+    r"""Return the names that scheduled functions need and that a module binds only below its line.
+
+    It leaves out names that the module binds above too, names that a function binds by `global`,
+    and variables that hold a scheduled function.
+    """
+    tree = _parsed(module.source)
+    late = {name: lines[0] for name, lines in _bindings(tree).items() if lines[0] > module.line}
+    if not late:
+        return []
+    functions, set_by_functions = _globals_of_functions(module)
+    found: dict[str, LateName] = {}
+    for user in _scheduled(tree):
+        waiting, seen = [user], set()
+        while waiting:
+            name = waiting.pop(0)
+            if name in seen:
+                continue
+            seen.add(name)
+            is_needed = name != user or name in functions  # functions travel by their own names
+            if name in late and name not in set_by_functions and is_needed:
+                found.setdefault(name, LateName(name, late[name], user))
+            waiting += functions.get(name, ())
+    return list(found.values())
+
+
+def _parsed(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):  # the file has changed since the program read it
+        return ast.Module([], [])
+
+
+def _bindings(tree: ast.Module) -> dict[str, list[int]]:
+    """Return each name that the top level of a module binds, with its lines in order."""
+    bound: dict[str, list[int]] = {}
+    for node in _at_top_level(tree):
+        names: list[str] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.id]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [(one.asname or one.name).partition(".")[0] for one in node.names]
+        for name in names:
+            bound.setdefault(name, []).append(node.lineno)  # type: ignore[attr-defined]
+    return {name: sorted(lines) for name, lines in bound.items()}
+
+
+def _at_top_level(node: ast.AST) -> Iterator[ast.AST]:
+    inside = (
+        *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
+        *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+    )
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, inside):
+            yield from _at_top_level(child)
+
+
+def _scheduled(tree: ast.Module) -> list[str]:
+    """Return the functions that a module passes to `schedule` and `create_per_worker_dataset`."""
+    found: dict[str, None] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr in _TAKING_FUNCTIONS:
+            passed = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "fn")]
+            found.update({one.id: None for one in passed if isinstance(one, ast.Name)})
+    return list(found)
+
+
+def _globals_of_functions(module: RunningModule) -> tuple[dict[str, list[str]], set[str]]:
+    """Return the globals that each function and class uses, and those that any of them sets."""
+    used: dict[str, list[str]] = {}
+    bound: set[str] = set()
+
+    def look(table: symtable.SymbolTable, names: list[str]) -> None:
+        for symbol in table.get_symbols():
+            if symbol.is_global():
+                names.append(symbol.get_name())
+                if symbol.is_assigned():
+                    bound.add(symbol.get_name())
+        for child in table.get_children():
+            look(child, names)
+
+    for child in symtable.symtable(module.source, module.file, "exec").get_children():
+        look(child, used.setdefault(child.get_name(), []))
+    return used, bound

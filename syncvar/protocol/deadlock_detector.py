@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable

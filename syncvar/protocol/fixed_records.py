@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import WireError
-from syncvar.core.rank_text import rank_list
+from syncvar.core.process_ids import rank_list
 from syncvar.protocol.frame import PROTOCOL_VERSION
 
 if TYPE_CHECKING:

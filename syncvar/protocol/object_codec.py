@@ -1,6 +1,6 @@
 """Plain Python objects as bytes and back, without pickle: data only, nothing that could run.
 
-`_KINDS` lists the types; dtypes are those of `syncvar.core.dtypes`. Members of an IntEnum or
+`_KINDS` lists the types; dtypes are those of `syncvar.core.array_types`. Members of an IntEnum or
 StrEnum come back as their int or str, because classes are not sent. Packing raises for the rest.
 """
 
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from syncvar.core.array_interop import NAMED, library_of
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.array_types import DTYPE_NAMES, NAMED, dtype_from_index, dtype_index, library_of
 from syncvar.core.errors import ConfigError, WireError
 
 if TYPE_CHECKING:

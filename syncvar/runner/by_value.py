@@ -26,12 +26,7 @@ _loaded_main: list[Any] = []  # in a worker: the caller's __main__ as imported h
 
 
 def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
-    """Return a pickled function, and the source of its notebook cells by name.
-
-    Raises:
-        ConfigError: The package cloudpickle is missing, or the function uses something that cannot
-            be copied.
-    """
+    """Return a pickled function, and the source of its notebook cells by name."""
     pickler = _pickler(
         f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions "
         "of a notebook or inner functions: define it at the top of a file, or pip install "
@@ -55,16 +50,10 @@ def unpack_function(data: bytes, cells: Mapping[str, str]) -> Callable[..., Any]
 
 
 def pack_values(values: Any, label: str, main_names: Sequence[str]) -> bytes:
-    """Return pickled values.
+    """Return pickled values; `label` names them in the error.
 
-    Args:
-        values: Anything that cloudpickle accepts.
-        label: Name of the values, for the error.
-        main_names: Names of the module that is the caller's `__main__`; its classes and functions
-            travel by name. Empty if the other side does not import it.
-
-    Raises:
-        ConfigError: The package cloudpickle is missing, or a value cannot be pickled.
+    Classes and functions of `main_names`, the modules that are the caller's `__main__`, travel by
+    name. It is empty if the other side does not import it.
     """
     pickler = _pickler("pickle=True needs the package cloudpickle: pip install cloudpickle")
     try:
@@ -74,11 +63,7 @@ def pack_values(values: Any, label: str, main_names: Sequence[str]) -> bytes:
 
 
 def unpack_values(data: bytes, label: str) -> Any:
-    """Return the values that `pack_values` has pickled.
-
-    Raises:
-        ConfigError: They cannot be unpickled here, for instance because a module is missing.
-    """
+    """Return the values that `pack_values` has pickled."""
     import cloudpickle
 
     try:
@@ -91,11 +76,7 @@ def unpack_values(data: bytes, label: str) -> Any:
 
 @contextlib.contextmanager
 def loaded_main(namespace: Any) -> Iterator[None]:
-    """Make unpickled values use the worker's import of the caller's `__main__`.
-
-    Args:
-        namespace: That module as the worker has imported it; None if it has not.
-    """
+    """Make unpickled values use the worker's import of the caller's `__main__`, if it has one."""
     _loaded_main[:] = [] if namespace is None else [namespace]
     try:
         yield

@@ -242,13 +242,13 @@ def _current_client() -> Any:
 
 
 def _arrive() -> bytes:
-    from syncvar.runner.engine_worker import arrive
+    from syncvar.runner.remote_call import arrive
 
     return arrive(distributed.get_worker().ip)
 
 
 def _play(part: bytes, key: str) -> bytes:
-    from syncvar.runner.engine_worker import play
+    from syncvar.runner.remote_call import play
 
     with _lock:
         _threads[key] = threading.get_ident()

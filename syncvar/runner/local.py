@@ -1,12 +1,15 @@
 """`sv.run`: starts workers from a program or notebook.
 
 The launcher runs as a child process. The function travels by name, or from a notebook through
-`by_value`; arguments and results travel as plain data. Nothing is left when the call returns.
+`by_value`; arguments and results travel as plain data. `RunOptions` become options of
+`syncvar-launch`, which checks their values. Nothing is left when the call returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 import os
 import shutil
 import signal
@@ -16,53 +19,167 @@ import tempfile
 import threading
 from abc import ABCMeta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Never
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Never
 
 from syncvar.bootstrap.worker_entry import command_of, pack_path
-from syncvar.core import exit_codes
+from syncvar.core import exit_status
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError
 from syncvar.protocol.exception_codec import unpack_exception
 from syncvar.protocol.object_codec import may_travel, pack_object, unpack_object
-from syncvar.runner.run_options import RunOptions, checked_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from syncvar.runner.engines import Engine
-
 _GRACE_S = 30.0
 _NOT_INHERITED = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "HOST_INDEX",
-    "HOST_COUNT",
-    "RENDEZVOUS",
-    "JOB_ID",
-    "ROLE",
-    "GENERATION",
-    "RESTARTS",
-    "HOST",
-    "STATUS_FD",
-    "FLIGHT_DIR",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT"),
+    *("RENDEZVOUS", "JOB_ID", "ROLE", "GENERATION", "RESTARTS", "HOST", "STATUS_FD", "FLIGHT_DIR"),
 )
 
 _UNGUARDED = "unguarded"
-_finding: list[
-    tuple[str, Path | None]
-] = []  # the module that this worker is importing to find its function
+# The module that this worker is importing to find its function.
+_finding: list[tuple[str, Path | None]] = []
+
+
+class RunOptions(NamedTuple):
+    """Options of `sv.run` for the launcher."""
+
+    # number of workers; "auto" for one per usable core; None for the launcher's default
+    workers: int | str | None
+    limit_s: float  # time limit of the whole job, in seconds
+    max_restarts: int  # how often all workers may be restarted
+    servers: int  # number of parameter servers
+    # hosts with slots, or the path of a host file; None for this host
+    hosts: Sequence[str] | str | None
+    env: Mapping[str, str]  # variables of all workers
+    output: str | None  # ranks whose lines are shown; None for the launcher's default
+    log_dir: str | None  # folder for one file per rank and stream; None for none
+
+    def command_line(self) -> list[str]:
+        """Return the options of the launcher; it copies the variables of `env` from its own."""
+        pairs: list[tuple[str, Any]] = [
+            ("--workers", self.workers),
+            ("--timeout", None if self.limit_s == math.inf else self.limit_s),
+            ("--max-restarts", self.max_restarts or None),
+            ("--servers", self.servers or None),
+            ("--hostfile", self.hosts if isinstance(self.hosts, str) else None),
+            ("--hosts", ",".join(self.hosts) if isinstance(self.hosts, list) else None),
+            ("--output", self.output),
+            ("--log-dir", self.log_dir),
+            *(("--env", name) for name in self.env),
+        ]
+        return [f"{name}={value}" for name, value in pairs if value is not None]
+
+    def check_engine(self) -> None:
+        """Raise ConfigError if an option is for the launcher only."""
+        if self.workers == "auto":
+            raise ConfigError(
+                'workers="auto" counts the cores of this host: write a number for an engine'
+            )
+        for name in ("servers", "hosts", "env", "output", "log_dir"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f'{name}= is an option of engine="local": leave it out for an engine'
+                )
+
+
+def checked_options(
+    workers: Any, timeout: Any, max_restarts: Any, others: Mapping[str, Any]
+) -> RunOptions:
+    """Return the options of a call of `sv.run`; raise ConfigError for a wrong type."""
+    is_count = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
+    if workers not in (None, "auto") and not is_count:
+        raise ConfigError(f'workers must be a positive integer or "auto", not {workers!r:.100}')
+    return RunOptions(
+        workers=workers,
+        limit_s=math.inf if timeout is None else _seconds(timeout),
+        max_restarts=_count("max_restarts", max_restarts),
+        servers=_count("servers", others["servers"]),
+        hosts=_hosts(others["hosts"]),
+        env=_variables(others["env"]),
+        output=_output(others["output"]),
+        log_dir=None if others["log_dir"] is None else _path("log_dir", others["log_dir"]),
+    )
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r:.100}")
+    return value
+
+
+def _seconds(timeout: Any) -> float:
+    number = timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        number = math.nan
+    try:
+        seconds = float(number)
+    except OverflowError:  # a whole number beyond all floats
+        seconds = math.inf if number > 0 else math.nan
+    if not seconds > 0:
+        raise ConfigError(
+            f"timeout must be seconds above 0, or None for no limit, not {timeout!r:.100}"
+        )
+    return seconds
+
+
+def _hosts(hosts: Any) -> list[str] | str | None:
+    if hosts is None:
+        return None
+    if isinstance(hosts, str | os.PathLike):
+        return _path("hosts", hosts)
+    names = list(hosts) if hasattr(hosts, "__iter__") else []
+    if not names or not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(
+            f"hosts must be a list such as ['node1:4', 'node2:4'], or the path of a host file, "
+            f"not {hosts!r:.100}"
+        )
+    return names
+
+
+def _variables(env: Any) -> dict[str, str]:
+    if env is None:
+        return {}
+    is_mapping = hasattr(env, "items") and all(
+        isinstance(text, str) for pair in env.items() for text in pair
+    )
+    if not is_mapping:
+        raise ConfigError(
+            f"env must be a dict of texts, such as env={{'NAME': 'value'}}, not {env!r:.100}"
+        )
+    for name, value in env.items():
+        if not name or "=" in name or "*" in name or "\0" in name + value:
+            raise ConfigError(
+                f"env has {name!r:.100}, which cannot be a variable with such a value"
+            )
+    return dict(env)
+
+
+def _output(output: Any) -> str | None:
+    if output is None or isinstance(output, str):
+        return output
+    ranks = list(output) if hasattr(output, "__iter__") else [output]
+    if not ranks or not all(isinstance(one, int) and not isinstance(one, bool) for one in ranks):
+        raise ConfigError(
+            f'output must be "all", "first", "failed", "none" or ranks, not {output!r:.100}'
+        )
+    return ",".join(str(one) for one in ranks)
+
+
+def _path(name: str, path: Any) -> str:
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} must be a path, not {path!r:.100}")
+    return text
 
 
 @contextlib.contextmanager
 def finding(module_name: str, folder: Path | None) -> Iterator[None]:
-    """Refuse calls of `run` while a worker imports the module of its function.
+    """Refuse calls of `run` while a worker imports the module or file of its function.
 
-    Args:
-        module_name: The file or module.
-        folder: Folder of results, for the error text to the caller of `run`. None if exceptions
-            reach the caller.
+    `folder`, of results, gets the error for the caller of `run`; None if exceptions reach it.
     """
     _finding.append((module_name, folder))
     try:
@@ -71,7 +188,7 @@ def finding(module_name: str, folder: Path | None) -> Iterator[None]:
         _finding.pop()
 
 
-def run(
+def run(  # noqa: PLR0913  (public signature)
     fn: Callable[..., Any],
     workers: int | str | None = None,
     args: Sequence[Any] = (),
@@ -163,17 +280,14 @@ def run(
 
 
 def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call on an engine; return the packed results by rank."""
     options.check_engine()
-    from syncvar.runner.engine_driver import drive
-    from syncvar.runner.engines import engine_of
+    from syncvar.runner.engines import drive, engine_of
 
     workers = int(options.workers or 1)
     return drive(engine_of(engine), call, workers, options.limit_s, options.max_restarts)
 
 
 def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Check the call, and that it does not come from a worker that imports its function."""
     if not callable(fn):
         raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
     if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
@@ -240,7 +354,6 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
 
 
 def _launch(call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call with syncvar-launch; return the packed results by rank."""
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
@@ -279,12 +392,7 @@ def _launch(call: bytes, options: RunOptions) -> list[bytes]:
 
 
 def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
-    """Return how a worker finds the function: ("module", …), ("file", …) or ("copy", …).
-
-    Args:
-        fn: The function.
-        has_files: Workers see the files of this host.
-    """
+    """Return how a worker finds the function: ("module", …), ("file", …) or ("copy", …)."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     found: Any = sys.modules.get(module or "")
     for part in name.split("."):
@@ -295,13 +403,7 @@ def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         if spec is not None and spec.name != "__main__":
-            return (
-                "module",
-                spec.name.removesuffix(".__main__")
-                if spec.name.endswith(".__main__")
-                else spec.name,
-                name,
-            )
+            return ("module", spec.name.removesuffix(".__main__"), name)
         path = getattr(main, "__file__", None)
         if has_files and path and Path(path).is_file():
             return ("file", str(Path(path).resolve()), name)
@@ -353,10 +455,8 @@ def _failure(folder: Path, code: int) -> SyncvarError:
     except OSError:
         return LaunchError(f"the launcher ended with exit code {code}")
     if "refused" in outcome:
-        result_type = (
-            ConfigError if code in (exit_codes.USAGE, exit_codes.CONFIGURATION) else LaunchError
-        )
-        return result_type(outcome["refused"])
+        is_configuration = code in (exit_status.USAGE, exit_status.CONFIGURATION)
+        return (ConfigError if is_configuration else LaunchError)(outcome["refused"])
     failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
     with contextlib.suppress(OSError):  # absent if its process was killed
         failure.__cause__ = unpack_exception((folder / f"error.{failure.rank}").read_bytes())

@@ -26,13 +26,13 @@ class Actor:
 
     def arrive(self) -> bytes:
         """Return a packed description of this place."""
-        from syncvar.runner.engine_worker import arrive
+        from syncvar.runner.remote_call import arrive
 
         return arrive(ray.util.get_node_ip_address())
 
     def play(self, part: bytes) -> bytes:
         """Act as a rank for one call."""
-        from syncvar.runner.engine_worker import play
+        from syncvar.runner.remote_call import play
 
         return play(part)
 
@@ -161,10 +161,8 @@ class Ray:
                 raise LaunchError(
                     f"no cluster of Ray answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
                 ) from None
-            needed = workers * self._bundle["CPU"]
-            ray.init(
-                num_cpus=max(int(-(-needed // 1)), os.cpu_count() or 1), include_dashboard=False
-            )
+            cpus = workers * self._bundle["CPU"]
+            ray.init(num_cpus=max(int(-(-cpus // 1)), os.cpu_count() or 1), include_dashboard=False)
         self._is_own = True
 
 

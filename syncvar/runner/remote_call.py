@@ -1,6 +1,9 @@
-"""The worker's side of `sv.run`.
+"""The worker's side of `sv.run`, in a process of the launcher (`main`) or of an engine (`play`).
 
-Read the call from the inherited descriptor, make it, write the result to a file.
+`main` reads the call from the inherited descriptor, makes it, and writes the result to a file.
+
+A worker of an engine belongs to the engine before and after, so nothing of a rank stays in it,
+neither threads nor variables. Only such a worker imports what it needs to join and to leave.
 """
 
 from __future__ import annotations
@@ -10,16 +13,22 @@ import contextlib
 import importlib
 import os
 import runpy
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.bootstrap.worker_entry import adopt_path, unpack_call
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.exception_codec import CALLER_MAIN, pack_exception
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runner.local import finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+_INHERITED = ("XDG_RUNTIME_DIR", "TMPDIR")
+_held: list[socket.socket] = []  # at most one
 
 
 def main() -> None:
@@ -48,11 +57,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
-    """Make a call and return its packed result.
-
-    Raises:
-        ConfigError: The function cannot be found, or its result cannot travel.
-    """
+    """Make a call and return its packed result; ConfigError if either cannot be found or travel."""
     fields = unpack_object(call)
     builtins_input, builtins.input = builtins.input, _refuse_input
     try:
@@ -115,6 +120,84 @@ def _find(folder: Path | None, method: str, *where: Any) -> tuple[Any, Any]:
             "top of the file, not under if __name__ == '__main__':, which workers do not run"
         ) from None
     return found, module
+
+
+def arrive(address: str) -> bytes:
+    """Return a packed `EngineSlot`."""
+    from syncvar.bootstrap.job_private import base_directory
+    from syncvar.runner.engines import EngineSlot, packed
+    from syncvar.runtime.recorder import boot_identity
+
+    spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
+    ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
+    return packed(
+        EngineSlot(ground, socket.gethostname(), address, _held_port(address), os.getpid())
+    )
+
+
+def _held_port(address: str) -> int:
+    """Return a port that is reserved for this process until it has been a rank.
+
+    A socket stays bound to it, so that the system gives it to no other process. Both that socket
+    and ZeroMQ's set SO_REUSEADDR, and the first never listens. So the second may bind.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    _release_port()
+    _held.append(held)
+    return int(held.getsockname()[1])
+
+
+def _release_port() -> None:
+    while _held:
+        _held.pop().close()
+
+
+def play(data: bytes) -> bytes:
+    """Act as a rank for one call; return a packed `End`."""
+    from syncvar.bootstrap.process import is_initialized, member
+    from syncvar.bootstrap.rendezvous import leave
+    from syncvar.bootstrap.worker_main import failure_of
+    from syncvar.runner.engines import CallPart, End, packed, unpacked
+
+    part = unpacked(CallPart, data)
+    if part.pid != os.getpid():
+        return packed(
+            End(
+                error="PeerLost",
+                message="its process was lost, and started again by the engine",
+                exit_code=70,
+            )
+        )
+    environ = {name: os.environ[name] for name in _INHERITED if name in os.environ} | part.environ
+    patience_s, has_met = 0.0, False
+    try:
+        with _looking_in(part.folders), member(environ):
+            try:
+                result = called(part.call, part.rank)
+            finally:
+                has_met = is_initialized()
+        patience_s = float("inf")  # until all have left; the driver may end it earlier
+        end = End(result, has_met=has_met)
+    except BaseException as error:  # the engine would report a different error
+        fault = failure_of(error)
+        raised = pack_exception(error)
+        end = End(b"", fault.error, fault.message, fault.text, fault.exit_code, has_met, raised)
+    leave(patience_s)
+    _release_port()
+    return packed(end)
+
+
+@contextlib.contextmanager
+def _looking_in(folders: list[str]) -> Iterator[None]:
+    """Append the caller's module path to this process's own."""
+    before = list(sys.path)
+    sys.path += [folder for folder in folders if folder not in before and os.path.exists(folder)]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 if __name__ == "__main__":

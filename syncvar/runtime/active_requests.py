@@ -1,8 +1,7 @@
-"""The running operations of a process: begin, deliver frames, end.
+"""The running operations of a process, and reactions to the launcher and to lost links.
 
-Deadlines and reports of long waits.
-
-The driver of the engine calls `StartedCalls`.
+The driver of the engine calls `StartedCalls`, which begins operations, delivers their frames and
+checks their deadlines, and `Verdicts`.
 """
 
 from __future__ import annotations
@@ -12,15 +11,19 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from syncvar.core.errors import DeadlineExceeded
-from syncvar.core.rank_text import rank_list
+from syncvar.core.errors import DeadlineExceeded, HandshakeError, PeerLost
+from syncvar.core.process_ids import rank_list
 from syncvar.protocol.frame import FrameType
-from syncvar.runtime.flight_recorder.call_sites import call_site
+from syncvar.runtime.call_record import call_site
 from syncvar.runtime.request import RequestState
+from syncvar.runtime.state import SKIPPED_CALL
 
 if TYPE_CHECKING:
-    from syncvar.runtime.links.flow_control import Flow
+    from syncvar.protocol.control_messages import Message
+    from syncvar.runtime.link_exchange import Flow
+    from syncvar.runtime.p2p_requests import GetRequests
     from syncvar.runtime.request import Request
+    from syncvar.runtime.sequence import SkippedCall
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
@@ -30,29 +33,19 @@ _FOLLOWING_LOOK_S = 0.25
 
 
 class StartedCalls:
-    """Operations of `core.inbox`, `core.active` and `core.under_way`, as the driver handles them.
-
-    Attributes:
-        moved: When a shared-memory operation last made progress, monotonic seconds.
-    """
+    """Operations of `core.inbox`, `core.active` and `core.under_way`, as the driver sees them."""
 
     def __init__(self, core: Core, flow: Flow) -> None:
-        self.moved = 0.0
+        self.moved = 0.0  # when a shared-memory operation last made progress, monotonic seconds
         self._core = core
         self._book = core.book
         self._flow = flow
 
     @property
     def all(self) -> list[Request]:
-        """Operations that run or wait to begin. Without those that are over.
-
-        Their waiters know, before they are removed here.
-        """
-        return [
-            one
-            for one in (*list(self._core.active.values()), *list(self._core.inbox))
-            if not one.is_over
-        ]
+        """Operations that run or wait to begin, without those that are over."""
+        started = *list(self._core.active.values()), *list(self._core.inbox)
+        return [one for one in started if not one.is_over]
 
     # -- from the start to the end -----------------------------------------------------------------
 
@@ -141,17 +134,14 @@ class StartedCalls:
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
         if operation.reported and self._core.failure is None:
-            self._core.tell("wait_end", group=operation.group, call=operation.call)
+            self._core.send_control("wait_end", group=operation.group, call=operation.call)
         if operation.thread:
             self._core.hand_over()
 
     # -- deadlines and long waits ------------------------------------------------------------------
 
     def expire(self, now: float, due: float) -> float:
-        """Fail operations past their deadline and report long waits.
-
-        Return when the next one is due, or `due`.
-        """
+        """Fail late operations and report long waits; return when the next one is due, or `due`."""
         groups: set[int] = set()
         for operation in list(self._core.active.values()):
             if operation.state == RequestState.DRAINING:
@@ -170,10 +160,9 @@ class StartedCalls:
                 self._report(operation, now)
             # If no thread waits, report only the first call of a group: the others cannot end
             # before it, and may be thousands.
+            report_at = operation.report_at
             due = min(
-                due,
-                operation.deadline,
-                operation.report_at if operation.report_at > now else now + _FOLLOWING_LOOK_S,
+                due, operation.deadline, report_at if report_at > now else now + _FOLLOWING_LOOK_S
             )
         return due
 
@@ -181,7 +170,7 @@ class StartedCalls:
         """Break the group because an operation missed its deadline."""
         missing = operation.awaiting
         awaited = rank_list(missing) if missing else "its own sends"
-        call = self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
+        call = self._core.recorder.numbers.text(operation.label, operation.group, operation.call)
         error = DeadlineExceeded(
             f"{call} did not finish within {operation.timeout_s:g} s: "
             f"rank {self._core.rank} waited {now - operation.started:.1f} s for {awaited}",
@@ -190,7 +179,7 @@ class StartedCalls:
         )
         self._core.break_generation(error)
         reason = f"gave up {call} after {operation.timeout_s:g} s"
-        self._core.tell(
+        self._core.send_control(
             "group_failure",
             failure_kind="deadline",
             reason=reason,
@@ -212,19 +201,219 @@ class StartedCalls:
         if operation.is_unheard:
             for peer in operation.awaiting:
                 if peer not in self._book.left:
-                    self._flow.notify_waiting(operation, peer)
-        self._core.tell(
+                    self._flow.notify_waiting(
+                        peer, operation.group, operation.call, operation.fingerprint
+                    )
+        self._core.send_control(
             "wait_report",
             group=operation.group,
             members=list(operation.members),
             call=operation.call,
             ordinal=self._core.recorder.numbers.ordinal(operation.group, operation.call),
             fingerprint=operation.fingerprint,
-            description=operation.what,
+            description=operation.label,
             site=call_site(operation.thread),
             awaiting=list(operation.awaiting),
             waited_s=now - operation.started,
             mismatch=operation.mismatch,
             has_active_threads=operation.thread == 0 or threads > waiting,
             entered=self._book.entered(),
+        )
+
+
+VERDICT_GRACE_S = 0.03  # time for a peer to hear the same from the launcher
+_DETAIL_GRACE_S = 0.2  # time for the launcher to explain a silent disconnection
+
+
+class Verdicts:
+    """What this process knows from others about its calls."""
+
+    def __init__(self, core: Core, started: StartedCalls, questions: GetRequests) -> None:
+        self.late: dict[tuple[int, int], float] = {}  # skipped calls of peers: when to report them
+        self._core = core
+        self._book = core.book
+        self._started = started
+        self._questions = questions
+        # Disconnected peers: reason, and when to believe it.
+        self._suspects: dict[int, tuple[str, float]] = {}
+        self._cut: dict[int, str] = {}  # disconnected peers that had finished: reason
+
+    # -- messages of the launcher ------------------------------------------------------------------
+
+    def handle_message(self, message: Message) -> None:
+        """Act on a message of the launcher."""
+        kind = message["kind"]
+        if kind == "abort":
+            self._aborted(message)
+        elif kind == "decision":
+            self._apply_decision(message)
+        elif kind == "leave_notice":
+            self._peer_left(message["rank"], message["entered"], message["skipped"])
+        elif kind == "ping":
+            self._core.send_control("status", **self._core.recorder.whereabouts())
+
+    def _call(self, operation: Request) -> str:
+        return self._core.recorder.numbers.text(operation.label, operation.group, operation.call)
+
+    def _aborted(self, message: Message) -> None:
+        active = self._core.active
+        operation = active.get((message["group"], message["call"]))
+        rank = message["rank"]
+        host = message["host"] or self._core.hosts.get(rank, "")
+        if rank == self._core.rank:  # this process was stopped and runs again
+            self._core.break_generation(
+                HandshakeError(
+                    f"the job continues without this rank, or ends: rank {rank} was given up, "
+                    f"{message['reason']}"
+                )
+            )
+            return
+        if message["failure_kind"] == "deadline" and operation is not None:
+            others = tuple(rank for rank in message["missing"] if rank != self._core.rank)
+            missing = others or operation.awaiting
+            self._core.break_generation(
+                DeadlineExceeded(
+                    f"{self._call(operation)} ended: rank {rank} {message['reason']}, waiting for "
+                    f"{rank_list(missing)}",
+                    missing,
+                    operation.timeout_s,
+                )
+            )
+            return
+        waiting = next(iter(active.values()), None)
+        detail = f"while in {self._call(waiting)}" if waiting is not None else ""
+        self._core.break_generation(PeerLost(rank, host, message["reason"], detail))
+
+    def _apply_decision(self, decision: Message) -> None:
+        self._core.recorder.note("verdict", decision["text"])
+        group = decision["group"]
+        if decision["has_waiting_ranks"]:  # the deadlock detector saw this call first
+            block = self._book.skipped_block(group, decision["call"], self._core.active)
+            if block is not None:
+                self._refuse_following(
+                    group, block, block.epoch_end, self._activity_text(group, block)
+                )
+        self._book.add_decision(decision)
+        self._core.is_quiet = False
+        for operation in list(self._core.active.values()):
+            if self._book.concerns(decision, operation):
+                operation.reported = False
+                operation.fail(self._book.sentence(decision, operation))
+                self._started.retire(operation)
+
+    def _peer_left(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
+        book = self._book
+        book.leave(rank, entered, skipped)
+        self._core.is_quiet = False
+        self._core.recorder.note("left", f"rank {rank}")
+        self._questions.fail(book.ended(rank, "it answered a question"), rank)
+        for operation in list(self._core.active.values()):
+            if book.is_without(rank, operation):
+                operation.fail(book.ended(rank, self._call(operation)))
+                self._started.retire(operation)
+
+    # -- lost links --------------------------------------------------------------------------------
+
+    def suspect(self, peer: int, reason: str) -> None:
+        """Record that the link to a peer is lost; the launcher may explain it in a moment."""
+        self._suspects.setdefault(peer, (reason, time.monotonic() + _DETAIL_GRACE_S))
+
+    def _expire_suspects(self, now: float, due: float) -> float:
+        """Break the group if a suspect's grace period is over; return when the next one ends."""
+        core = self._core
+        for peer, (reason, until) in list(self._suspects.items()):
+            if core.failure is not None:  # the launcher has explained it
+                del self._suspects[peer]
+            elif now < until:
+                due = min(due, until)
+            elif peer in self._book.left:
+                del self._suspects[peer]
+                self._cut[peer] = reason
+            else:
+                core.break_generation(PeerLost(peer, core.hosts.get(peer, ""), reason))
+                # Otherwise the others would first hear that this rank ended, and blame it.
+                core.send_control(
+                    "group_failure",
+                    failure_kind="lost",
+                    reason=reason,
+                    group=-1,
+                    call=-1,
+                    missing=[peer],
+                )
+                return now
+        return now if self._cut and self._fail_without_cut_peers() else due
+
+    def _fail_without_cut_peers(self) -> bool:
+        """Fail calls that wait for frames of finished ranks with lost links; return if any did."""
+        core, has_failed = self._core, False
+        for operation in list(core.active.values()):
+            awaited = () if operation.links is None else operation.links.awaiting
+            for peer in self._cut.keys() & set(awaited):
+                label = self._call(operation)
+                detail = (
+                    f"{label} waits for what it sent, and its link was lost before that arrived: "
+                    f"{self._cut[peer]}"
+                )
+                operation.fail(PeerLost(peer, core.hosts.get(peer, ""), "finished", detail))
+                self._started.retire(operation)
+                has_failed = True
+                break
+        return has_failed
+
+    # -- calls that this rank skipped --------------------------------------------------------------
+
+    def passed(self, group: int, call: int) -> None:
+        """Check, a little later, whether a peer waits in a call that this rank skipped.
+
+        The peer may learn it meanwhile: news of other ranks take longer, through the launcher.
+        """
+        if self._core.failure is None:
+            self.late.setdefault((group, call), time.monotonic() + VERDICT_GRACE_S)
+
+    def expire(self, now: float, due: float) -> float:
+        """Report skipped calls and believe losses after a grace period; return the next end."""
+        for (group, call), late in list(self.late.items()):
+            if now >= late:
+                del self.late[group, call]
+                self._report_skipped(group, call)
+                due = now
+            else:
+                due = min(due, late)
+        return self._expire_suspects(now, due)
+
+    def _report_skipped(self, group: int, call: int) -> None:
+        """Report a peer that waits in a call which this rank skipped at a begin or end of a run."""
+        block = (
+            None
+            if self._core.failure is not None
+            else self._book.skipped_block(group, call, self._core.active)
+        )
+        if block is None:
+            return
+        self._refuse_following(group, block, block.last, self._activity_text(group, block))
+
+    def _activity_text(self, group: int, block: SkippedCall) -> str:
+        activity = "computes"
+        operation = self._core.active.get((group, block.following))
+        if operation is not None:
+            activity = f"is in {self._call(operation)} at {call_site(operation.thread)}"
+        return f"{SKIPPED_CALL}, and {activity}"
+
+    def _refuse_following(self, group: int, block: SkippedCall, last: int, reason: str) -> None:
+        """Fail all calls after `last` on the other ranks, and here the call after the block.
+
+        The others learn both at once. A rank that knew only of the failed call would make the next
+        one. That one might succeed, because this rank is already in it.
+        """
+        self._core.abort_step(group, block.members, last, block.following, reason)
+        rank = self._core.rank
+        self._apply_decision(
+            {
+                "group": group,
+                "call": block.epoch_end + 1,
+                "last_call": block.following,
+                "text": f"another rank made a call before it that rank {rank} did not make",
+                "table": {rank: reason},
+                "has_waiting_ranks": False,
+            }
         )

@@ -1,14 +1,15 @@
-"""State that all parts of the engine share.
+"""State that all parts of the engine share: admission of calls, the driver's lock, the failure.
 
-Admission of calls, the driver's lock, the launcher's channel and the failure.
-
-Cached calls and C code read `is_quiet`, `queues` and `begun` at every call. So these are attributes
-of one C object.
+Cached calls and C code read `is_quiet` and `driver` at every call. So these are attributes of one
+C object.
 
 One thread at a time drives: it holds `lock` and owns the transport and the launcher's channel.
 Other threads wait for it, or post callbacks to it. The first lost rank, missed deadline or
 interruption breaks the group: every running operation fails, and every later call raises the same
 failure.
+
+A call that may wait first sends the queues of deferred writes. So a replica that waits in any call
+has sent its writes before, and a replica that needs the writes of all others gets them.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
     from syncvar._native import AsyncCall
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.deferred_queues import Queued
-    from syncvar.runtime.flight_recorder.call_record import PendingRecord
-    from syncvar.runtime.flight_recorder.recorder import Recorder
+    from syncvar.runtime.call_record import PendingRecord
+    from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Request
     from syncvar.runtime.sequence import SkippedRange
     from syncvar.shm.segment import SharedSegment
@@ -43,12 +43,9 @@ _FOLLOW_S = 1.0
 
 
 class Awaited(Protocol):
-    """Something that a thread may wait for.
+    """Something that a thread waits for: an operation, a remote get, or the first of several."""
 
-    An operation, a remote get, or the first of several operations.
-    """
-
-    what: str
+    label: str
     call: int
     entry: PendingRecord
     thread: int  # identity of the waiting thread; 0 for none
@@ -70,52 +67,44 @@ class Awaited(Protocol):
 
 
 class Core(AdmissionState):
-    """State that all parts of the engine share.
-
-    Attributes:
-        is_quiet: No call can be refused, and no writes are queued: cached calls may skip the
-            engine.
-        failure: Error that broke the group; None while it works.
-        queues: Queues with deferred writes. A call that may wait sends them first.
-        before_calls: Functions called with group and name before each call.
-        begun: Cached calls that wait for other ranks, and that only their callers know.
-        book: Sequence numbers of the calls of each group.
-        lock: Held by the driver, see `seize`.
-        driver: Identity of the driving thread; 0 for none.
-        active: Running operations by group and call; only the driver changes it.
-        inbox: Operations that any thread has started and the driver has not begun.
-        under_way: Running operations that need polling, because no frame announces their progress.
-    """
+    """State that all parts of the engine share."""
 
     def __init__(
         self,
-        rank: int,
-        generation: int,
+        recorder: Recorder,
         transport: Transport,
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
         shm: SharedSegment | None,
-        recorder: Recorder,
     ) -> None:
-        self.rank = rank
-        self.generation = generation
+        self.rank = recorder.identity.rank
+        self.generation = recorder.identity.generation
         self.transport = transport
         self.control = control
         self.config = config
         self.hosts = hosts
         self.shm = shm
         self.recorder = recorder
+        # Sequence numbers of the calls of each group
         self.book = SequenceTracker(hosts, recorder.numbers)
+        # Error that broke the group; None while it works
         self.failure: TransportError | UsageError | None = None
+        # No call can be refused, and no writes are queued: cached calls may skip the engine
         self.is_quiet = True
+        # Queues with deferred writes. A call that may wait sends them first.
         self.queues: list[Queued] = []
+        # Functions called with group and name before each call
         self.before_calls: list[Callable[[int, str], None]] = []
-        self.begun: list[AsyncCall] = []
-        self.lock = threading.Lock()
-        self.driver = 0
+        # Cached calls that wait for other ranks, and that only their callers know
+        self.async_calls: list[AsyncCall] = []
+        self.lock = threading.Lock()  # held by the driver, see `seize`
+        self.driver = 0  # identity of the driving thread; 0 for none
+        # Running operations by group and call; only the driver changes it
         self.active: dict[tuple[int, int], Request] = {}
+        # Operations that any thread has started and the driver has not begun
         self.inbox: collections.deque[Request] = collections.deque()
+        # Running operations that need polling, because no frame announces their progress
         self.under_way: list[Request] = []
         self.when_broken: list[Callable[[TransportError | UsageError], None]] = []
         self._adopting = threading.RLock()
@@ -128,10 +117,8 @@ class Core(AdmissionState):
     def check(self) -> None:
         """Raise the failure that broke the group, if there is one.
 
-        Raises:
-            TransportError: The group broke. Only the first call raises the failure itself; later
-                calls raise GroupBroken.
-            UsageError: This process was forked from the one that joined.
+        Only the first call raises the failure itself; later calls raise GroupBroken. In a forked
+        copy all raise UsageError.
         """
         failure = self.failure
         if failure is None:
@@ -152,10 +139,7 @@ class Core(AdmissionState):
         return is_good or (self.failure is None and not self.book.may_refuse(group, call))
 
     def before_each_call(self, listener: Callable[[int, str], None]) -> None:
-        """Call `listener(group, name)` before each call that may wait.
-
-        From now on no call takes the cached path.
-        """
+        """Call `listener(group, name)` before each call that may wait; no call is cached then."""
         self.before_calls.append(listener)
         self.is_quiet = False
 
@@ -168,22 +152,18 @@ class Core(AdmissionState):
             # thread.
             return
         try:
-            for begun in list(self.begun):
-                if after_s == 0.0 or time.monotonic_ns() - begun.begin > after_s * 1e9:
-                    begun.adopt()
+            for call in list(self.async_calls):
+                if after_s == 0.0 or time.monotonic_ns() - call.begin > after_s * 1e9:
+                    call.adopt()
         finally:
             self._adopting.release()
 
-    def adopted(self, begun: AsyncCall) -> Request | None:
-        """Continue a cached call in the engine; return its operation, or None if the call is over.
-
-        Raises:
-            TransportError: An exception interrupted the engine while it took over the call.
-        """
+    def adopted(self, call: AsyncCall) -> Request | None:
+        """Continue a cached call in the engine; return its operation, or None if it is over."""
         with self._adopting:
-            begun.adopt()
-        operation: Request | None = begun.operation
-        if operation is None and not begun.is_over:
+            call.adopt()
+        operation: Request | None = call.operation
+        if operation is None and not call.is_over:
             self.check()
             raise InternalError("a cached call waits, but the engine has not taken it over")
         return operation
@@ -191,9 +171,7 @@ class Core(AdmissionState):
     # -- whose turn it is to drive -----------------------------------------------------------------
 
     def seize(self) -> bool:
-        """Try to take the driver's lock without waiting.
-
-        After unlocking, the caller calls `hand_over`.
+        """Try to take the driver's lock without waiting; after `let_go` the caller hands over.
 
         `driver` is set before the lock is taken and until after it is free. So a signal handler in
         this thread knows that it must not wait. No other thread can run between the check and the
@@ -263,7 +241,7 @@ class Core(AdmissionState):
 
     # -- messages to the launcher ------------------------------------------------------------------
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send_control(self, kind: str, **fields: Any) -> None:
         """Send a message to the launcher, as the driver."""
         self.control.send(pack_message(kind, **fields))
 
@@ -273,18 +251,15 @@ class Core(AdmissionState):
         self.post_to_driver(lambda: self.control.send(data))
 
     def reject_call(
-        self, group: int, members: tuple[int, ...], call: int, what: str, reason: str
+        self, group: int, members: tuple[int, ...], call: int, label: str, reason: str
     ) -> None:
-        """Report that this rank's call had a bad argument.
-
-        The other ranks raise MismatchError at once.
-        """
+        """Report that this rank's call had a bad argument: the others raise MismatchError."""
         self.send_control_async(
             "reject_call",
             group=group,
             members=list(members),
             call=call,
-            description=what,
+            description=label,
             reason=reason[:_REASON_MAX],
         )
 
@@ -292,7 +267,7 @@ class Core(AdmissionState):
         self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str
     ) -> None:
         """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
-        if self.begun:
+        if self.async_calls:
             self.adopt()
         self.send_control_async(
             "abort_step",
@@ -310,7 +285,7 @@ class Core(AdmissionState):
         same calls. Then the group is informed, and this rank's next call fails too. Otherwise
         nothing is sent.
         """
-        if self.begun:
+        if self.async_calls:
             self.adopt()
         for one in self.book.check_ended_blocks(groups, SKIPPED_CALL, self.rank):
             self.is_quiet = False
@@ -341,7 +316,7 @@ class Core(AdmissionState):
         """Break the group because an exception interrupted a started call."""
         operation.entry.end(error)
         group = operation.entry.info.group
-        location = self.recorder.numbers.text(operation.what, group, operation.call)
+        location = self.recorder.numbers.text(operation.label, group, operation.call)
         self.fall(error, location, but=operation)
 
     def fall(self, error: BaseException, location: str, but: Awaited | None = None) -> None:
@@ -368,5 +343,50 @@ class Core(AdmissionState):
         else:
             reason = f"{type(error).__name__}: {error}"
             self.reject_call(
-                operation.group, operation.members, operation.call, operation.what, reason
+                operation.group, operation.members, operation.call, operation.label, reason
             )
+
+
+class Queued(Protocol):
+    """The queue of one group."""
+
+    identity: int
+    writer: threading.Thread  # the thread that wrote last
+
+    def begin_beside(self) -> None:
+        """Start to send from a thread other than the writer, unless the writer is sending."""
+
+    def start(self) -> Any:
+        """Start to send; return the `Work`, or None if the queue is empty."""
+
+    def finish(self, work: Any) -> None:
+        """Wait for the work, and apply the received writes."""
+
+    def send(self) -> None:
+        """Start and finish."""
+
+
+def send_queued(waiting: list[Queued], also: Queued | None = None) -> None:
+    """Send everything that this thread has deferred; all groups at once, so their order is free.
+
+    Writes of other threads are started, but not waited for: on another rank, the thread that writes
+    there may wait for this one. Queue `also` is waited for, whichever thread has written. A queue
+    that becomes empty removes itself. Raises MismatchError if replicas have made different writes.
+    """
+    me = threading.current_thread()
+    while waiting:
+        queues = []
+        for queue in sorted(waiting, key=lambda queue: queue.identity):
+            if queue is also or queue.writer is me or not queue.writer.is_alive():
+                queues.append(queue)
+            else:
+                queue.begin_beside()
+        if not queues:
+            return
+        if len(queues) == 1:
+            queues[0].send()
+            continue
+        started = [(queue, queue.start()) for queue in queues]
+        for queue, work in started:
+            if work is not None:
+                queue.finish(work)

@@ -1,21 +1,49 @@
-"""The handle of an asynchronous call."""
+"""Handles of asynchronous calls, waits for several of them, and checks of `timeout`."""
 
 from __future__ import annotations
 
+import math
+import reprlib
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from syncvar._native import AsyncCall
-from syncvar.core.errors import SyncvarError
-from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.timeouts import checked_timeout
+from syncvar.core.errors import ConfigError, SyncvarError
+from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.state import send_queued
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Request
+
+
+def checked_timeout(timeout: Any) -> float:
+    """Return a timeout in seconds; raise ConfigError if it is not a positive number."""
+    if (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, int | float | np.integer | np.floating)
+        or not timeout > 0
+    ):
+        raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
+    try:
+        return float(timeout)
+    except OverflowError:  # an int above every float
+        return math.inf
+
+
+def is_seconds(timeout: Any) -> bool:
+    """Return whether `checked_timeout` surely accepts a timeout; in doubt the slow path decides.
+
+    Example:
+        >>> is_seconds(5), is_seconds(0.5), is_seconds(0), is_seconds(True), is_seconds("5")
+        (True, True, False, False, False)
+    """
+    return type(timeout) in (float, int) and timeout > 0
 
 
 class Work(MigrationHintsMixin):
@@ -28,7 +56,7 @@ class Work(MigrationHintsMixin):
         array([1., 1.])
     """
 
-    _begun: AsyncCall | None = None  # while the engine does not know the call
+    _async_call: AsyncCall | None = None  # while the engine does not know the call
     _finish: Callable[[Any], Any] | None = None
     _operation: Request
 
@@ -38,7 +66,7 @@ class Work(MigrationHintsMixin):
         self._engine = engine
         self._sends = sends  # this call sends deferred writes
         if isinstance(operation, AsyncCall):
-            self._begun = operation
+            self._async_call = operation
         else:
             self._operation = operation
 
@@ -58,9 +86,9 @@ class Work(MigrationHintsMixin):
         Raises:
             SyncvarError: The error of the collective.
         """
-        begun = self._begun
-        if begun is not None:
-            result = self._take_result(begun, waits=True)
+        async_call = self._async_call
+        if async_call is not None:
+            result = self._take_result(async_call, waits=True)
             if result is not None:
                 return result if self._finish is None else self._finish(result)
         operation = self._operation
@@ -87,20 +115,17 @@ class Work(MigrationHintsMixin):
                 operation.deadline, operation.timeout_s = until, allowed
         return engine.wait(operation)
 
-    def _take_result(self, begun: AsyncCall, *, waits: bool) -> Any:
-        """Return the result of a call unknown to the engine.
-
-        None if the engine continues it now.
-        """
-        result = begun.end(waits)
+    def _take_result(self, async_call: AsyncCall, *, waits: bool) -> Any:
+        """Return the result of a call unknown to the engine; None if the engine continues it."""
+        result = async_call.end(waits)
         if result is None:
             assert self._engine is not None
-            operation = self._engine.adopted(begun)
+            operation = self._engine.adopted(async_call)
             if operation is None:
-                return begun.end(False)  # the call has ended meanwhile
-            # set before `_begun`: another thread may wait for the same call
+                return async_call.end(waits)  # the call has ended meanwhile
+            # set before `_async_call`: another thread may wait for the same call
             self._operation = operation
-            self._begun = None
+            self._async_call = None
         return result
 
     def done(self) -> bool:
@@ -108,8 +133,8 @@ class Work(MigrationHintsMixin):
 
         Makes a little progress.
         """
-        begun = self._begun
-        if begun is not None and self._take_result(begun, waits=False) is not None:
+        async_call = self._async_call
+        if async_call is not None and self._take_result(async_call, waits=False) is not None:
             return True
         operation = self._operation
         if self._engine is not None and not operation.is_over:
@@ -126,3 +151,134 @@ class Work(MigrationHintsMixin):
         except Exception as error:  # returned, as asked
             return error
         return None
+
+
+def wait_any(works: Iterable[Work | None]) -> int:
+    """Wait until one of several asynchronous calls has ended, and return its index.
+
+    `works[index].wait()` then returns its result or raises its error at once. The other calls
+    continue. If several calls have ended, the function returns the first of them in `works`. Each
+    call keeps its own deadline; a call that misses it has ended too.
+
+    Args:
+        works: `Work` objects of calls with `async_op=True`; None for a call whose result has been
+            taken.
+
+    Returns:
+        Index into `works`.
+
+    Raises:
+        ConfigError: `works` holds no asynchronous call, or something else.
+        UsageError: All calls receive from this rank itself, which has sent nothing.
+
+    Cost: no message. The calling thread sleeps while nothing arrives.
+    Source: MPI_Waitany.
+
+    Example:
+        >>> import syncvar as sv
+        >>> works = [sv.recv(0, tag=1, async_op=True), sv.recv(0, tag=2, async_op=True)]
+        >>> sv.send(5.0, 0, tag=2)
+        >>> index = sv.wait_any(works)
+        >>> index, works[index].wait()
+        (1, array(5.))
+    """
+    listed = _checked("wait_any", works)
+    started = [(index, work) for index, work in enumerate(listed) if work is not None]
+    if not started:
+        raise ConfigError(
+            f"wait_any: works holds no started call, but {len(listed)} times None: end the loop "
+            "when every call has been waited for"
+        )
+    for index, work in started:
+        if work.done():
+            return index
+    calls = [(work._engine, work._operation) for _, work in started]  # noqa: SLF001  (its own room)
+    engine = next((one for one, _ in calls if one is not None), None)
+    if engine is None:
+        started[0][1].wait()  # raises: only this thread could send the message
+    else:
+        first = _FirstEnded(engine, [operation for _, operation in calls])
+        engine.wait(first)
+        first.entry.end()
+    return next(index for index, work in started if work.done())
+
+
+class _FirstEnded:
+    """A wait for the first of several operations, with the attributes that the engine needs."""
+
+    label = "wait_any"
+    call = -1
+    error = None
+    result = None
+
+    def __init__(self, engine: ProgressEngine, operations: list[Request]) -> None:
+        self._operations = operations
+        self.thread = 0
+        path = f"{len(operations)} started calls"
+        self.entry = engine.recorder.begin(
+            CallInfo(self.label, self.call, (), 0, 0, path), self.call
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether one of the operations is over."""
+        return any(operation.is_over for operation in self._operations)
+
+    def look(self) -> bool:
+        """Spin for a short while; return whether an operation in shared memory can continue."""
+        return any(operation.needs_looks and operation.look() for operation in self._operations)
+
+
+def wait_all(works: Iterable[Work | None]) -> list[Any]:
+    """Wait until all of several asynchronous calls have ended, and return their results.
+
+    Each call keeps its own deadline. If one fails, the function waits for the others before it
+    raises the error.
+
+    Args:
+        works: `Work` objects of calls with `async_op=True`. The result for None is None.
+
+    Returns:
+        The results, in the order of `works`.
+
+    Raises:
+        ConfigError: Something in `works` is not an asynchronous call.
+        SyncvarError: The error of the first call in `works` that failed.
+
+    Cost: no message.
+    Source: MPI_Waitall.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.wait_all([sv.all_reduce(1.0, async_op=True), sv.all_reduce(2.0, async_op=True)])
+        [array(1.), array(2.)]
+    """
+    results: list[Any] = []
+    errors: list[Exception] = []
+    for work in _checked("wait_all", works):
+        try:
+            results.append(None if work is None else work.wait())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others are waited for first
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _checked(name: str, works: Any) -> list[Work | None]:
+    if isinstance(works, Work):
+        raise ConfigError(f"{name} takes a list of started calls, not one: write work.wait()")
+    try:
+        listed = list(works)
+    except TypeError:
+        raise ConfigError(
+            f"{name} takes a list of what calls with async_op=True return, not "
+            f"{reprlib.repr(works)}"
+        ) from None
+    for index, work in enumerate(listed):
+        if work is not None and not isinstance(work, Work):
+            raise ConfigError(
+                f"{name}: works[{index}] must be what a call with async_op=True returns, not "
+                f"{reprlib.repr(work)}"
+            )
+    return listed

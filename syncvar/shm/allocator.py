@@ -6,7 +6,12 @@ target begins less than 32 bytes behind its source modulo a page, AMD processors
 slower.
 
 Freed pages stay populated up to a reserve, so loops that make and drop arrays make no system calls.
-This module only computes: its caller populates, clears and gives back the pages.
+`RegionAllocator` only computes: its caller populates, clears and gives back the pages.
+
+With `check_shm` on, each use of shared memory is checked against the ranks' allocation maps. Each
+rank keeps one at the end of its region (`AllocationMap`): one byte for each cache line, 1 if the
+line is allocated. A use of memory that nobody allocated is a bug of this library. The check raises
+before the use could damage an array.
 """
 
 from __future__ import annotations
@@ -14,14 +19,20 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.shm.segment_layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
+from syncvar.shm.segment_file import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from syncvar.shm.segment_file import SegmentLayout
 
 EXTENT_BYTES = 1 << 20
 SMALL_BYTES = 256 << 10
 RESERVE_BYTES = 16 << 20
+MAP_OFFSET = 4  # word of a rank's table: offset of its map; 0 without checks
 
 Range = tuple[int, int]
 
@@ -144,7 +155,7 @@ class RegionAllocator:
         self.start, self.stop = start, stop
         self.reserve_bytes = reserve_bytes
         self._free = Ranges((start, stop))
-        self._kept = Ranges()  # free, and populated
+        self._populated = Ranges()  # free, and populated
         self._large: dict[int, Range] = {}  # offset -> its pages
         self._small: dict[int, tuple[Range, int]] = {}  # offset -> (its range, start of its extent)
         self._shared: dict[int, Ranges] = {}  # start of a shared extent -> what is free in it
@@ -157,7 +168,7 @@ class RegionAllocator:
     @property
     def reserve_used_bytes(self) -> int:
         """Bytes of free pages that are populated."""
-        return self._kept.total
+        return self._populated.total
 
     def allocate(self, nbytes: int) -> AllocatedRange | None:
         """Allocate at least one byte; return None if no free range is large enough."""
@@ -177,25 +188,25 @@ class RegionAllocator:
         """Undo an allocation whose missing pages the caller could not populate."""
         self._release(allocation.offset)
         for start, stop in allocation.missing:
-            self._kept.remove(start, stop)
+            self._populated.remove(start, stop)
         return self.trim(self.reserve_bytes)
 
     def trim(self, reserve_bytes: int) -> list[Range]:
         """Return the ranges to give back so that at most `reserve_bytes` of free pages stay."""
         ranges = []
-        while self._kept.total > reserve_bytes:
-            start, stop = self._kept.last()
-            excess = self._kept.total - reserve_bytes
+        while self._populated.total > reserve_bytes:
+            start, stop = self._populated.last()
+            excess = self._populated.total - reserve_bytes
             start = max(start, (stop - excess) // PAGE_BYTES * PAGE_BYTES)
-            self._kept.remove(start, stop)
+            self._populated.remove(start, stop)
             ranges.append((start, stop))
         return ranges
 
     def retire(self) -> None:
         """Stop to reuse memory; callers must free nothing any more."""
-        for start, stop in list(self._kept):
+        for start, stop in list(self._populated):
             self._free.remove(start, stop)
-        self._kept = Ranges()
+        self._populated = Ranges()
         self._shared.clear()
 
     def _take_small(self, size: int, align: int, begin: int = 0) -> AllocatedRange | None:
@@ -227,15 +238,15 @@ class RegionAllocator:
 
     def _find(self, size: int, align: int) -> AllocatedRange | None:
         """Take free pages, populated ones first."""
-        offset = self._kept.fit(size, align)
+        offset = self._populated.fit(size, align)
         if offset < 0:
             offset = self._free.fit(size, align)
         if offset < 0:
             return None
         stop = offset + size
-        missing, dirty = self._kept.outside(offset, stop), self._kept.inside(offset, stop)
+        missing, dirty = self._populated.outside(offset, stop), self._populated.inside(offset, stop)
         self._free.remove(offset, stop)
-        self._kept.remove(offset, stop)
+        self._populated.remove(offset, stop)
         return AllocatedRange(offset, size, missing, dirty)
 
     def _release(self, offset: int) -> None:
@@ -251,4 +262,62 @@ class RegionAllocator:
 
     def _give(self, start: int, stop: int) -> None:
         self._free.add(start, stop)
-        self._kept.add(start, stop)
+        self._populated.add(start, stop)
+
+
+class AllocationMap:
+    """The allocated lines of this rank's region, and a reader of the other ranks' maps.
+
+    `words` and `ground` are the segment as 64-bit words and as bytes; `populate` reserves the pages
+    of a range.
+    """
+
+    def __init__(
+        self,
+        layout: SegmentLayout,
+        local_rank: int,
+        words: memoryview,
+        ground: NDArray[np.uint8],
+        populate: Callable[[int, int], None],
+    ) -> None:
+        self._layout, self._rank = layout, local_rank
+        self._words, self._ground, self._populate = words, ground, populate
+        self._sizes: dict[int, int] = {}
+        _, stop = layout.arrays(local_rank)
+        # The map has whole pages at the end of the region.
+        self.start = stop - -(-layout.region_bytes // LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+        words[layout.table(local_rank) // 8 + MAP_OFFSET] = self.start
+
+    def add(self, offset: int, nbytes: int) -> None:
+        """Mark memory as allocated; raise SharedMemoryFull without room for the map's pages."""
+        first, last = self._lines(self._rank, offset, nbytes)
+        page = (self.start + first) // PAGE_BYTES * PAGE_BYTES
+        self._populate(page, -(-(self.start + last - page) // PAGE_BYTES) * PAGE_BYTES)
+        self._ground[self.start + first : self.start + last] = 1
+        self._sizes[offset] = nbytes
+
+    def remove(self, offset: int) -> None:
+        """Mark memory as free."""
+        first, last = self._lines(self._rank, offset, self._sizes.pop(offset))
+        self._ground[self.start + first : self.start + last] = 0
+
+    def misuse(self, offset: int, nbytes: int) -> str:
+        """Return why nobody may use these bytes, or an empty text."""
+        layout = self._layout
+        span = f"bytes [{offset}, {offset + nbytes}) of shared memory"
+        ranks = range(layout.local_world_size)
+        for rank in ranks:
+            start, stop = layout.arrays(rank)
+            if start <= offset and offset + nbytes <= stop:
+                break
+        else:
+            return f"{span} are outside the memory for arrays"
+        start = self._words[layout.table(rank) // 8 + MAP_OFFSET]
+        first, last = self._lines(rank, offset, nbytes)
+        if start and not self._ground[start + first : start + last].all():
+            return f"local rank {rank} has not allocated {span}"
+        return ""
+
+    def _lines(self, rank: int, offset: int, nbytes: int) -> tuple[int, int]:
+        start, _ = self._layout.region(rank)
+        return (offset - start) // LINE_BYTES, -(-(offset + nbytes - start) // LINE_BYTES)

@@ -10,11 +10,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from syncvar._native import ChannelState, bind
+from syncvar._native.constants import RANKS_MAX
 from syncvar.core.errors import InternalError
 from syncvar.shm.channel_table import (
     CHECK,
     DONE,
-    NATIVE_RANKS_MAX,
     PHASE,
     RING_RANKS_MAX,
     SEGMENT_BYTES,
@@ -26,7 +26,7 @@ from syncvar.shm.channel_table import (
     WIDE_BYTES,
     group_key,
 )
-from syncvar.shm.segment_layout import ABORT, PAGE_BYTES
+from syncvar.shm.segment_file import ABORT, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,27 +34,20 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from syncvar.shm.channel_table import ChannelTable
-    from syncvar.shm.cross_process_read import ProcessReader
+    from syncvar.shm.channel_table import ChannelTable, ProcessReader
 
 
 class GroupChannel(ChannelState):
     """This rank's end of a group's channel; the other ranks find it by the group's identity.
 
-    Args:
-        channels: The channel table of this rank.
-        group: Identity of the group, equal on all its ranks.
-        members: World ranks of the group, this process included.
-
-    Raises:
-        SharedMemoryFull: The table of entries or the segment is full.
+    Raises SharedMemoryFull if the table of entries or the segment is full.
     """
 
     __slots__ = (
         "__weakref__",
         "_channels",
         "_entries",
-        "_kept",
+        "_in_use",
         "_part_bytes",
         "_segments",
         "_views",
@@ -101,7 +94,7 @@ class GroupChannel(ChannelState):
         self.are_native = False  # all ranks of the group do
         self.others: tuple[int, ...] = ()  # words of the other ranks, beginning with the next rank
         self.reach: ProcessReader | None = None  # set if the memory of all ranks is readable
-        self._kept: list[Any] = []
+        self._in_use: list[Any] = []
         self._entries = [0] * self.size
         self._entries[self.rank] = self.entry
         self._views: dict[tuple[int, int, np.dtype[Any]], NDArray[Any]] = {}
@@ -138,9 +131,7 @@ class GroupChannel(ChannelState):
             )
             self.reach = self._channels.reach(self.regions)
             self.is_native = self._channels.is_native and self._bind()
-            self.are_native = self.size <= NATIVE_RANKS_MAX and self._channels.are_native(
-                self.regions
-            )
+            self.are_native = self.size <= RANKS_MAX and self._channels.are_native(self.regions)
             self.is_open = True
         return tuple(missing)
 
@@ -247,7 +238,7 @@ class GroupChannel(ChannelState):
 
     def keep(self, arrays: Any) -> None:
         """Keep arrays alive as long as the channel: other ranks may read them after a failure."""
-        self._kept.append(arrays)
+        self._in_use.append(arrays)
 
     def _bind(self) -> bool:
         """Pass the words of all ranks to the C runner; return whether it accepts the size."""

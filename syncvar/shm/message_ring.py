@@ -11,8 +11,8 @@ A ring has a header of four lines of 64 bytes, then its entries:
 * line 3, written by the sender: for each of these, whether the sender cancelled it.
 
 An entry is a multiple of a line: its length, its form, stream and call number of the message,
-length of the message, its shape, its bytes. A WHOLE entry holds the message. An ADDRESS entry holds
-the location of a long message: the receiver reads it from there and answers, or asks for PART
+length of the message, its shape, its bytes. A WHOLE entry holds the message. A BY_ADDRESS entry
+holds the location of a long message: the receiver reads it from there and answers, or asks for PART
 entries. Long message s uses answer s % 8: 2s - 1 asks for parts, 2s says "received".
 
 **Ring order**: the sender writes the bytes before FILLED, and the receiver reads them before it
@@ -22,6 +22,14 @@ other process sees the stores in this order.
 Long rings are fast: a core that has just read a line still caches it, and writing it again is ten
 times slower than a copy. In a ring as long as the private caches, the lines are back in the shared
 cache before the sender reuses them.
+
+An ordered pair of ranks has one ring for all groups and tags, in the sender's region (`RingTable`).
+The sender makes it with its first message, so pairs that send nothing cost nothing. Word 5 of a
+rank's table is the offset of its list of rings. The list has a word for each receiver: 0 while
+there is no ring, 1 if the segment had no room and all messages go over links.
+
+Cost: 2 MiB of shared memory for each pair; down to 256 KiB with more than eight ranks on the host,
+    or without room.
 """
 
 from __future__ import annotations
@@ -31,46 +39,42 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.shm.segment_layout import LINE_BYTES
+from syncvar._native import message_end
+from syncvar._native.constants import PLACES, EntryForm, RingWord
+from syncvar.core.errors import SharedMemoryFull
+from syncvar.shm.channel_table import BUDGET_S
+from syncvar.shm.segment_file import ABORT, LINE_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from syncvar.shm.channel_table import ChannelTable, ProcessReader
     from syncvar.shm.segment import SharedSegment
 
-FILLED, NEWS, BY_LINK, RING, NUMBER, ATTENDED = range(6)  # only the C extension uses ATTENDED
-USED, FULL = 8, 9
-_ANSWERS, _CANCELLED, PLACES = 16, 24, 8
+# Plain numbers, because members of an enum are slower.
+FILLED, NEWS, NUMBER = int(RingWord.FILLED), int(RingWord.NEWS), int(RingWord.NUMBER)
+USED, FULL = int(RingWord.USED), int(RingWord.FULL)
+_ANSWERS, _CANCELLED = int(RingWord.ANSWERS), int(RingWord.CANCELLED)
+BY_LINK, RING = 2, 3  # the C extension does not use these
 HEADER_WORDS = 32
 RING_BYTES_LEAST = 256 << 10
 ENTRY_BYTES_MAX = RING_BYTES_LEAST // 2  # so an empty ring has room for an entry at any position
 _FIXED_WORDS = 5  # of an entry, before its shape
 _ALIGNED_FROM = 1024  # bytes from which a message begins at a line
 _PART_BYTES = 64 << 10
-
-
-class Form:
-    """The form of an entry."""
-
-    GAP, WHOLE, ADDRESS, PART = range(4)
+RING_BYTES = 2 << 20  # shorter rings fit into private caches, and are slower
+_RINGS_BYTES = 16 << 20  # of all rings of a rank together, about
+_RINGS = 5  # word of a rank's table: offset of its list of rings
+_NEVER = 1  # value in the list: all messages go over links
 
 
 class RingEntry(NamedTuple):
     """An entry of a ring, as the receiver finds it.
 
-    Args:
-        form: A constant of `Form`.
-        kind: Type of the message: an array, or an object as bytes.
-        dtype: Index of the dtype.
-        stream: Identity of the pair's calls.
-        call: Sequence number of the message in the stream.
-        nbytes: Length of the whole message, or of this part.
-        shape: Shape of the array.
-        data: Offset of the bytes, or of the part, in the segment.
-        place: In an ADDRESS entry the address in the sender's process; in a PART entry the first
-            byte of the part.
-        offset: In an ADDRESS entry 1 + offset in the segment, or 0 for private memory.
-        number: Number of a long message in an ADDRESS entry.
+    `form` is an `EntryForm`; `data` is the offset in the segment of `nbytes` bytes, of the message
+    or the part. In a BY_ADDRESS entry `place` is the address in the sender's process, `offset` 1 +
+    offset in the segment or 0 for private memory, and `number` that of the long message. In a PART
+    entry `place` is the first byte of the part.
     """
 
     form: int
@@ -102,20 +106,15 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The sender's end of a ring. One thread at a time.
-
-    Args:
-        shm: The mapped segment.
-        start: Offset of the ring's header.
-    """
+    """The sender's end of the ring whose header is at `start`. One thread at a time."""
 
     def __init__(self, shm: SharedSegment, start: int) -> None:
         super().__init__(shm, start)
         self._used = 0  # the last value read from USED
-        self._asked = -1  # USED when `room_at` last read it
+        self._last_used = -1  # USED when `room_at` last read it
 
     def put(
-        self, what: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int
+        self, type_code: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int
     ) -> bool:
         """Put a whole message in; return False if there is no room now."""
         at = _data_at(_FIXED_WORDS + len(shape), nbytes)
@@ -123,7 +122,7 @@ class RingWriter(_Ring):
         if start < 0:
             return False
         words, word = self.words, start // 8
-        words[word + 1] = what | Form.WHOLE
+        words[word + 1] = type_code | EntryForm.WHOLE
         words[word + 2] = stream
         words[word + 3] = call
         words[word + 4] = nbytes
@@ -134,9 +133,9 @@ class RingWriter(_Ring):
         self._publish(word)
         return True
 
-    def tell(
+    def put_address(
         self,
-        what: int,
+        type_code: int,
         stream: int,
         call: int,
         shape: tuple[int, ...],
@@ -162,7 +161,7 @@ class RingWriter(_Ring):
             return 0
         words[self.base + NUMBER] = number
         word = start // 8
-        words[word + 1] = what | Form.ADDRESS
+        words[word + 1] = type_code | EntryForm.BY_ADDRESS
         words[word + 2] = stream
         words[word + 3] = call
         words[word + 4] = nbytes
@@ -179,7 +178,7 @@ class RingWriter(_Ring):
         if begin < 0:
             return 0
         words, word = self.words, begin // 8
-        words[word + 1] = Form.PART
+        words[word + 1] = EntryForm.PART
         words[word + 2] = stream
         words[word + 3] = call
         words[word + 4] = nbytes
@@ -203,8 +202,8 @@ class RingWriter(_Ring):
         link.
         """
         words, base = self.words, self.base
-        used, before = words[base + USED], self._asked
-        self._asked = used
+        used, before = words[base + USED], self._last_used
+        self._last_used = used
         nbytes += _data_at(_FIXED_WORDS + len(shape), nbytes)
         nbytes = -(-nbytes // LINE_BYTES) * LINE_BYTES
         filled = words[base + FILLED]
@@ -251,7 +250,7 @@ class RingWriter(_Ring):
                 return -1
         if gap:
             word = (self.ring + place) // 8
-            words[word], words[word + 1] = gap, Form.GAP
+            words[word], words[word + 1] = gap, EntryForm.GAP
             words[base + FILLED] = filled + gap
             place = 0
         start = self.ring + place
@@ -265,12 +264,7 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """The receiver's end of a ring. One thread at a time.
-
-    Args:
-        shm: The mapped segment.
-        start: Offset of the ring's header.
-    """
+    """The receiver's end of the ring whose header is at `start`. One thread at a time."""
 
     @property
     def news(self) -> int:
@@ -296,21 +290,21 @@ class RingReader(_Ring):
                 return None
             start = self.ring + used % self.ring_bytes
             word = start // 8
-            nbytes_entry, what = words[word], words[word + 1]
-            form = what & 0xFF
-            if form != Form.GAP:
+            type_code = words[word + 1]
+            form = type_code & 0xFF
+            if form != EntryForm.GAP:
                 break
-            words[base + USED] = used + nbytes_entry
-        if words[base + FILLED] - used < nbytes_entry:
+            words[base + USED] = used + words[word]
+        if words[base + FILLED] - used < words[word]:
             return None  # the C runner publishes a long entry in steps
-        dimensions = what >> 24
+        dimensions = type_code >> 24
         end = word + _FIXED_WORDS + dimensions
         shape = tuple(words[word + _FIXED_WORDS : end])
         stream, call, nbytes = words[word + 2], words[word + 3], words[word + 4]
-        head = (form, what >> 8 & 0xFF, what >> 16 & 0xFF, stream, call, nbytes)
-        if form == Form.ADDRESS:
+        head = (form, type_code >> 8 & 0xFF, type_code >> 16 & 0xFF, stream, call, nbytes)
+        if form == EntryForm.BY_ADDRESS:
             return RingEntry(*head, shape, 0, words[end], words[end + 1], words[end + 2])
-        if form == Form.PART:
+        if form == EntryForm.PART:
             data = start + _data_at(_FIXED_WORDS + 1, nbytes)
             return RingEntry(*head, (), data, words[end])
         return RingEntry(*head, shape, start + _data_at(_FIXED_WORDS + dimensions, nbytes))
@@ -335,21 +329,124 @@ class RingReader(_Ring):
 
     def want(self, number: int) -> None:
         """Ask for a long message in parts."""
-        self._say(number, 1)
+        self._answer(number, 1)
 
-    def taken(self, number: int) -> None:
+    def confirm(self, number: int) -> None:
         """Answer that this rank has received a long message."""
-        self._say(number, 2)
+        self._answer(number, 2)
 
     def is_cancelled(self, number: int) -> bool:
         """Return whether the sender cancelled a long message."""
         return self.words[self.base + _CANCELLED + number % PLACES] >= number
 
-    def _say(self, number: int, what: int) -> None:
+    def _answer(self, number: int, answer: int) -> None:
         with contextlib.suppress(ValueError):  # the segment is closed
-            self.words[self.base + _ANSWERS + number % PLACES] = (number << 1) - 2 + what
+            self.words[self.base + _ANSWERS + number % PLACES] = (number << 1) - 2 + answer
 
 
 def array_code(kind: int, dtype: int, dimensions: int) -> int:
     """Return the type, dtype and rank of an array as one number of an entry."""
     return kind << 8 | dtype << 16 | dimensions << 24
+
+
+class RingTable:
+    """Makes this rank's rings, of at most `ring_bytes`, and finds those of the other ranks."""
+
+    def __init__(self, channels: ChannelTable, ring_bytes: int = RING_BYTES) -> None:
+        self.channels = channels
+        self._shm = channels.shm
+        self._list = 0
+        fair = _RINGS_BYTES // self._shm.local_world_size // LINE_BYTES * LINE_BYTES
+        self._ring_bytes = min(ring_bytes, max(RING_BYTES_LEAST, fair))
+
+    def outbox(self, dest: int) -> RingWriter | None:
+        """Make the ring for messages to a world rank of this host; None without room."""
+        shm, words = self._shm, self._shm.words
+        table = shm.table(shm.local_rank) // 8
+        place = self.channels.places[dest]
+        if words[table + _RINGS] == _NEVER:
+            return None
+        try:
+            if not self._list:
+                listed = shm.allocate(shm.local_world_size * 8)
+                if self._list:  # another thread made it meanwhile
+                    shm.release(listed)  # type: ignore[unreachable]
+                else:
+                    self._list = listed
+                    words[table + _RINGS] = listed
+            start, ring_bytes = self._allocate()
+        except SharedMemoryFull:
+            words[self._list // 8 + place if self._list else table + _RINGS] = _NEVER
+            return None
+        words[start // 8 + RING] = ring_bytes  # all else reads as zeros
+        words[self._list // 8 + place] = start
+        return RingWriter(shm, start)
+
+    def _allocate(self) -> tuple[int, int]:
+        """Return the offset of a new ring, and its size."""
+        with contextlib.suppress(SharedMemoryFull):
+            return self._shm.allocate(HEADER_WORDS * 8 + self._ring_bytes), self._ring_bytes
+        return self._shm.allocate(HEADER_WORDS * 8 + RING_BYTES_LEAST), RING_BYTES_LEAST
+
+    def inbox(self, source: int) -> RingReader | None:
+        """Return the ring of messages from a world rank of this host; None while there is none."""
+        found = self._word_of(source)
+        start = self._shm.words[found] if found else 0
+        if start in (0, _NEVER):
+            return None
+        reader = RingReader(self._shm, start)
+        self._shm.check(start, HEADER_WORDS * 8 + reader.ring_bytes)
+        return reader
+
+    def has_none(self, source: int) -> bool:
+        """Return whether a rank will never have a ring to this one."""
+        words, places = self._shm.words, self.channels.places
+        found = self._word_of(source)
+        return words[found or self._shm.table(places[source]) // 8 + _RINGS] == _NEVER
+
+    def appears_word(self, source: int) -> int:
+        """Return the word that changes when the ring from a rank appears."""
+        return self._word_of(source) or self._shm.table(self.channels.places[source]) // 8 + _RINGS
+
+    def reach(self, source: int) -> ProcessReader | None:
+        """Return the reader of a rank's memory, as rank 0; None if it is not readable."""
+        places = self.channels.places
+        return self.channels.reach((places[source], self._shm.local_rank))
+
+    def native_endpoint(
+        self,
+        end: RingWriter | RingReader,
+        other: int,
+        identity: int,
+        eager_bytes: int,
+        **objects: Any,
+    ) -> Any:
+        """Return the C runner of one end of a pair's messages; None if Python runs them.
+
+        `identity` names the pair's calls, a message above `eager_bytes` waits for its receiver, and
+        `p2p.h` lists `objects`.
+        """
+        channels = self.channels
+        if not channels.is_native:
+            return None
+        looks, shares_cores = channels.patience((channels.places[other],))
+        return message_end(
+            self._shm.memory,
+            end.start,
+            end.ring,
+            end.ring_bytes,
+            ENTRY_BYTES_MAX,
+            eager_bytes,
+            ABORT * 8,
+            identity,
+            looks,
+            shares_cores,
+            int(BUDGET_S * 1e9),
+            **objects,
+        )
+
+    def _word_of(self, source: int) -> int:
+        """Return the index of the list word of the ring from a rank; 0 without a list."""
+        shm = self._shm
+        listed = shm.words[shm.table(self.channels.places[source]) // 8 + _RINGS]
+        return 0 if listed in (0, _NEVER) else listed // 8 + shm.local_rank

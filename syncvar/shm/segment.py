@@ -26,18 +26,19 @@ from syncvar.core.errors import (
     SharedMemoryUnavailable,
     UsageError,
 )
-from syncvar.shm import segment_layout
-from syncvar.shm.allocator import AllocatedRange, Range, RegionAllocator
-from syncvar.shm.debug_check import AllocationMap
+from syncvar.shm import segment_file
+from syncvar.shm.allocator import AllocatedRange, AllocationMap, Range, RegionAllocator
 from syncvar.shm.host_limits import MemoryLimits
 from syncvar.shm.segment_file import (
+    SegmentId,
+    SegmentLayout,
+    SharedMemoryReference,
+    bytes_in_words,
     check_header,
     check_machine,
     checked_size,
     mapping_refused,
 )
-from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
-from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -58,11 +59,7 @@ _REMEDY = "ask for less, or raise {}"
 class SegmentBlock:
     """The owner of an array's memory, at the end of the chain of bases.
 
-    Args:
-        shm: The segment.
-        ground: The segment as bytes; this reference keeps the mapping alive.
-        offset: Offset of the memory in the segment.
-        nbytes: Length of the array.
+    Its reference to `ground`, the segment as bytes, keeps the mapping alive.
     """
 
     __slots__ = ("__array_interface__", "ground", "nbytes", "offset", "shm")
@@ -83,21 +80,11 @@ class SegmentBlock:
 
 
 class SharedSegment:
-    """The shared-memory segment as one process sees it. Made by `attach`.
+    """The shared-memory segment as one process sees it; `attach` makes it.
 
-    Attributes:
-        memory: The mapping; gone after `close`.
-        words: The segment as 64-bit words.
-        address: Address of the segment in this process.
-        shm_bytes: Its size.
-        local_world_size: Number of ranks that share it.
-        usable_cores: Number of cores that these ranks may use together.
-        generation: Version of the membership.
-        segment: Identity of the segment.
-        local_rank: Rank of this process on the host.
-        layout: Offsets of the regions.
-        ground: The segment as bytes.
-        allocation_map: Map of allocated memory; None without checks.
+    `words` and `ground` are the segment as 64-bit words and as bytes. `memory`, the mapping, is
+    gone after `close`. All ranks of the host may use `usable_cores` together. Without checks the
+    `allocation_map` is None.
     """
 
     _current_process = staticmethod(os.getpid)  # also works while the interpreter shuts down
@@ -113,11 +100,11 @@ class SharedSegment:
     ) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
-        self.shm_bytes = self.words[segment_layout.SHM_BYTES]
-        self.local_world_size = self.words[segment_layout.LOCAL_WORLD_SIZE]
-        self.usable_cores = self.words[segment_layout.USABLE_CORES]
-        self.generation = self.words[segment_layout.GENERATION]
-        host, token = self.words[segment_layout.HOST], self.words[segment_layout.SEGMENT_TOKEN]
+        self.shm_bytes = self.words[segment_file.SHM_BYTES]
+        self.local_world_size = self.words[segment_file.LOCAL_WORLD_SIZE]
+        self.usable_cores = self.words[segment_file.USABLE_CORES]
+        self.generation = self.words[segment_file.GENERATION]
+        host, token = self.words[segment_file.HOST], self.words[segment_file.SEGMENT_TOKEN]
         self.segment = SegmentId(host, self.generation, token)
         self.local_rank = local_rank
         self.layout = SegmentLayout(self.shm_bytes, self.local_world_size)
@@ -211,7 +198,7 @@ class SharedSegment:
     @property
     def is_aborted(self) -> bool:
         """Whether the launcher has reported a failed rank."""
-        return self.words[segment_layout.ABORT] != 0
+        return self.words[segment_file.ABORT] != 0
 
     @property
     def is_checked(self) -> bool:
@@ -256,7 +243,7 @@ class SharedSegment:
 
     def check(self, offset: int, nbytes: int) -> None:
         """Raise InternalError if checks are on and nobody allocated these bytes."""
-        reason = "" if self.allocation_map is None else self.allocation_map.why_not(offset, nbytes)
+        reason = "" if self.allocation_map is None else self.allocation_map.misuse(offset, nbytes)
         if reason:
             raise InternalError(f"local rank {self.local_rank} uses unallocated memory: {reason}")
 
@@ -270,11 +257,11 @@ class SharedSegment:
 
         Cost: one or two microseconds for reused memory, else 0.2 ms for each MiB.
         """
-        with self._alone():
-            taken = self._take(nbytes)
-            for start, stop in taken.dirty:
+        with self._changing():
+            allocation = self._take(nbytes)
+            for start, stop in allocation.dirty:
                 self.ground[start:stop] = 0
-            return taken.offset
+            return allocation.offset
 
     def release(self, offset: int) -> None:
         """Free what `allocate` returned. Safe in any thread and at any moment, as in `__del__`."""
@@ -288,28 +275,21 @@ class SharedSegment:
             reason = "its elements are references"
             raise ConfigError(f"an array of {kind} cannot be shared between processes: {reason}")
         nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * kind.itemsize
-        with self._alone():
+        with self._changing():
             offset = self._take(nbytes).offset
             ground = self.ground
         return np.ndarray(shape, kind, np.asarray(SegmentBlock(self, ground, offset, nbytes)))
 
     def locate(self, array: NDArray[Any]) -> int | None:
-        """Return the offset of an array made by `empty`, or of a view of one.
-
-        None for any other array.
-
-        Only C-contiguous arrays are located.
-        """
+        """Return the offset of an array of `empty`, or of a C-contiguous view of one; else None."""
         base: Any = array.base
         if base is None:
             return None
         while isinstance(base, np.ndarray):
             base = base.base
-        if (
-            not isinstance(base, SegmentBlock)
-            or base.shm is not self
-            or not array.flags.c_contiguous
-        ):
+        if not isinstance(base, SegmentBlock) or base.shm is not self:
+            return None
+        if not array.flags.c_contiguous:
             return None
         if array.nbytes == base.nbytes:
             return base.offset  # contiguous and equally long: both begin at the same byte
@@ -323,7 +303,7 @@ class SharedSegment:
             used, limit = bytes_in_words(shortage.used), bytes_in_words(shortage.limit)
             raise SharedMemoryFull(
                 f"{bytes_in_words(nbytes)} of shared memory asked for, but {used} of {limit} "
-                f"are in use: {_REMEDY.format(shortage.whose)}"
+                f"are in use: {_REMEDY.format(shortage.limit_name)}"
             )
         try:
             for start in range(offset, offset + nbytes, _PIECE_BYTES):
@@ -349,7 +329,7 @@ class SharedSegment:
 
     def close(self) -> None:
         """Unmap the segment. Arrays stay valid: the last one ends the mapping."""
-        with self._alone():
+        with self._changing():
             if self._fd < 0:
                 return
             os.close(self._fd)
@@ -363,7 +343,7 @@ class SharedSegment:
     # -- inside ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _changing(self) -> Iterator[None]:
         """Exclude other threads and interrupting signal handlers from an allocation."""
         with self._lock:
             if self._changer:
@@ -386,26 +366,26 @@ class SharedSegment:
         try:
             return self._take_populated(nbytes)
         except SharedMemoryFull:
-            kept = self._extents.trim(0)
-            if not kept:
+            spare = self._extents.trim(0)
+            if not spare:
                 raise
-            self._give_back(kept)  # the reserve of free pages may be what is missing
+            self._give_back(spare)  # the reserve of free pages may be what is missing
             return self._take_populated(nbytes)
 
     def _take_populated(self, nbytes: int) -> AllocatedRange:
-        taken = self._extents.allocate(nbytes)
-        if taken is None:
+        allocation = self._extents.allocate(nbytes)
+        if allocation is None:
             raise SharedMemoryFull(self._no_room(nbytes))
         try:
-            for start, stop in taken.missing:
+            for start, stop in allocation.missing:
                 self.populate(start, stop - start)
             if self.allocation_map is not None:
-                self.allocation_map.add(taken.offset, taken.nbytes)
+                self.allocation_map.add(allocation.offset, allocation.nbytes)
         except BaseException:
-            self._give_back(self._extents.cancel(taken))
-            self._give_back(taken.missing, are_clean=True)
+            self._give_back(self._extents.cancel(allocation))
+            self._give_back(allocation.missing, are_clean=True)
             raise
-        return taken
+        return allocation
 
     def _freed(self) -> list[Range]:
         ranges: list[Range] = []

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import MigrationHintsMixin
 from syncvar.runtime.communicator import begin_epochs
-from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.timeouts import checked_timeout
+from syncvar.runtime.state import send_queued
+from syncvar.runtime.work import checked_timeout
 from syncvar.strategies.distributed_dataset import (
     DistributedDataset,
+    InputContext,
     distributed,
     distributed_from_function,
 )
-from syncvar.strategies.replica_group import InputContext, ValueContext
-from syncvar.strategies.scope_check import model_ids, refuse_new_models
-from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
+from syncvar.strategies.value_reduction import (
+    ValueContext,
+    gather_values,
+    local_part,
+    own_part,
+    reduce_values,
+)
 from syncvar.variables.policy import CallContext
 from syncvar.variables.registry import VariableRegistry
-from syncvar.variables.scope import ScopeEntry, ScopeStack, current_scope, scope_stack, stacks_of
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
+from syncvar.variables.variable_owner import (
+    ScopeEntry,
+    ScopeStack,
+    current_scope,
+    scope_stack,
+    stacks_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +50,9 @@ if TYPE_CHECKING:
     from syncvar.variables.policy import VariableSynchronization
 
 _REPLICA = CallContext.REPLICA
+# Module and name of the base class of all models, by library.
+_MODELS = (("torch.nn", "Module"), ("keras.layers", "Layer"), ("tf_keras.layers", "Layer"))
+_checked: weakref.WeakSet[Strategy] = weakref.WeakSet()  # whose first scope has begun
 
 
 class Strategy(MigrationHintsMixin):
@@ -52,7 +68,6 @@ class Strategy(MigrationHintsMixin):
     """
 
     _has_copies = True  # every replica has a copy of every variable
-    _has_checked_scope = False  # for models of other libraries
 
     def __init__(
         self,
@@ -79,12 +94,13 @@ class Strategy(MigrationHintsMixin):
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.registry: VariableRegistry | None = None
+        self.variable_class = self._variable_class  # for variables
+        self.create_storage = self._create_storage
         world = self.context.world
         # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members
-        self._aligned: tuple[Communicator, ...] = (communicator,)
-        if is_beside:
-            self._aligned = (communicator, world)
+        beside = (world,) if is_beside else ()
+        self._aligned: tuple[Communicator, ...] = (communicator, *beside)
         self._replica = ScopeEntry(self, _REPLICA)
         if self._has_copies and communicator.rank is not None and communicator.size > 1:
             self.registry = VariableRegistry(self)
@@ -193,7 +209,7 @@ class Strategy(MigrationHintsMixin):
             >>> v.strategy is strategy
             True
         """
-        return Scope(self)
+        return Scope(self, self._require_member)
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Call `fn(*args, **kwargs)` as this replica, in replica context. Collective.
@@ -480,16 +496,19 @@ def strategies_of(context: Joined) -> list[Strategy]:
 
 
 class Scope:
-    """The context manager of `Strategy.scope`."""
+    """The context manager of `Strategy.scope`.
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    It finds models of PyTorch and Keras that its first block makes: no strategy synchronizes them.
+    """
+
+    def __init__(self, strategy: Strategy, require_member: Callable[[], None]) -> None:
+        self._strategy, self._require_member = strategy, require_member
         # Models that existed before the block; None where the block is not checked.
         self._models: set[int] | None = None
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
-        strategy._require_member()  # noqa: SLF001  (of its own scope)
+        self._require_member()
         place = current_scope()
         if place is not None:
             if place.owner is not strategy:
@@ -503,15 +522,30 @@ class Scope:
                     "variables there:\n    with strategy.scope():\n        v = sv.Variable(…)\n"
                     "        strategy.run(fn)"
                 )
-        if not strategy._has_checked_scope:  # noqa: SLF001
-            strategy._has_checked_scope = True  # noqa: SLF001
-            self._models = model_ids()
+        if strategy not in _checked:
+            _checked.add(strategy)
+            self._models = {id(one) for one in _models()}
         scope_stack().append(ScopeEntry(strategy, CallContext.CROSS))
         return strategy
 
     def __exit__(self, *error: object) -> None:
         scope_stack().pop()
-        if self._models is not None:
-            known, self._models = self._models, None
-            if error[0] is None:
-                refuse_new_models(known)
+        known, self._models = self._models, None
+        if known is None or error[0] is not None:
+            return
+        kinds = {type(one) for one in _models() if id(one) not in known}
+        if kinds:
+            names = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+            raise UsageError(
+                f"this block of strategy.scope() makes a model of another library "
+                f"({', '.join(names[:4])}). A strategy synchronizes variables of sv only, so each "
+                f"rank would train its own copy. Make the model outside the block, and average its "
+                f'gradients: "A module of PyTorch" and "A model of Keras" in docs/migrating.md'
+            )
+
+
+def _models() -> list[Any]:
+    """Return all models of this process. It visits every object of the garbage collector."""
+    loaded = (getattr(sys.modules.get(module), name, None) for module, name in _MODELS)
+    bases = tuple(base for base in loaded if isinstance(base, type))
+    return [one for one in gc.get_objects() if issubclass(type(one), bases)] if bases else []

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import MigrationHintsMixin
 from syncvar.core.pytree import children_of, is_structure, rebuild
-from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
+from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import CallContext
-from syncvar.variables.scope import (
+from syncvar.variables.values import DistributedValues, PerReplica
+from syncvar.variables.variable import Variable
+from syncvar.variables.variable_owner import (
     ScopeEntry,
     context_of,
     current_owner,
     current_scope,
     scope_stack,
 )
-from syncvar.variables.values import DistributedValues, PerReplica
-from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,32 +1,155 @@
 """Distributed datasets: this replica's batches, in equally many steps on all replicas.
 
 Each `next` is one small all-reduce of the replicas' `BatchHeader`s. If they are equal, nothing more
-is needed; else the replicas exchange the headers and decide alike (`batch_agreement`). So no
+is needed; else the replicas exchange the headers and decide alike (`decide_step`). So no
 replica waits in a step that another never makes, and all get an exception while reading.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange, gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspect_batch, no_rows
+from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.data.batches import (
+    BatchPolicy,
+    content_digest,
+    even_part,
+    inspect_batch,
+    integer_of,
+    no_rows,
+    read_state,
+)
 from syncvar.data.dataset import Dataset
-from syncvar.data.iterator_state import read_state
+from syncvar.protocol.fixed_records import ARRAY, InputRecord
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.strategies.batch_agreement import BatchHeader, is_unanimous, verdict
-from syncvar.strategies.replica_group import InputContext, ReplicaGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
 
+    from syncvar.strategies.value_reduction import ReplicaGroup
+
+_LARGEST = (1 << 64) - 1
 _NEXT = "next batch of a distributed dataset"
 _END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class InputContext:
+    """The replica for which `distribute_datasets_from_function` makes a dataset.
+
+    Args:
+        num_input_pipelines: Number of datasets, one for each process.
+        input_pipeline_id: Number of this dataset.
+        num_replicas_in_sync: Number of replicas of the strategy.
+
+    Example:
+        >>> import syncvar as sv
+        >>> context = sv.InputContext(num_input_pipelines=4, num_replicas_in_sync=4)
+        >>> context.get_per_replica_batch_size(128)
+        32
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the rows of one replica's batch.
+
+        Args:
+            global_batch_size: Rows of all replicas' batches together, at least 0.
+
+        Returns:
+            Rows of one replica's batch.
+
+        Raises:
+            ConfigError: The number of replicas does not divide the batch.
+        """
+        size = integer_of("global_batch_size", global_batch_size, 0)
+        replicas = self.num_replicas_in_sync
+        each, rest = divmod(size, replicas)
+        if rest:
+            raise ConfigError(
+                f"{size} rows cannot be shared evenly by {replicas} replicas; take {size - rest} "
+                f"or {size - rest + replicas}, or distribute global batches with "
+                f"strategy.experimental_distribute_dataset, which cuts any size"
+            )
+        return each
+
+
+class BatchHeader(NamedTuple):
+    """One replica's input for a step."""
+
+    has_batch: bool  # whether it has a batch; else its dataset has ended
+    rows: int  # rows of the batch
+    epoch: int  # epoch that the iterator reads
+    position: int  # batches that it has returned before
+    kind: int  # digest of the batch's pytree and dtypes, or of the last known one; 0 for none
+    content: int = 0  # digest of an iterator's first batch, for global batches; else 0
+
+    def sides(self, *, is_global: bool) -> NDArray[np.uint64]:
+        """Return the fields and their complements, for `is_unanimous`.
+
+        `rows` counts for global batches only.
+        """
+        rows = self.rows if is_global else 0
+        values = (int(self.has_batch), rows, self.epoch, self.position, self.kind, self.content)
+        return np.array((*values, *(_LARGEST - value for value in values)), np.uint64)
+
+    def record(self) -> InputRecord:
+        """Return the header as a record for an exchange."""
+        shape = self.rows, self.epoch, self.position, self.content
+        return InputRecord(ARRAY, int(self.has_batch), shape, self.kind)
+
+    @staticmethod
+    def from_record(record: InputRecord) -> BatchHeader:
+        """Return the header in a record."""
+        rows, epoch, position, content = record.shape
+        return BatchHeader(bool(record.dtype), rows, epoch, position, record.nbytes, content)
+
+
+class BatchDecision(NamedTuple):
+    """What all replicas do in a step."""
+
+    disagreement: str = ""  # why the headers do not fit together; empty if they do
+    is_over: bool = False  # whether all datasets have ended
+    # replica that describes its batch to replicas without one; None if all know it
+    teacher: int | None = None
+    differs: bool = False  # whether replicas read different contents of global batches
+
+
+def is_unanimous(largest: NDArray[Any]) -> bool:
+    """Return whether all replicas have equal headers."""
+    high, low = largest.reshape(2, -1).tolist()
+    return all(one + other == _LARGEST for one, other in zip(high, low, strict=True))
+
+
+def decide_step(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
+    """Return what all replicas do; a pure function of the headers of all replicas."""
+    if len({(offer.epoch, offer.position) for offer in offers}) > 1:
+        return BatchDecision("the replicas are at different places of their datasets")
+    live = [place for place, offer in enumerate(offers) if offer.has_batch]
+    if not live:
+        return BatchDecision(is_over=True)
+    if is_global and len(live) < len(offers):
+        return BatchDecision("the dataset has ended on some replicas and not on others")
+    kinds = {offers[place].kind for place in live}
+    if len(kinds) > 1:
+        return BatchDecision("the replicas' batches differ in structure, dtype or shape of a row")
+    if is_global and len({offer.rows for offer in offers}) > 1:
+        return BatchDecision("the replicas' global batches differ in length")
+    needed = any(offer.kind not in kinds for offer in offers)
+    differs = is_global and len({offer.content for offer in offers}) > 1
+    return BatchDecision(teacher=live[0] if needed else None, differs=differs)
 
 
 class Feed:
@@ -36,7 +159,7 @@ class Feed:
         self.strategy = strategy
         self.dataset = dataset
         self.is_global = is_global
-        self.what = "global batches" if is_global else "batches from a function"
+        self.kind = "global batches" if is_global else "batches from a function"
         self.seed = dataset.seed if isinstance(dataset, Dataset) else ""
         self.next_epoch = 0
         self._was_opened = False
@@ -94,7 +217,7 @@ class DistributedDataset:
         return True
 
     def __repr__(self) -> str:
-        return f"<sv.DistributedDataset of {self._feed.what} for {self._feed.strategy!r}>"
+        return f"<sv.DistributedDataset of {self._feed.kind} for {self._feed.strategy!r}>"
 
 
 class DistributedIterator(MigrationHintsMixin):
@@ -154,10 +277,8 @@ class DistributedIterator(MigrationHintsMixin):
         Cost: an all-reduce of 96 bytes; one exchange more while the headers of replicas differ.
         """
         if self._failure is not None:
-            raise UsageError(
-                f"this iterator failed earlier ({self._failure}); make another one with "
-                f"iter(dataset)"
-            )
+            text = f"this iterator failed earlier ({self._failure})"
+            raise UsageError(f"{text}; make another one with iter(dataset)")
         if self._is_over:
             raise StopIteration
         try:
@@ -185,13 +306,8 @@ class DistributedIterator(MigrationHintsMixin):
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the source, the epoch, the position (batches returned in it) and the seed."""
-        feed = self._feed
-        return {
-            "input": feed.what,
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": feed.seed,
-        }
+        place = {"epoch": self._epoch, "position": self._position}
+        return {"input": self._feed.kind, **place, "seed": self._feed.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a `state_dict`. Not collective.
@@ -204,7 +320,7 @@ class DistributedIterator(MigrationHintsMixin):
         Raises:
             ConfigError: `state` is none, or that of another dataset. Nothing has changed.
         """
-        epoch, position = read_state(state, {"input": self._feed.what, "seed": self._feed.seed})
+        epoch, position = read_state(state, {"input": self._feed.kind, "seed": self._feed.seed})
         self._close_elements()
         self._restart()
         self._epoch, self._position = epoch, position
@@ -293,22 +409,19 @@ class DistributedIterator(MigrationHintsMixin):
 
         records = communicator.perform(_NEXT, check, strategy.timeout)
         offers = [BatchHeader.from_record(one) for one in records]
-        decided = verdict(offers, is_global=is_global)
+        decided = decide_step(offers, is_global=is_global)
         if decided.disagreement:
             self._disagree(decided.disagreement, batch, offers)
         if decided.differs:
             self._differ(offers)
         if decided.teacher is not None:
-            known = gather_objects(
-                communicator, _NEXT, lambda: self._description(batch), strategy.timeout
-            )
+            policy = self._policy
+            mine_plain = None if batch is _END or policy is None else policy.plain()
+            known = gather_objects(communicator, _NEXT, lambda: mine_plain, strategy.timeout)
             if batch is _END:
                 self._policy = BatchPolicy.from_plain(known[decided.teacher])
                 self._no_rows, self._no_rows_of = self._policy.no_rows(), self._policy
         return decided.is_over
-
-    def _description(self, batch: Any) -> list[Any] | None:
-        return None if batch is _END or self._policy is None else self._policy.plain()
 
     def _disagree(self, reason: str, batch: Any, offers: list[BatchHeader]) -> None:
         """Raise MismatchError with the batch of each replica."""
@@ -316,13 +429,10 @@ class DistributedIterator(MigrationHintsMixin):
         policy = self._policy
         mine = "its end" if batch is _END or policy is None else policy.describe()
         inputs = gather_objects(strategy.communicator, _NEXT, lambda: mine, strategy.timeout)
-        table = {
-            rank: f"epoch {offer.epoch}, batch {offer.position}: {batch_text}"
-            + (f", {offer.rows} rows" if offer.has_batch else "")
-            for rank, offer, batch_text in zip(
-                strategy.communicator.members, offers, inputs, strict=True
-            )
-        }
+        table = {}
+        for rank, offer, text in zip(strategy.communicator.members, offers, inputs, strict=True):
+            table[rank] = f"epoch {offer.epoch}, batch {offer.position}: {text}"
+            table[rank] += f", {offer.rows} rows" if offer.has_batch else ""
         remedy = (
             "every replica has to read the same global batches: make the dataset in the same way "
             "everywhere, with one seed"

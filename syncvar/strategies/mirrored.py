@@ -1,20 +1,26 @@
-"""Strategies with a copy of every variable on each replica: of one host, or of all hosts."""
+"""Strategies with a copy of every variable on each replica, or with one copy on each host."""
 
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
-from syncvar.core.lazy_import import unexpected_keyword
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.base import Strategy
-from syncvar.variables.scope import set_default
+from syncvar.variables.policy import VariableSynchronization
+from syncvar.variables.storage import shared_copy
+from syncvar.variables.variable_owner import set_default
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
+    from syncvar.variables.storage import Storage
 
 _log = logging.getLogger("syncvar")
 
@@ -107,6 +113,58 @@ def _own_communicator(members: tuple[int, ...]) -> Communicator:
     counts: dict[Any, int] = context.extras.setdefault("strategy_counts", {})
     number = counts[members] = counts.get(members, 0) + 1
     return context.communicator(fingerprint("strategy", members, number), members)
+
+
+class CentralStorageStrategy(MirroredStrategy):
+    """One copy of every variable on each host, in memory that the replicas of the host share.
+
+    Replicas combine a write as under MirroredStrategy; then one replica of each host stores it.
+    `read_value()` returns a copy. `read_value(copy=False)` returns a view of the shared copy, valid
+    until the next write. ON_READ and NONE variables have a copy on each replica. The strategy
+    defers no writes.
+
+    Args:
+        group: Ranks that are replicas; None means the world.
+        strict: Whether initial values that differ between replicas are an error.
+        check_cross_writes: Whether to compare what the replicas write in cross context.
+        reproducible: Whether to sum by the tree over replicas, independent of algorithm and hosts.
+        timeout: Seconds that a call waits; None means the job's default.
+
+    Cost: memory for one copy on each host instead of one for each replica. A write takes two
+        barriers more than under MirroredStrategy, and each replica holds the new value meanwhile.
+
+    Example:
+        >>> import syncvar as sv
+        >>> strategy = sv.CentralStorageStrategy()
+        >>> with strategy.scope():
+        ...     total = sv.Variable(0.0, aggregation=sv.VariableAggregation.SUM)
+        >>> _ = strategy.run(lambda: total.assign_add(1.0))
+        >>> float(total) == strategy.num_replicas_in_sync
+        True
+    """
+
+    _has_copies = False
+
+    def _default_members(self) -> tuple[int, ...]:
+        return current().world.members
+
+    @cached_property
+    def _on_host(self) -> Communicator:
+        """The communicator of the replicas of this host."""
+        communicator, context = self._communicator, self.context
+        host_of = context.hosts.host_of
+        here = host_of(context.rank)
+        members = tuple(rank for rank in communicator.members if host_of(rank) == here)
+        return context.communicator(fingerprint("on host", communicator.identity, here), members)
+
+    def _create_storage(
+        self, value: NDArray[Any], synchronization: VariableSynchronization
+    ) -> Storage:
+        """Return the memory for a variable's copy; collective on the host for shared copies."""
+        is_own = synchronization is not VariableSynchronization.ON_WRITE
+        if is_own or self._communicator.rank is None:
+            return super()._create_storage(value, synchronization)
+        return shared_copy(self.context, self._on_host, value, self.timeout)
 
 
 set_default(DefaultStrategy)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.testing.cluster import Ask, Cluster
-from syncvar.testing.simulation import Simulation
+from syncvar.testing.simulation import Ask, Cluster, Simulation
 from syncvar.testing.transport_check import TRANSPORT_CHECKS, TransportFactory, check_transport
 from syncvar.testing.world import run_ranks
 from syncvar.transports.in_memory import Faults

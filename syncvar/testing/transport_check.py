@@ -13,7 +13,7 @@ from syncvar.protocol.frame import FrameType, Header
 from syncvar.transports.base import Frame, PeerDisconnected, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
 _PATIENCE_S = 20.0
@@ -38,8 +38,7 @@ class TransportFactory:
         nbytes_max: int = 1 << 20,
         lose: Callable[[Sequence[Transport], int], None] | None = None,
     ) -> None:
-        self.connect = connect
-        self.nbytes_max = nbytes_max
+        self.connect, self.nbytes_max = connect, nbytes_max
         self.lose = lose or (lambda world, rank: world[rank].close(0.0))
 
 
@@ -68,9 +67,18 @@ def check_transport(factory: TransportFactory) -> None:
             raise AssertionError(f"{name.replace('_', ' ')}: {error}") from error
 
 
+TRANSPORT_CHECKS: dict[str, Callable[[TransportFactory], None]] = {}
+
+
+def _check(function: Callable[[TransportFactory], None]) -> Callable[[TransportFactory], None]:
+    TRANSPORT_CHECKS[function.__name__.lstrip("_")] = function
+    return function
+
+
 # -- what arrives ----------------------------------------------------------------------------------
 
 
+@_check
 def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory) -> None:
     sizes = [0, 1, 3, 1000, 5000, 200_000]
     count = 120
@@ -100,6 +108,7 @@ def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory)
         seen.check_no_disconnect()
 
 
+@_check
 def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
     most = factory.nbytes_max
     with factory.connect(2, _GENERATION) as world:
@@ -118,6 +127,7 @@ def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
             _check_payload(one)
 
 
+@_check
 def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
     big, long = (1 << 32) - 1, (1 << 64) - 1
     with factory.connect(2, _GENERATION) as world:
@@ -134,6 +144,7 @@ def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
         assert [one.header for one in seen.frames[0]] == wanted, seen.frames[0]
 
 
+@_check
 def _many_peers_receive_from_each_other(factory: TransportFactory) -> None:
     size = 12
     with factory.connect(size, _GENERATION) as world:
@@ -160,33 +171,27 @@ def _many_peers_receive_from_each_other(factory: TransportFactory) -> None:
 # -- ownership of memory ---------------------------------------------------------------------------
 
 
+@_check
 def _borrowed_memory_may_be_reused_when_its_loan_is_done(factory: TransportFactory) -> None:
+    _reuse_memory(factory, borrow=True)
+
+
+@_check
+def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory) -> None:
+    _reuse_memory(factory, borrow=False)
+
+
+def _reuse_memory(factory: TransportFactory, *, borrow: bool) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
         memory = bytearray(factory.nbytes_max)
         for number in range(6):
             memory[:] = bytes([number + 1]) * len(memory)
             header = Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory)).pack()
-            loan = world[0].send(1, header, memoryview(memory), borrow=True)
+            loan = world[0].send(1, header, memoryview(memory), borrow=borrow)
+            assert borrow or loan is None, "a payload that was copied has no loan"
             if loan is not None:
                 seen.until(loan.is_done, "the loan to be done")
-            memory[:] = bytes(len(memory))
-        seen.until(lambda: len(seen.frames[1]) == 6, "the frames to arrive")
-        for number, one in enumerate(seen.frames[1]):
-            assert bytes(one.payload) == bytes([number + 1]) * len(memory), (
-                f"frame {number} was overwritten"
-            )
-
-
-def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory) -> None:
-    with factory.connect(2, _GENERATION) as world:
-        seen = _Arrivals(world)
-        memory = bytearray(factory.nbytes_max)
-        for number in range(6):
-            memory[:] = bytes([number + 1]) * len(memory)
-            header = Header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory)).pack()
-            loan = world[0].send(1, header, memoryview(memory))
-            assert loan is None, "a payload that was copied has no loan"
         memory[:] = bytes(len(memory))
         seen.until(lambda: len(seen.frames[1]) == 6, "the frames to arrive")
         for number, one in enumerate(seen.frames[1]):
@@ -195,6 +200,7 @@ def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory
             )
 
 
+@_check
 def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -212,6 +218,7 @@ def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
 # -- waiting ---------------------------------------------------------------------------------------
 
 
+@_check
 def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -222,17 +229,17 @@ def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
         while len(seen.frames[1]) < 2 and time.monotonic() - began < _PATIENCE_S:
             world[1].wait(_PATIENCE_S)
             seen.take()
-        assert time.monotonic() - began < _SOON_S, (
-            f"the frame was seen after {time.monotonic() - began:.1f} s"
-        )
+        _check_soon(began, "the frame was seen")
 
 
+@_check
 def _wait_ends_at_a_wake_from_another_thread(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         for delay_s in (0.0, 0.1):
             _wakes_soon(world[0], lambda: world[0].wait(_PATIENCE_S), delay_s)
 
 
+@_check
 def _wait_ends_at_its_timeout(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         for wait in (world[0].wait, world[0].wait_idle):
@@ -250,6 +257,7 @@ def _wait_ends_at_its_timeout(factory: TransportFactory) -> None:
             )
 
 
+@_check
 def _wait_idle_ends_at_a_wake_beside_a_driver(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         stop = threading.Event()
@@ -268,12 +276,13 @@ def _wait_idle_ends_at_a_wake_beside_a_driver(factory: TransportFactory) -> None
                 waker.start()
                 world[0].wait_idle(_PATIENCE_S)
                 waker.join()
-                assert time.monotonic() - began < _SOON_S, "wait_idle did not end at a wake"
+                _check_soon(began, "wait_idle ended")
         finally:
             stop.set()
             driver.join()
 
 
+@_check
 def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -286,11 +295,10 @@ def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
             world[1].wait_idle(_PATIENCE_S)
             seen.take([1])
         sender.join()
-        assert time.monotonic() - began < _SOON_S, (
-            f"the frame was seen after {time.monotonic() - began:.1f} s"
-        )
+        _check_soon(began, "the frame was seen")
 
 
+@_check
 def _queued_frames_leave_while_the_sender_waits_idle(factory: TransportFactory) -> None:
     for has_driven in (False, True):
         with factory.connect(2, _GENERATION) as world:
@@ -313,9 +321,7 @@ def _queued_frames_leave_while_the_sender_waits_idle(factory: TransportFactory) 
                 while not seen.frames[1] and time.monotonic() - began < _PATIENCE_S:
                     world[1].wait(0.05)
                     seen.take([1])
-                assert time.monotonic() - began < _SOON_S, (
-                    f"the frame came after {time.monotonic() - began:.1f} s"
-                )
+                _check_soon(began, "the frame came")
             finally:
                 stop.set()
                 world[0].wake()
@@ -325,6 +331,7 @@ def _queued_frames_leave_while_the_sender_waits_idle(factory: TransportFactory) 
 # -- ends ------------------------------------------------------------------------------------------
 
 
+@_check
 def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) -> None:
     for answers in (False, True):
         with factory.connect(3, _GENERATION) as world:
@@ -347,6 +354,7 @@ def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) ->
             seen.until(lambda: len(seen.frames[2]) == 1, "the frame to rank 2", [0, 2])  # noqa: B023
 
 
+@_check
 def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: TransportFactory) -> None:
     with factory.connect(3, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -383,6 +391,7 @@ def _an_abrupt_disconnect_is_reported_once_and_after_all_frames(factory: Transpo
         assert all(one.reason for one in seen.lost[0]), "a disconnect needs a reason"
 
 
+@_check
 def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Arrivals(world)
@@ -403,6 +412,7 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
         )
 
 
+@_check
 def _close_may_be_repeated(factory: TransportFactory) -> None:
     for linger_s in (0.0, 0.5):
         with factory.connect(2, _GENERATION) as world:
@@ -410,33 +420,6 @@ def _close_may_be_repeated(factory: TransportFactory) -> None:
             for _ in range(3):
                 world[0].close(linger_s)
             world[0].wake()
-
-
-TRANSPORT_CHECKS: Mapping[str, Callable[[TransportFactory], None]] = {
-    check.__name__.lstrip("_"): check
-    for check in (
-        _links_keep_order_lose_nothing_and_double_nothing,
-        _payloads_of_every_size_arrive_whole,
-        _header_fields_arrive_as_they_were_sent,
-        _many_peers_receive_from_each_other,
-        _borrowed_memory_may_be_reused_when_its_loan_is_done,
-        _memory_that_is_not_borrowed_may_be_reused_at_once,
-        _a_received_payload_stays_as_it_was,
-        _wait_ends_at_an_arrival,
-        _wait_ends_at_a_wake_from_another_thread,
-        _wait_ends_at_its_timeout,
-        _wait_idle_ends_at_a_wake_beside_a_driver,
-        _wait_idle_ends_at_an_arrival,
-        _queued_frames_leave_while_the_sender_waits_idle,
-        _an_orderly_close_is_no_loss_and_loses_nothing,
-        _an_abrupt_disconnect_is_reported_once_and_after_all_frames,
-        _loans_of_a_lost_link_end,
-        _close_may_be_repeated,
-    )
-}
-
-
-# -- inside ----------------------------------------------------------------------------------------
 
 
 class _Arrivals:
@@ -458,7 +441,7 @@ class _Arrivals:
                     self.frames[rank].append(arrival)
 
     def until(
-        self, condition: Callable[[], bool], what: str, ranks: Sequence[int] | None = None
+        self, condition: Callable[[], bool], event: str, ranks: Sequence[int] | None = None
     ) -> None:
         """Drive `ranks` until a condition holds."""
         ranks = range(len(self.world)) if ranks is None else ranks
@@ -467,7 +450,7 @@ class _Arrivals:
             self.take(ranks)
             if condition():
                 return
-            assert time.monotonic() < deadline, f"waited {_PATIENCE_S:g} s for {what}"
+            assert time.monotonic() < deadline, f"waited {_PATIENCE_S:g} s for {event}"
             for rank in ranks:
                 self.world[rank].wait(0.002)
 
@@ -510,6 +493,9 @@ def _wakes_soon(transport: Transport, wait: Callable[[], object], delay_s: float
     waker.start()
     wait()
     waker.join()
-    assert time.monotonic() - began < _SOON_S, (
-        f"the wake took effect after {time.monotonic() - began:.1f} s"
-    )
+    _check_soon(began, "the wake took effect")
+
+
+def _check_soon(began: float, event: str) -> None:
+    lasted_s = time.monotonic() - began
+    assert lasted_s < _SOON_S, f"{event} after {lasted_s:.1f} s"

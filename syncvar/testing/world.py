@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.process import use
-from syncvar.core.environment import RankEnvironment
+from syncvar.core.environment import HostMap, RankEnvironment, split_evenly
 from syncvar.core.errors import SharedMemoryUnavailable
-from syncvar.core.host_topology import HostMap, split_evenly
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
-from syncvar.runtime.gil_contention import gil_monitor
+from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
@@ -27,7 +26,7 @@ from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, M
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.parameter_server.client.local_servers import LocalServers
+    from syncvar.parameter_server.session import LocalServers
     from syncvar.shm.segment_file import CreatedSegment
 
 _SHM_BYTES = 64 << 30  # virtual; pages are allocated at first use
@@ -36,7 +35,7 @@ _counting = threading.Lock()
 _intervals: list[float] = []  # switch interval before each world that is running
 
 
-def run_ranks(
+def run_ranks(  # noqa: PLR0913  (public signature)
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
@@ -80,9 +79,7 @@ def run_ranks(
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
     places = HostMap(split_evenly(world_size, hosts))
-    segments = [
-        _create_shm(shm_bytes, size) if shared and size > 1 else None for size in places.sizes
-    ]
+    segments = [_create_shm(shm_bytes, size) if shared else None for size in places.sizes]
 
     def body(rank: int) -> None:
         host, local = places.host_of(rank), places.local_rank(rank)
@@ -100,25 +97,15 @@ def run_ranks(
         )
         context: ProcessContext | None = None
         try:
-            links = MemoryTransport(network, rank), MemoryControl(network, rank)
-            context = ProcessContext(
-                me,
-                config,
-                *links,
-                shm=_attach(segments[host], local, checks=config.check_shm == "on"),
-            )
-            if servers is not None:
-                context.extras["servers"] = servers
-            if context.engine is not None:
-                context.engine.around = partial(use, context)
+            shm = _attach(segments[host], local, checks=config.check_shm == "on")
+            context = _context_of(me, config, network, shm, servers)
             with use(context):
                 results[rank] = fn(*args)
             context.close(orderly=True)
         except BaseException as error:  # noqa: BLE001  (the result of this rank)
             results[rank] = error
-            for shm in segments:
-                if shm is not None:
-                    shm.abort()  # first of all, as the launcher does
+            for segment in filter(None, segments):
+                segment.abort()  # first of all, as the launcher does
             network.ended(rank, f"uncaught {type(error).__name__}: {error}")
             if context is not None:
                 context.close(orderly=False)
@@ -134,13 +121,28 @@ def run_ranks(
             for thread in threads:
                 thread.join(timeout_s)
     finally:
-        for shm in segments:
-            if shm is not None:
-                shm.close()
+        for segment in filter(None, segments):
+            segment.close()
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
         raise TimeoutError(f"ranks {late} did not end within {timeout_s:g} s")
     return results
+
+
+def _context_of(
+    me: RankEnvironment,
+    config: RuntimeConfig,
+    network: MemoryNetwork,
+    shm: SharedSegment | str,
+    servers: LocalServers | None,
+) -> ProcessContext:
+    links = MemoryTransport(network, me.rank), MemoryControl(network, me.rank)
+    context = ProcessContext(me, config, *links, shm=shm)
+    if servers is not None:
+        context.extras["servers"] = servers
+    if context.engine is not None:
+        context.engine.around = partial(use, context)
+    return context
 
 
 @contextlib.contextmanager
@@ -176,7 +178,9 @@ def _short_switches(*, needed: bool) -> Iterator[None]:
             _intervals.pop()
 
 
-def _create_shm(shm_bytes: int, world_size: int) -> CreatedSegment:
+def _create_shm(shm_bytes: int, world_size: int) -> CreatedSegment | None:
+    if world_size == 1:
+        return None
     shm, reason = create(shm_bytes, world_size, 1)  # threads take turns, as on one core
     if shm is None:
         raise SharedMemoryUnavailable(reason)

@@ -1,4 +1,4 @@
-"""The contract of all transports, and of the control channel.
+"""The contract of all transports and of the control channel, and how waits end (`Wakeup`).
 
 A transport moves frames between the ranks of one generation. It knows no collective and never calls
 upward.
@@ -21,6 +21,9 @@ upward.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.core.errors import WireError
@@ -34,24 +37,14 @@ if TYPE_CHECKING:
 
 
 class Frame(NamedTuple):
-    """An arrived frame.
-
-    Args:
-        header: Checked header; its source is the peer that really sent it.
-        payload: `header.nbytes` bytes, owned by the receiver.
-    """
+    """An arrived frame, and its payload, which the receiver owns; its source is the real sender."""
 
     header: Header
     payload: bytes | memoryview
 
 
 class PeerDisconnected(NamedTuple):
-    """A link that delivers nothing more.
-
-    Args:
-        peer: The rank at its other end.
-        reason: The observed reason, for instance "it closed the connection without a goodbye".
-    """
+    """A link to `peer` that delivers nothing more, and the observed reason."""
 
     peer: int
     reason: str
@@ -92,8 +85,7 @@ class Transport(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """Wait for an arrival, `wake` or the timeout.
 
-        Returns:
-            Whether a control message may have arrived too.
+        Return whether a control message may have arrived too.
         """
 
     def wait_idle(self, timeout_s: float) -> None:
@@ -110,11 +102,7 @@ class Transport(Protocol):
 
 
 class Control(Protocol):
-    """The channel to the process that manages the membership.
-
-    Attributes:
-        keeper: The rank of that process; None for the launcher.
-    """
+    """The channel to the membership's manager: rank `keeper`, or None for the launcher."""
 
     keeper: int | None
 
@@ -140,3 +128,54 @@ def check_length(header: Header, source: int, nbytes: int) -> None:
     if header.kind in CARRIERS and header.nbytes != nbytes:
         lengths = f"announces {header.nbytes} bytes and has {nbytes}"
         raise WireError(f"a frame of rank {source} {lengths}")
+
+
+class Wakeup:
+    """Two signals: one for the driver, one for the thread that waits idle beside it.
+
+    `driver` is the descriptor of the driver's signal, -1 once closed. `arrivals` polls this signal
+    and all watched descriptors, `idle` the idle thread's signal and the same descriptors.
+    """
+
+    def __init__(self) -> None:
+        self.driver = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._idler = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.arrivals, self.idle = select.poll(), select.poll()
+        self.arrivals.register(self.driver, select.POLLIN)
+        self.idle.register(self._idler, select.POLLIN)
+
+    def watch(self, descriptor: int) -> None:
+        """Let arrivals at a descriptor end both waits."""
+        self.arrivals.register(descriptor, select.POLLIN)
+        self.idle.register(descriptor, select.POLLIN)
+
+    def wake(self) -> None:
+        """End both waits, from any thread."""
+        with contextlib.suppress(OSError, ValueError):  # closed: no thread waits
+            os.eventfd_write(self.driver, 1)
+            os.eventfd_write(self._idler, 1)
+
+    def watch_idle(self, descriptor: int) -> None:
+        """Let arrivals at a descriptor end the idle wait, also a running one."""
+        self.idle.register(descriptor, select.POLLIN)
+        os.eventfd_write(self._idler, 1)
+
+    def take(self) -> None:
+        """Clear the driver's signal."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.driver)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait as the idle thread; return whether there was any signal or arrival."""
+        ready = self.idle.poll(max(0.0, timeout_s) * 1000)
+        for descriptor, _ in ready:
+            if descriptor == self._idler:
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(descriptor)
+        return bool(ready)
+
+    def close(self) -> None:
+        """Close the signals; later wakes do nothing."""
+        os.close(self.driver)
+        os.close(self._idler)
+        self.driver = self._idler = -1

@@ -7,6 +7,12 @@ client key pair and one listener key pair.
 With `encryption = control-only`, links begin with a ticket for each pair of ranks, which the gate
 compares (PLAIN, RFC 24). With `encryption = off` the gate accepts all, and only counts and closes
 silent connections.
+
+ZeroMQ accepts every connection and gives it the handshake's time limit, so a thousand silent
+connections could use up this process's descriptors. `UnauthenticatedPeers` closes connections that
+had time to authenticate, the oldest first, until few are left. It never closes members and refuses
+no new connection, which may be a member's. It also closes a client that sends more than a handshake
+needs.
 """
 
 from __future__ import annotations
@@ -14,6 +20,11 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import os
+import resource
+import socket
+import stat
+import struct
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,16 +34,115 @@ from zmq.utils import z85
 
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.protocol.auth_keys import derive
-from syncvar.transports.unauthenticated_peers import (
-    UNPROVED_NBYTES,
-    UNPROVED_PLAIN_NBYTES,
-    UnauthenticatedPeers,
-)
+from syncvar.protocol.frame import UNPROVED_NBYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.core.settings import RuntimeConfig
+
+WAITING_MAX = 16  # connections that may stay without authentication after PROVE_S
+PROVE_S = 1.0
+LOOK_EVERY_S = 1.0  # without unauthenticated connections
+_BUSY_S = 0.1
+_DESCRIPTORS_SHARE = 4  # unauthenticated connections may use one in so many of all descriptors
+
+# A listener sends an unauthenticated client 64 bytes of greeting, then 170 of WELCOME (RFC 26) or
+# at most 20 of refusal. READY, which only members receive, exceeds this limit.
+UNPROVED_NBYTES = 256
+# Without encryption: 64 bytes of greeting, at most 20 of refusal. With READY at least 107.
+UNPROVED_PLAIN_NBYTES = 96
+_COUNTERS = struct.Struct("=120xQQ")  # tcp_info: bytes acked and received, since Linux 4.1
+
+
+class UnauthenticatedPeers:
+    """The unauthenticated connections at one tcp port of this process.
+
+    Before a client authenticates, the listener sends it at most `unproved_nbytes` bytes.
+    """
+
+    def __init__(self, port: int, unproved_nbytes: int = UNPROVED_NBYTES) -> None:
+        self._port = port
+        self._unproved_nbytes = unproved_nbytes
+        self._since: dict[int, float] = {}
+        self.closed = 0
+        self.listener: socket.socket | None = None
+        for one in self._sockets():
+            if self.listener is None and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                self.listener = one
+            else:
+                one.close()
+
+    def close(self) -> None:
+        """Close the copy of the listener. Idempotent."""
+        if self.listener is not None:
+            self.listener.close()
+
+    def look(self, now: float) -> float:
+        """Close surplus connections; return after how many seconds to look again."""
+        unproved: dict[int, socket.socket] = {}
+        talkative = set()
+        for one in self._sockets():
+            inode = os.fstat(one.fileno()).st_ino
+            received = None if inode in unproved else self._heard_of_stranger(one)
+            if received is None:
+                one.close()
+                continue
+            unproved[inode] = one
+            if received > UNPROVED_NBYTES_MAX:
+                talkative.add(inode)
+        self._since = {inode: self._since.get(inode, now) for inode in unproved}
+        oldest_first = sorted(self._since, key=lambda inode: self._since[inode])
+        late = [inode for inode in oldest_first if now - self._since[inode] >= PROVE_S]
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTORS_SHARE
+        ending = talkative | {
+            *late[: max(0, len(late) - WAITING_MAX)],
+            *oldest_first[: max(0, len(oldest_first) - room)],
+        }
+        for inode, one in unproved.items():
+            if inode in ending:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)  # ZeroMQ then closes its own descriptor
+            one.close()
+        self.closed += len(ending)
+        return _BUSY_S if unproved else LOOK_EVERY_S
+
+    def _heard_of_stranger(self, one: socket.socket) -> int | None:
+        """Return the bytes that an unauthenticated client has sent; None for a member."""
+        with contextlib.suppress(OSError, struct.error):
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size)
+            sent, received = _COUNTERS.unpack(info)
+            return int(received) if sent <= self._unproved_nbytes else None
+        return None
+
+    def _sockets(self) -> list[socket.socket]:
+        """Return copies of this process's tcp sockets at the port; they outlive ZeroMQ's own."""
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                copy = os.dup(int(name))
+                try:
+                    if self._is_here(copy):
+                        found.append(socket.socket(fileno=copy))
+                        copy = -1
+                finally:
+                    if copy >= 0:
+                        os.close(copy)
+        return found
+
+    def _is_here(self, descriptor: int) -> bool:
+        one = socket.socket(fileno=descriptor)
+        try:
+            is_inet = one.family in (socket.AF_INET, socket.AF_INET6)
+            is_tcp = is_inet and one.type == socket.SOCK_STREAM
+            return is_tcp and bool(one.getsockname()[1] == self._port)
+        finally:
+            one.detach()
+
 
 _log = logging.getLogger("syncvar")
 _ENDPOINT = "inproc://zeromq.zap.01"
@@ -44,12 +154,9 @@ _DIGITS_MAX = 9  # of a rank
 
 
 class LinkKeys(NamedTuple):
-    """The keys of a job's tcp links, in ZeroMQ's text form.
+    """The keys of a job's tcp links in ZeroMQ's text form, each as (public, secret).
 
-    Args:
-        member: (public, secret) of clients.
-        listener: (public, secret) of listeners.
-        tickets: Secret from which the tickets of unencrypted links are derived.
+    The tickets of unencrypted links are derived from `tickets`.
     """
 
     member: tuple[bytes, bytes]
@@ -95,9 +202,7 @@ def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
     """Return the link keys of a job; equal in every process of the job.
 
     The job's identity makes tickets unique to this job, because a secret may serve several jobs.
-
-    Raises:
-        HandshakeError: This build of ZeroMQ has no CURVE.
+    Raises HandshakeError if this build of ZeroMQ has no CURVE.
     """
     if not zmq.has("curve"):
         raise HandshakeError(
@@ -117,25 +222,15 @@ def gate_for_hosts(
     keys: LinkKeys | None,
     config: RuntimeConfig,
     number: int,
-    who: str,
+    name: str,
 ) -> Gate:
-    """Make the tcp addresses that a socket binds later accept processes of other hosts.
+    """Make a socket's later tcp addresses accept processes of other hosts; return the gate.
 
-    Return the gate.
-
-    Args:
-        context: ZeroMQ context of this process.
-        socket: The listening socket; earlier addresses stay as they are.
-        keys: Keys of the job; None only without encryption.
-        config: Protection of links between hosts.
-        number: Number of this process, for its tickets.
-        who: Name of this process, for messages.
-
-    Raises:
-        ConfigError: Encryption needs keys, and there are none.
+    `number` is that of this process, for its tickets. Raises ConfigError if encryption needs keys
+    and there are none.
     """
     if keys is None and config.encryption != "off":
-        raise ConfigError(f"{who} may not listen for other hosts without the job's secret")
+        raise ConfigError(f"{name} may not listen for other hosts without the job's secret")
     gate = Gate(context, keys, rank=number if config.encryption == "control-only" else None)
     if keys is not None:
         (keys.listen if config.encryption == "required" else keys.listen_for_tickets)(socket)
@@ -143,20 +238,11 @@ def gate_for_hosts(
 
 
 class Gate:
-    """Decides which clients may connect to the listeners of a ZeroMQ context.
+    """Decides in a thread which clients may connect to the listeners of a ZeroMQ context.
 
-    One thread, ended by `close`.
-
-    It also counts refused clients, and limits the descriptors that silent clients use.
-
-    Args:
-        context: Context of the listeners.
-        keys: Keys of the job; None to accept all clients.
-        clock: Clock in seconds, to limit the rate of log messages.
-        rank: Rank whose tickets the gate accepts; None for keys.
-
-    Raises:
-        HandshakeError: The gate does not work, so nothing may listen.
+    It also counts refused clients, and limits the descriptors that silent clients use. Without
+    `keys` it accepts all; with `rank` it accepts tickets for that rank instead of keys. Raises
+    HandshakeError if it does not work, so nothing may listen.
     """
 
     def __init__(
@@ -221,7 +307,7 @@ class Gate:
             self._ended += new
             self._count(new, "a stranger, whose connection did not prove to be a member's,")
 
-    def _count(self, new: int, who: str) -> None:
+    def _count(self, new: int, client: str) -> None:
         """Count strangers, and log it at most once a minute."""
         with self._counting:
             self.refused_peers += new
@@ -230,7 +316,7 @@ class Gate:
                 return
             self._logged_at, self._logged_peers = now, self.refused_peers
             count = self.refused_peers
-        _log.warning("%s was refused (%d so far)", who, count)
+        _log.warning("%s was refused (%d so far)", client, count)
 
     def close(self) -> None:
         """End the thread, and log refused connections that were not logged yet. Idempotent."""

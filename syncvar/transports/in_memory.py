@@ -55,13 +55,7 @@ class _FrameInFlight:
 
 
 class MemoryNetwork:
-    """The links between the ranks of one in-process world, with the launcher's coordinator.
-
-    Args:
-        world_size: Number of ranks.
-        faults: Faults to cause; none by default.
-        coordinator: The launcher's decisions; None for a bare network.
-    """
+    """The links between the ranks of one in-process world, with the launcher's coordinator."""
 
     def __init__(
         self, world_size: int, faults: Faults | None = None, coordinator: Coordinator | None = None
@@ -78,7 +72,7 @@ class MemoryNetwork:
         self.looks = [0] * world_size
         self.woken = [False] * world_size  # for `wait`
         self.woken_idle = [False] * world_size
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.frames_sent = 0
         self._random: dict[tuple[int, int, bool], random.Random] = {}
         self._numbers: dict[tuple[int, int], int] = {}
@@ -228,11 +222,11 @@ class MemoryNetwork:
         """Carry out the decisions of the coordinator."""
         for action in actions:
             if isinstance(action, ShowMessage):
-                self.said.append(action.text)
+                self.messages.append(action.text)
             elif isinstance(action, AbortJob):
-                self.said.append(action.reason)
+                self.messages.append(action.reason)
             elif isinstance(action, Unresponsive):
-                self.said.append(
+                self.messages.append(
                     f"rank {action.rank}: no Python thread answers since {action.seconds:.0f} s"
                 )
             else:

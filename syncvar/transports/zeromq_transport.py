@@ -17,7 +17,7 @@ import os
 import struct
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 from zmq.backend import zmq_poll
@@ -29,12 +29,11 @@ from syncvar.transports.base import (
     BorrowedFrame,
     Frame,
     PeerDisconnected,
+    Wakeup,
     check_length,
     check_sender,
 )
-from syncvar.transports.wakeup import Wakeup
-from syncvar.transports.zeromq_connections import Connections
-from syncvar.transports.zeromq_sender import Delivery, SendLink
+from syncvar.transports.zeromq_links import Connections, Delivery, SendLink
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
-    from syncvar.transports.zeromq_control import ZeromqControl
+    from syncvar.transports.zeromq_links import ZeromqControl
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, on unencrypted links
@@ -62,18 +61,21 @@ _OTHER_HALF_S = 0.2  # the second connection of a pair closes soon after the fir
 _MORE_S = 1.0  # but while it delivers frames, the next may take this long: 1 MiB over 10 Mbit/s
 
 
+class HostLinks(NamedTuple):
+    """Links to other hosts: the address to bind, "tcp://<address>", and their keys.
+
+    Only with `encryption` off the keys may be None.
+    """
+
+    address: str
+    keys: LinkKeys | None = None
+
+
 class ZeromqTransport:
     """Frames over ZeroMQ; `syncvar.transports.base` has the contract.
 
-    Args:
-        context: ZeroMQ context of this process.
-        rank: World rank of this process.
-        endpoint: Address to bind: "ipc://<directory>" or "tcp://<address>" (any free port).
-        job_id: Random identity of the job.
-        config: Limits and intervals.
-        control: Control channel to wait for as well.
-        outside: Address for other hosts, "tcp://<address>"; empty without other hosts.
-        keys: Keys of links between hosts; needed with `outside` unless `encryption` is off.
+    `endpoint` is "ipc://<directory>" or "tcp://<address>" (any free port). It waits for `control`
+    as well. Without `links` there are no other hosts.
     """
 
     def __init__(
@@ -84,9 +86,7 @@ class ZeromqTransport:
         job_id: str,
         config: RuntimeConfig,
         control: ZeromqControl | None = None,
-        *,
-        outside: str = "",
-        keys: LinkKeys | None = None,
+        links: HostLinks | None = None,
     ) -> None:
         self._context = context
         self._rank = rank
@@ -111,7 +111,7 @@ class ZeromqTransport:
         self._is_open = False
         self._closed = False
         self.refused_frames = 0
-        self._keys = keys
+        self._keys = None if links is None else links.keys
         self._wakeup = Wakeup()
         self._arrivals = self._wakeup.arrivals
         self._connections = Connections(context, config)
@@ -119,7 +119,7 @@ class ZeromqTransport:
         try:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.address = self._bind(endpoint)
-            self.outside = self._bind_outside(outside) if outside else ""
+            self.outside = "" if links is None else self._bind_outside(links.address)
         except BaseException:
             self.close(0)
             raise
@@ -348,14 +348,7 @@ class ZeromqTransport:
         if not self._router.getsockopt(zmq.RCVMORE):
             self.refused_frames += 1
             return None
-        if source is None:
-            first = self._router.recv(zmq.NOBLOCK, copy=False)
-            data = bytes(first.buffer)
-            source = self._meet(identity, first)
-            if source is None:
-                self._connections.refused(first)
-        else:
-            data = self._router.recv(zmq.NOBLOCK)
+        source, data = self._first_part(identity, source)
         payload: bytes | memoryview = b""
         checksum = None
         if source in self._checksummed:
@@ -384,6 +377,16 @@ class ZeromqTransport:
         if self._closing.get(source):  # BYE comes behind the remaining frames, which may be long
             self._closing[source] = time.monotonic() + _MORE_S
         return Frame(header, payload)
+
+    def _first_part(self, identity: bytes, source: int | None) -> tuple[int | None, bytes]:
+        """Return the sender of a frame, None for a stranger, and the frame's first part."""
+        if source is not None:
+            return source, self._router.recv(zmq.NOBLOCK)
+        first = self._router.recv(zmq.NOBLOCK, copy=False)
+        source = self._meet(identity, first)
+        if source is None:
+            self._connections.refused(first)
+        return source, bytes(first.buffer)
 
     def _checked(
         self, source: int, data: bytes, payload: bytes | memoryview, checksum: bytes | None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import re
 import warnings
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,14 +14,11 @@ import numpy as np
 
 from syncvar.bootstrap.process import current
 from syncvar.collectives.stage_builders import broadcast_flat, exchange, gather_flat
-from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.variables.array_protocol import ArrayProtocol
-from syncvar.variables.coercion import checked_dtype, digest_of, initial_array
-from syncvar.variables.exact_split import share_of
 from syncvar.variables.policy import (
     AccessKind,
     Action,
@@ -30,17 +30,195 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.scope import context_of
-from syncvar.variables.sharded_init import checked_shape, require_shape, takes_shard_info, whole
-from syncvar.variables.unique_names import Names
+from syncvar.variables.storage import digest_of
+from syncvar.variables.values import ArrayProtocol, checked_dtype, initial_array
+from syncvar.variables.variable_owner import context_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
+
+_PARAMETER = "shard_info"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """The part of a variable for which a function makes the initial value.
+
+    Args:
+        shape: Shape of the part.
+        offset: Where it begins in the variable, by axis; only the first may exceed 0.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
+        >>> def numbered(shard_info):
+        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
+        >>> with strategy.scope():
+        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
+        >>> table.row_ranges, table.numpy().tolist()
+        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def takes_shard_info(value: Any) -> bool:
+    """Return whether an initial value is a function with a parameter named `shard_info`."""
+    if not callable(value) or isinstance(value, ArrayProtocol):
+        return False
+    try:
+        return _PARAMETER in inspect.signature(value).parameters
+    except (TypeError, ValueError):  # of a function that tells nothing about itself
+        return False
+
+
+def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
+    """Return the requested shape, or None for that of the value."""
+    if shape is None:
+        return None
+    try:
+        lengths = tuple(
+            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
+        )
+    except TypeError:
+        raise ConfigError(
+            f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}"
+        ) from None
+    if any(length < 0 for length in lengths):
+        raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
+    return lengths
+
+
+def require_shape(
+    base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of a variable that a function makes part by part."""
+    if shape is None or dtype is None:
+        missing = " and ".join(
+            name for name, value in (("shape=", shape), ("dtype=", dtype)) if value is None
+        )
+        raise ConfigError(
+            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
+            f"so {missing} must say what the whole is: sv.Variable(fn, shape=(1000000, 64), "
+            "dtype='float32')"
+        )
+    return shape, dtype
+
+
+def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
+    """Return a function that makes the whole variable as one part."""
+    return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
+
+
+# Binary digits of the significand, and the exponent of the smallest place, by dtype.
+_PLACES = {
+    "float16": (11, -24),
+    "bfloat16": (8, -133),
+    "float32": (24, -149),
+    "float64": (53, -1074),
+}
+
+
+def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    """Return the share of copy `index` of a value that is split over `count` copies.
+
+    Every copy takes value / count truncated: integers toward zero, floats to a multiple of the
+    value's last place. Copy 0 takes the rest. Then every partial sum is a multiple of that place
+    and no larger than the value, so it is exact in any order. Infinities, NaN and zeros (with their
+    sign) go to every copy. For a bool, copy 0 has the value and the others False.
+
+    Example:
+        >>> import numpy as np
+        >>> [int(share_of(np.asarray(-7), 2, copy)) for copy in (0, 1)]
+        [-4, -3]
+        >>> parts = [share_of(np.asarray(0.1), 3, copy) for copy in range(3)]
+        >>> float(sum(parts)) == 0.1
+        True
+    """
+    kind = value.dtype.kind
+    if count == 1:
+        return value
+    if kind == "b":
+        return value if index == 0 else np.zeros_like(value)
+    if kind in "iu":
+        return np.asarray(_integer_share(value, count, index), value.dtype)
+    if kind == "c":
+        result = np.empty_like(value)
+        result.real = _float_share(value.real, count, index)
+        result.imag = _float_share(value.imag, count, index)
+        return result
+    return _float_share(value, count, index)
+
+
+def _integer_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    divisor = value.dtype.type(count) if np.iinfo(value.dtype).max >= count else None
+    if divisor is None:  # fewer values than copies: every quotient is 0
+        return value if index == 0 else np.zeros_like(value)
+    quotient = value // divisor
+    quotient = quotient + ((value < 0) & (value % divisor != 0)).astype(value.dtype)
+    rest: NDArray[Any] = value - quotient * value.dtype.type(count - 1)
+    return rest if index == 0 else quotient
+
+
+def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    digits, lowest = _PLACES[value.dtype.name]
+    ordinary = np.isfinite(value) & (value != 0)
+    wide = np.where(ordinary, value, np.ones_like(value)).astype(np.float64)
+    exponent = np.frexp(wide)[1]
+    # np.spacing overflows at the largest value.
+    place = np.ldexp(1.0, np.maximum(exponent - digits, lowest))
+    units = np.asarray(wide / place).astype(np.int64)
+    share = _integer_share(units, count, index).astype(np.float64) * place
+    return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)
+
+
+class Names:
+    """The names of one namespace.
+
+    Example:
+        >>> names = Names()
+        >>> [names.take("w") for _ in range(3)], names.take("w_2"), names.free("w"), len(names)
+        (['w', 'w_1', 'w_2'], 'w_2_1', 'w_3', 2)
+    """
+
+    def __init__(self) -> None:
+        # By base name: the name and all its numbers below this one are used.
+        self._next: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of stored names."""
+        return len(self._next)
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._next:
+            return True
+        base, _, digits = name.rpartition("_")
+        return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
+
+    def free(self, base: str) -> str:
+        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
+        if base not in self:
+            return base
+        number = self._next.get(base, 1)
+        while f"{base}_{number}" in self:
+            number += 1
+        return f"{base}_{number}"
+
+    def take(self, base: str) -> str:
+        """Mark what `free` returns as used, and return it."""
+        name = self.free(base)
+        if name == base:
+            self._next[base] = 1
+        else:
+            self._next[base] = int(name[len(base) + 1 :]) + 1
+        return name
+
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
@@ -173,7 +351,9 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
     base = checked_name(spec.name)
     dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
-    trainable = checked_trainable(spec.trainable, requested is not VariableSynchronization.ON_READ)
+    trainable = checked_trainable(
+        spec.trainable, usual=requested is not VariableSynchronization.ON_READ
+    )
     action = decide(
         resolve(requested)[0],
         aggregation,
@@ -181,14 +361,14 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
         AccessKind.CREATE,
     )
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
-    given, shape = spec.initial_value, checked_shape(base, spec.shape)
-    if takes_shard_info(given):
-        given = whole(given, require_shape(base, shape, dtype)[0])
-    value = checked_value(base, given, dtype, aggregation, calls=calls, shape=shape)
+    argument, shape = spec.initial_value, checked_shape(base, spec.shape)
+    if takes_shard_info(argument):
+        argument = whole(argument, require_shape(base, shape, dtype)[0])
+    value = checked_value(base, argument, dtype, aggregation, calls=calls, shape=shape)
     return _CheckedSpec(base, value, trainable, requested, aggregation, action)
 
 
-def checked_trainable(trainable: Any, usual: bool) -> bool:
+def checked_trainable(trainable: Any, *, usual: bool) -> bool:
     """Return whether a variable is trainable; None means `usual`."""
     if trainable is None:
         return usual
@@ -201,7 +381,7 @@ def checked_trainable(trainable: Any, usual: bool) -> bool:
 
 def checked_value(
     base: str,
-    given: Any,
+    argument: Any,
     dtype: np.dtype[Any] | None,
     aggregation: VariableAggregation,
     *,
@@ -209,12 +389,12 @@ def checked_value(
     shape: tuple[int, ...] | None = None,
 ) -> NDArray[Any] | None:
     """Return the initial value as an array; None if a function makes it and is not called here."""
-    if callable(given) and not isinstance(given, ArrayProtocol):
+    if callable(argument) and not isinstance(argument, ArrayProtocol):
         if not calls:
             return None
-        given = given()
-    given = given.read_value() if isinstance(given, ArrayProtocol) else given
-    value = initial_array(given, dtype, f"variable {base!r}: initial_value")
+        argument = argument()
+    argument = argument.read_value() if isinstance(argument, ArrayProtocol) else argument
+    value = initial_array(argument, dtype, f"variable {base!r}: initial_value")
     if shape is not None and value.shape != shape:
         raise ConfigError(
             f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; "
@@ -266,8 +446,8 @@ def _create_request(
         f"reproducible={owner.reproducible}",
     )
     registry = owner.registry
-    gone = [] if registry is None else registry.gone()
-    packed = pack_object([[*mine], None if value is None else digest_of(value), gone])
+    collected = [] if registry is None else registry.collected()
+    packed = pack_object([[*mine], None if value is None else digest_of(value), collected])
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
         records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
@@ -280,14 +460,14 @@ def _create_request(
             unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)
         ]
         if registry is not None:
-            registry.forget(name for _, _, told in everyone for name in told)
+            registry.forget(name for _, _, names in everyone for name in names)
         manifests = [_manifest(fields) for fields, _, _ in everyone]
         _compare(communicator.members, manifests)
         if own and value is not None:
             return value, []
         shape, dtype = manifests[0].shape, manifests[0].dtype
         assert shape is not None
-        made = yield from broadcast_flat(
+        result = yield from broadcast_flat(
             communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0
         )
         digests = [digest for _, digest, _ in everyone]
@@ -306,7 +486,7 @@ def _create_request(
                 "callable, sv.Variable(lambda: x, …), which only the chief calls",
                 table,
             )
-        return made, differ
+        return result, differ
 
     return CollectiveSpec(f"create variable {mine.name!r}", fingerprint("create variable"), body())
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.core.errors import ConfigError
-from syncvar.data.iterator_state import integer_of
+from syncvar.data.batches import integer_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

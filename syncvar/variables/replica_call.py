@@ -2,28 +2,183 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
+from syncvar.collectives.reduce_args import ReduceOptions
+from syncvar.collectives.stage_builders import exchange
+from syncvar.collectives.transfer_args import TransferArgs, moves
+from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import quiet
-from syncvar.variables.collective_requests import (
-    are_equal,
-    equality_request,
-    is_compared_first,
-    rows_request,
-)
-from syncvar.variables.policy import Action, Travel, VariableAggregation
-from syncvar.variables.scope import scope_stack
+from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.call_record import CallFields, CallLabel
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.request import Stage
+from syncvar.variables.policy import Action, Effect, Travel, VariableAggregation
+from syncvar.variables.storage import digest_of
+from syncvar.variables.values import RowSelection
+from syncvar.variables.variable_owner import scope_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable_state import VariableState
+
+# Limit of cached calls of a group: with a large model each new one would evict another.
+_ALIKE_MAX = 256
+
+
+class ReplicaAccess(NamedTuple):
+    """One access of a variable in which all replicas take part."""
+
+    action: Action
+    communicator: Communicator
+    label: str  # its name in errors and call records
+    hint: str  # what to write instead when the replicas pass different values
+    reproducible: bool
+
+
+def request_of(
+    access: ReplicaAccess,
+    x: NDArray[Any],
+    *,
+    out: NDArray[Any] | None = None,
+    apply: np.ufunc | None = None,
+) -> CollectiveSpec:
+    """Return the request that carries `x`; its result combines the inputs of all replicas."""
+    action, communicator, label, hint, reproducible = access
+    travel = action.travel
+    if travel is Travel.SUM or travel is Travel.MEAN:
+        op = "sum" if travel is Travel.SUM else "mean"
+        options = ReduceOptions(reproducible, apply=apply)
+        return reduce_request(communicator, x, op, out=out, name=label, options=options)
+    if travel is Travel.FIRST:
+        return broadcast_request(communicator, x, root=communicator.present[0], name=label)
+    if travel is Travel.SAME:
+        return _same_request(communicator, x, label, hint)
+    if travel is Travel.MEETING:
+        return _meeting_request(communicator, x, label)
+    raise InternalError(f"{label}: no request carries {travel}")
+
+
+def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CollectiveSpec:
+    """Return the request that carries rows; its result is (copy to change, rows to apply)."""
+    action, communicator, label, hint, reproducible = access
+    travel = action.travel
+    copy, rows = x
+    inputs: Any = {"indices": rows.indices, "values": rows.values}
+    if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
+        request: CollectiveSpec = gather_request(communicator, inputs, name=label)
+    elif travel is Travel.FIRST_ROWS:
+        mine = inputs if communicator.rank == 0 else None
+        request = broadcast_request(communicator, mine, root=communicator.present[0], name=label)
+    elif travel is Travel.SAME:
+        joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
+        request = _same_request(communicator, joined, label, hint)
+    else:
+        raise InternalError(f"{label}: no request carries {travel}")
+    first = request.body
+    second = None
+    if action.effect is Effect.SPLIT_ANEW:
+        options = ReduceOptions(reproducible)
+        second = reduce_request(communicator, copy, "sum", name=label, options=options).body
+
+    def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
+        together = yield from first
+        total = copy if second is None else (yield from second)
+        return total, rows if travel is Travel.SAME else RowSelection(
+            together["indices"], together["values"]
+        )
+
+    return CollectiveSpec(request.label, request.digest, body())
+
+
+def _same_request(
+    communicator: Communicator, x: NDArray[Any], label: str, hint: str
+) -> CollectiveSpec:
+    """Return the request that compares the digests of all inputs; its result is `x`."""
+    record = array_record(x, digest_of(x))
+
+    def body() -> Generator[Stage, None, NDArray[Any]]:
+        records = yield from exchange(communicator, record)
+        if any(one != records[0] for one in records):
+            table = {
+                communicator.members[replica]: f"{one.describe()} with digest {one.nbytes:016x}"
+                for replica, one in enumerate(records)
+            }
+            raise MismatchError(
+                f"{label}: the replicas pass different values, nothing was written. {hint}", table
+            )
+        return x
+
+    return CollectiveSpec(_same_label(label, x), fingerprint("same", label), body())
+
+
+def _same_label(label: str, x: NDArray[Any]) -> CallLabel:
+    text = f"{label}(same on all replicas, {x.dtype.name}{list(x.shape)})"
+    return CallLabel(text, CallFields(label, "", x.dtype.name, x.shape, x.size, x.nbytes))
+
+
+def is_compared_first(communicator: Communicator) -> bool:
+    """Return whether a cached call first compares digests of inputs that must be equal."""
+    return moves(communicator, "all_gather")
+
+
+def equality_request(communicator: Communicator, x: NDArray[Any], label: str) -> TransferArgs:
+    """Return the request whose result is whether all replicas have the same input.
+
+    A cached call can make it. If the inputs differ, another call has to exchange them.
+    """
+    digest = np.array([digest_of(x)], np.uint64)
+    size, rank = communicator.size, communicator.member_rank
+    return TransferArgs(
+        _same_label(label, x),
+        fingerprint("alike", label),
+        gathered_layout(digest, 0, size, rank),
+        arrange=lambda: gathered_blocks(digest, None, size, rank),
+        finish=lambda result: bool((result == digest).all()),
+        general=None,
+        front=lambda digest, out: gathered_blocks(digest, out, size, rank),
+    )
+
+
+def are_equal(
+    communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
+) -> bool | None:
+    """Return the result of `equality_request` by a cached call; None if nothing was done."""
+    key = "all_gather", "alike", label
+    if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
+        return None
+    digest = np.array([digest_of(x)], np.uint64)
+    found = call_persistent(
+        communicator,
+        key,
+        digest,
+        None,
+        timeout,
+        lambda _x, _out: equality_request(communicator, x, label),
+    )
+    return None if found is None else bool((found == digest).all())
+
+
+def _meeting_request(communicator: Communicator, x: NDArray[Any], label: str) -> CollectiveSpec:
+    def body() -> Generator[Stage, None, NDArray[Any]]:
+        yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
+        return x
+
+    return CollectiveSpec(label, fingerprint("meet", label), body())
 
 
 def combine(
-    state: VariableState, action: Action, what: str, operand: Callable[[], Any], request: Any
+    state: VariableState, action: Action, label: str, operand: Callable[[], Any], request: Any
 ) -> Any:
     """Make one collective of the replicas, and return its result.
 
@@ -33,23 +188,17 @@ def combine(
     communicator = owner.communicator
 
     def check() -> Any:
-        return request(
-            action,
-            communicator,
-            operand(),
-            what,
-            _difference_hint(state),
-            reproducible=owner.reproducible,
-        )
+        x, hint = operand(), _difference_hint(state)
+        return request(ReplicaAccess(action, communicator, label, hint, owner.reproducible), x)
 
     state.tally.collectives += 1
     is_same = action.travel is Travel.SAME and request is not rows_request
     if is_same and is_compared_first(communicator):
-        together = _same_everywhere(state, what, operand)
+        together = _same_everywhere(state, label, operand)
         if together is not None:
             return together
         state.tally.collectives += 1
-    return communicator.perform(what, check, owner.timeout)
+    return communicator.perform(label, check, owner.timeout)
 
 
 def _difference_hint(state: VariableState) -> str:
@@ -68,14 +217,14 @@ def _difference_hint(state: VariableState) -> str:
             "strategy, and is written in another strategy's run as outside of it"
         )
     is_first = aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-    taken = "replica 0's" if is_first else "each replica's own"
+    used = "replica 0's" if is_first else "each replica's own"
     return hint + (
-        f"write inside strategy.run, where aggregation {aggregation.name} takes {taken} value"
+        f"write inside strategy.run, where aggregation {aggregation.name} takes {used} value"
     )
 
 
 def _same_everywhere(
-    state: VariableState, what: str, operand: Callable[[], NDArray[Any]]
+    state: VariableState, label: str, operand: Callable[[], NDArray[Any]]
 ) -> NDArray[Any] | None:
     """Return the common input of all replicas; None, on all of them, if the inputs differ."""
     communicator, timeout = state.owner.communicator, state.owner.timeout
@@ -87,13 +236,13 @@ def _same_everywhere(
     except Exception:  # noqa: S110  (the slow path raises it again, and informs the others)
         pass
     else:
-        are_same = are_equal(communicator, inputs[0], what, timeout)
+        are_same = are_equal(communicator, inputs[0], label, timeout)
 
     def check() -> Any:
         if not inputs:
             inputs.append(operand())
-        return equality_request(communicator, inputs[0], what)
+        return equality_request(communicator, inputs[0], label)
 
     if are_same is None:
-        are_same = communicator.perform(what, check, timeout)
+        are_same = communicator.perform(label, check, timeout)
     return inputs[0] if are_same else None

@@ -9,20 +9,33 @@ Announce-then-look invariant: a reader takes its view before it looks for a writ
 announces itself before it looks for views. So either the writer sees the view and goes to new
 memory, or the reader sees the writer, drops its view and waits. During a collective write the
 reader cannot wait; it gets a copy, which may be partly written.
+
+A `SharedCopy` is one copy for all replicas of a host. Each replica computes the new value in
+private memory. When all have done so, each stores its part of it into the shared copy; then the
+write ends. So nobody outside of a write sees the copy change.
+
+The digest of a block is the sum of its 64-bit words, each times an odd factor of its place, modulo
+2**64. Two blocks that differ in one word always have different digests. If several words differ,
+one pair in 2**64 collides. This guards against faults, not against attackers. It compares bytes,
+not values. Source: Carter and Wegman 1979 (multilinear hashing).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import sys
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
 from syncvar._native import CopyGuard
+from syncvar.collectives.shm_arrays import SharedArraySpec, memory_in_common
+from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import SharedMemoryFull, UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +45,13 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
+    from syncvar.variables.variable_owner import VariableOwner
 
+BLOCK_BYTES = 1 << 16
+_SHORT_BYTES = 4096  # longer arrays: the digest of the digests of blocks, ten times as fast
+_WORDS = BLOCK_BYTES // 8
+_MASK = (1 << 64) - 1
+_count = sys.getrefcount
 _log = logging.getLogger("syncvar")
 
 
@@ -70,9 +89,6 @@ def marked_as_written(
     finally:
         for storage in marked:
             storage.is_being_written = False
-
-
-_count = sys.getrefcount
 
 
 class Storage(CopyGuard):
@@ -134,7 +150,12 @@ class Storage(CopyGuard):
 
     def memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return new memory of the kind that copies use, with any content."""
-        array = self._resident(shape, dtype)
+        shm = self._context.shm
+        try:
+            array = None if shm is None else shm.empty(shape, dtype)
+        except SharedMemoryFull as error:
+            warn_shm_is_full(self._context, error)
+            array = None
         if array is None:
             array = np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
         return array
@@ -159,16 +180,6 @@ class Storage(CopyGuard):
         finally:
             self.moves += 1
 
-    def _resident(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-        shm = self._context.shm
-        if shm is None:
-            return None
-        try:
-            return shm.empty(shape, dtype)
-        except SharedMemoryFull as error:
-            warn_shm_is_full(self._context, error)
-            return None
-
     @property
     def is_exposed(self) -> bool:
         """Whether a view that a read returned is alive."""
@@ -185,7 +196,7 @@ class Storage(CopyGuard):
         del view
         return self._exposed_beside_a_write()
 
-    def read(self, copy: bool) -> NDArray[Any]:
+    def read(self, copy: bool) -> NDArray[Any]:  # noqa: FBT001  (as the cached reads of C)
         """Return what `expose` returns; without `copy`, a view valid until the next write."""
         return self.expose() if copy else self.view
 
@@ -230,3 +241,173 @@ def _view_of(array: NDArray[Any]) -> NDArray[Any]:
     # np.ndarray would look through a read-only memoryview, frombuffer does not.
     ground = np.frombuffer(memoryview(array.reshape(-1).view(np.uint8)).toreadonly(), np.uint8)  # type: ignore[arg-type]
     return np.ndarray(array.shape, array.dtype, ground)
+
+
+class SharedCopy(Storage):
+    """The copy that this process shares with the other replicas of its host.
+
+    Reads return copies, because a process cannot see whether another one holds a view.
+    """
+
+    __slots__ = ("_part", "_staged", "is_staging")
+
+    is_shared = True
+
+    def __init__(self, array: NDArray[Any], part: slice) -> None:
+        self.array = array
+        self.view = array.view()
+        self.view.flags.writeable = False
+        self._prepare()
+        self.is_staging = False
+        self._staged: NDArray[Any] | None = None
+        self._part = part
+
+    @property
+    def is_exposed(self) -> bool:
+        """False: reads return copies."""
+        return False
+
+    def expose(self) -> NDArray[Any]:
+        """Return a read-only copy that never changes."""
+        return self.held()[1]
+
+    def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return a read-only copy that never changes, twice."""
+        copy = self.array.copy()
+        copy.flags.writeable = False
+        return copy, copy
+
+    def writable(self, *, keep: bool = True) -> NDArray[Any]:
+        """Return the array to write to: during a write the private new value, else the copy."""
+        if not self.is_staging:
+            return self.array
+        if self._staged is None:
+            self._staged = self.array.copy() if keep else np.empty_like(self.array)
+        return self._staged
+
+    def commit(self) -> None:
+        """Store this replica's part of the new value into the copy."""
+        if self._staged is not None:
+            self.array.reshape(-1)[self._part] = self._staged.reshape(-1)[self._part]
+
+    def end(self) -> None:
+        """Drop the new value."""
+        self.is_staging = False
+        self._staged = None
+
+
+@contextlib.contextmanager
+def write_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
+    """Make the writes in the block, which all replicas make, change each shared copy once."""
+    shared = [storage for storage in storages if isinstance(storage, SharedCopy)]
+    if not shared:
+        yield
+        return
+    owner.communicator.require_all("writing a copy that the replicas of a host share")
+    for storage in shared:
+        storage.is_staging = True
+    try:
+        yield
+        # All replicas have computed the new values, so nobody needs the old ones.
+        meet(owner.communicator, "write a shared copy", ("shared copy", "ready"), owner.timeout)
+        for storage in shared:
+            storage.commit()
+        meet(owner.communicator, "write a shared copy", ("shared copy", "written"), owner.timeout)
+    finally:
+        for storage in shared:
+            storage.end()
+
+
+def shared_copy(
+    context: ProcessContext, on_host: Communicator, value: NDArray[Any], timeout: float | None
+) -> SharedCopy:
+    """Create the copy that the replicas of this host share. Collective on the host.
+
+    Without shared memory, or if it is full, each replica keeps a copy of its own.
+    """
+    rank, size = on_host.member_rank, on_host.size
+    if size == 1 or context.shm is None:
+        return SharedCopy(np.array(value, order="C"), slice(0, value.size))
+    content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    wanted = SharedArraySpec("share a copy", (), value.nbytes, content)
+    found = memory_in_common(context, on_host, "share a copy", lambda: wanted, timeout)
+    if isinstance(found, SharedMemoryFull):
+        if rank == 0:
+            warn_shm_is_full(context, found)
+        return SharedCopy(np.array(value, order="C"), slice(0, value.size))
+    base, longer = divmod(value.size, size)
+    start = rank * base + min(rank, longer)
+    return SharedCopy(
+        found.view(value.dtype).reshape(value.shape), slice(start, start + base + (rank < longer))
+    )
+
+
+@lru_cache(maxsize=1)
+def _factors() -> NDArray[np.uint64]:
+    """Return the odd factors by place: splitmix64 of the place."""
+    with np.errstate(over="ignore"):
+        mixed = (np.arange(1, _WORDS + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        factors: NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    factors.flags.writeable = False
+    return factors
+
+
+def block_count(nbytes: int) -> int:
+    """Return the number of blocks in so many bytes."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def block_bytes(array: NDArray[Any], block: int) -> NDArray[np.uint8]:
+    """Return the bytes of one block of a contiguous array, without a copy."""
+    flat: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+    return flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+
+
+def block_digests(array: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return the digests of all blocks of a contiguous array.
+
+    Cost: about 0.1 ns for each byte in cache, and 2 us for each block.
+
+    Example:
+        >>> one, other = np.zeros(10), np.zeros(10)
+        >>> other[3] = -0.0
+        >>> bool((block_digests(one) == block_digests(other)).all())
+        False
+    """
+    factors = _factors()
+    flat: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+    words = flat[: flat.size & ~7].view(np.uint64)
+    found = np.empty(block_count(flat.size), np.uint64)
+    for block in range(found.size):
+        part = words[block * _WORDS : (block + 1) * _WORDS]
+        found[block] = np.dot(part, factors[: part.size])
+    rest = flat.size & 7
+    if rest:
+        last = int.from_bytes(flat[-rest:].tobytes(), "little") * int(factors[words.size % _WORDS])
+        found[-1] = (int(found[-1]) + last) & _MASK
+    return found
+
+
+def combined(digests: NDArray[np.uint64]) -> int:
+    """Return one digest of many; it depends on their order."""
+    factors = _factors()
+    count = digests.size
+    row = factors[:count] if count <= factors.size else np.resize(factors, count)
+    return int(np.dot(digests, row))
+
+
+def digest_of(array: NDArray[Any]) -> int:
+    """Return the 64-bit digest of dtype, shape and bytes."""
+    digest = _begin_digest(array.dtype, array.shape).copy()
+    flat = np.ascontiguousarray(array)
+    short = flat.nbytes <= _SHORT_BYTES
+    data = flat.reshape(-1).view(np.uint8) if short else block_digests(flat)
+    digest.update(data)  # type: ignore[arg-type]
+    return int.from_bytes(digest.digest(), "little")
+
+
+@lru_cache(maxsize=256)
+def _begin_digest(dtype: np.dtype[Any], shape: tuple[int, ...]) -> hashlib.blake2b:
+    return hashlib.blake2b(f"{dtype.name}{shape}".encode(), digest_size=8)

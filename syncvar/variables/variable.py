@@ -1,34 +1,118 @@
-"""The public class of replicated variables. Its reads and writes follow the table in `policy`."""
+"""The public class of replicated variables, and its explanation.
+
+Its reads and writes follow the table in `policy`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from syncvar._native.constants import StoreResult
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import MigrationHintsMixin
 from syncvar.variables import variable_reads, variable_writes
-from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variable
-from syncvar.variables.mode_explanation import Explanation, explain
-from syncvar.variables.persistent_access import WriteResult
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
-from syncvar.variables.scope import current_owner, current_scope
+from syncvar.variables.values import ArrayProtocol
+from syncvar.variables.variable_owner import current_owner, current_scope
 from syncvar.variables.variable_state import UNPREPARED, VariableState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.variables.persistent_access import Write
     from syncvar.variables.variable_owner import RemoteOptimizer
+    from syncvar.variables.variable_state import Write
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `Variable.explain()` returns.
+
+    Args:
+        mode: The synchronization in force; of an AUTO variable with the pace that was chosen, or
+            pinned.
+        requested: What the program asked for.
+        rule: Why.
+        numbers: Counters of this replica: replicas, reads, writes, collectives, nbytes (of the
+            value). Where AUTO may defer, also increments (writes that can wait), turns (reads that
+            came after one) and pending (that wait now).
+        changes: (step, from, to, why) of each change of pace. The step is the number of the
+            strategy's run at whose end (pin: after which) it changed; outside every scope that of
+            the variable's increment (pin: write).
+        reason: Of an AUTO variable, why its pace is what it is now: what AUTO decided last, when,
+            and from which numbers, also where it changed nothing; or why there is nothing to
+            decide.
+    """
+
+    mode: str
+    requested: str
+    rule: str
+    numbers: dict[str, int] = field(default_factory=dict)
+    changes: list[tuple[int, str, str, str]] = field(default_factory=list)
+    reason: str = ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"mode {self.mode}, requested {self.requested}",
+            f"rule: {self.rule}",
+            "numbers: " + ", ".join(f"{name} {value}" for name, value in self.numbers.items()),
+        ]
+        lines += ["step {}: {} -> {}, {}".format(*change) for change in self.changes]
+        lines += [f"now: {self.reason}"] if self.reason else []
+        return "\n".join(lines)
+
+
+def explain(state: VariableState) -> Explanation:
+    """Return the explanation of a variable whose copy is in this process."""
+    tally = state.tally
+    numbers = {
+        "replicas": state.replicas,
+        "reads": tally.reads,
+        "writes": tally.writes,
+        "collectives": tally.collectives,
+        "nbytes": state.storage.view.nbytes,
+    }
+    if state.is_counted:
+        pending = 0 if state.queue is None else state.queue.waiting(state)
+        numbers |= {"increments": tally.added, "turns": tally.turns, "pending": pending}
+    mode, reason = state.synchronization.name, ""
+    if state.requested is VariableSynchronization.AUTO:
+        mode += f" ({state.pace}{', pinned' if state.is_pinned else ''})"
+        reason = f"{state.pace}: {_deferral_reason(state)}"
+    return Explanation(mode, state.requested.name, state.rule, numbers, list(state.changes), reason)
+
+
+def _deferral_reason(state: VariableState) -> str:
+    """Return why an AUTO variable is eager or deferred now."""
+    if state.replicas == 1:
+        return "with one replica nothing has to travel"
+    if state.is_pinned:
+        return f"v.pin({state.pace!r}) fixes it"
+    if not state.is_counted:
+        return (
+            f"{state.dtype.name} with aggregation {state.aggregation.name} has no increments that "
+            "could wait"
+        )
+    if state.decided is not None:
+        return "decided at step {}: {}".format(*state.decided)
+    owner = state.owner
+    if not owner.context.is_closed and owner.registry is not None and not owner.registry.may_defer:
+        return "in shared memory an increment is sent in less time than it takes to let it wait"
+    return (
+        "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope "
+        "at every 64th increment"
+    )
+
 
 COPIED = "syncvar: functions to call with each copied variable"
 """Key of a deep copy's memo: functions that optimizers want called with (variable, copy)."""
 
 _ASSIGN, _ADD, _SUB = AccessKind.ASSIGN, AccessKind.ASSIGN_ADD, AccessKind.ASSIGN_SUB
-_STORED: int = WriteResult.STORED
+_STORED: int = StoreResult.STORED
 _PACES = ("eager", "deferred")
 
 
@@ -68,11 +152,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Return an instance of the class that the current strategy uses for variables."""
         place = current_scope() if cls is Variable and (arguments or options) else None
-        kind = None
-        if place is not None:
-            kind_of = place.owner._variable_class  # noqa: SLF001  (part of the protocol of owners)
-            kind = kind_of(options.get("synchronization"))
-        return object.__new__(kind or cls)
+        if place is None:
+            return object.__new__(cls)
+        return object.__new__(place.owner.variable_class(options.get("synchronization")) or cls)
 
     def __init__(
         self,
@@ -85,10 +167,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         aggregation: Any = VariableAggregation.NONE,
         shape: Any = None,
     ) -> None:
-        wanted = VariableSpec(
-            initial_value, trainable, name, dtype, synchronization, aggregation, shape
-        )
-        self._init_from(agree_on_variable(current_owner(), wanted, stacklevel=2))
+        mode = synchronization, aggregation
+        spec = VariableSpec(initial_value, trainable, name, dtype, *mode, shape)
+        self._init_from(agree_on_variable(current_owner(), spec, stacklevel=2))
 
     def _init_from(self, init: VariableInit) -> None:
         state = self._state = VariableState(init)
@@ -101,9 +182,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     @classmethod
     def from_init(cls, init: VariableInit) -> Variable:
         """Return a variable with values that the replicas have agreed on; for this package only."""
-        made = Variable.__new__(Variable)
-        made._init_from(init)  # noqa: SLF001  (its own class)
-        return made
+        variable = Variable.__new__(Variable)
+        variable._init_from(init)  # noqa: SLF001  (its own class)
+        return variable
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -157,7 +238,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:
+    def read_value(self, copy: bool = True) -> NDArray[Any]:  # noqa: FBT001, FBT002  (public signature)
         """Return the value, read-only. Later writes of the variable do not change it.
 
         Collective for ON_READ outside `run`; never for ON_WRITE and NONE. Reading copies no bytes.
@@ -363,8 +444,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
                     "v.pin(None)"
                 )
 
-        what = f"pin variable {self.name!r} to {mode}"
-        meet(owner.communicator, what, ("pin", self.name, mode), owner.timeout, check)
+        label = f"pin variable {self.name!r} to {mode}"
+        meet(owner.communicator, label, ("pin", self.name, mode), owner.timeout, check)
         if mode == (state.pace if state.is_pinned else None):
             return
         state.is_pinned = mode is not None
@@ -376,16 +457,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Variable:
         state = self._state
         state.flush()
-        wanted = VariableSpec(
-            state.storage.expose(),
-            self.trainable,
-            self.name,
-            None,
-            self._requested,
-            self._aggregation,
-        )
-        made = Variable.from_init(agree_on_variable(state.owner, wanted, own=True))
-        memo[id(self)] = made
+        value, mode = state.storage.expose(), (self._requested, self._aggregation)
+        spec = VariableSpec(value, self.trainable, self.name, None, *mode)
+        copied = memo[id(self)] = Variable.from_init(agree_on_variable(state.owner, spec, own=True))
         for note in memo.get(COPIED, ()):
-            note(self, made)
-        return made
+            note(self, copied)
+        return copied

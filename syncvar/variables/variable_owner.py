@@ -1,11 +1,22 @@
-"""The protocols of what variables need from above: strategy, registry, remote optimizer."""
+"""The owner of variables: protocols of a strategy, and the entered scopes that name the owner.
+
+A scope stack has the entered scopes, runs and merges of one thread. Strategies push to it;
+variables only read it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import importlib
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from syncvar.bootstrap.process import current
+from syncvar.bootstrap.process import joined as joined_context
+from syncvar.core.errors import UsageError
+from syncvar.variables.policy import CallContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -14,13 +25,12 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.policy import VariableSynchronization
-    from syncvar.variables.storage import Storage
 
 
 class ScopeFrames(Protocol):
-    """The entered scopes of the calling thread, the innermost last."""
+    """The entered scopes of the calling thread."""
 
-    stack: list[Any]
+    stack: list[Any]  # the innermost last
 
 
 class ReplicaRegistry(Protocol):
@@ -40,7 +50,7 @@ class ReplicaRegistry(Protocol):
     def attach(self, state: Any) -> Any:
         """Connect a name with its variable, and return its entry."""
 
-    def gone(self) -> list[str]:
+    def collected(self) -> list[str]:
         """Return names whose variables no longer exist in this process."""
 
     def forget(self, names: Iterable[str]) -> None:
@@ -86,13 +96,11 @@ class VariableOwner(Protocol):
     def communicator(self) -> Communicator:
         """The communicator of the replicas' group."""
 
-    def _variable_class(self, synchronization: Any) -> type[Any] | None:
+    def variable_class(self, synchronization: Any) -> type[Any] | None:
         """Return the class of its variables with a synchronization; None for `Variable`."""
 
-    def _create_storage(
-        self, value: NDArray[Any], synchronization: VariableSynchronization
-    ) -> Storage:
-        """Return the memory for a variable's copy."""
+    def create_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Any:
+        """Return the memory for a variable's copy, a `Storage`."""
 
 
 class RemoteOptimizer(Protocol):
@@ -112,3 +120,99 @@ class RemoteOptimizer(Protocol):
 
     def transaction(self) -> AbstractContextManager[None]:
         """Return a context manager that makes all writes in its block atomic."""
+
+
+class ScopeEntry(NamedTuple):
+    """One entered scope, run or merge."""
+
+    owner: VariableOwner
+    context: CallContext
+
+
+# Looking up an enum member takes as long as the rest of this module's hot path.
+_CROSS, _SPMD = (CallContext.CROSS, CallContext.SPMD)
+
+_makers: list[Callable[[], VariableOwner]] = []
+
+
+def set_default(maker: Callable[[], VariableOwner]) -> None:
+    """Set the function that creates a context's default strategy; `strategies` calls this once."""
+    _makers[:] = [maker]
+
+
+def default_owner() -> VariableOwner:
+    """Return the context's default strategy, which spans the world."""
+    extras = current().extras
+    owner: VariableOwner | None = extras.get("default_strategy")
+    if owner is None:
+        if not _makers:
+            importlib.import_module("syncvar.strategies.mirrored")  # which calls set_default
+        owner = extras["default_strategy"] = _makers[0]()
+    return owner
+
+
+class ScopeStack(threading.local):
+    """The scope stacks of a job: one for each thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[ScopeEntry] = []
+
+
+_before_joining = ScopeStack()
+
+
+def stacks_of(joined: ProcessContext) -> ScopeStack:
+    """Return the scope stacks of a job, the same object as long as the job lasts."""
+    extras = joined.extras
+    found: ScopeStack | None = extras.get("scope_stacks")
+    return extras.setdefault("scope_stacks", ScopeStack()) if found is None else found
+
+
+def scope_stack(joined: ProcessContext | None = None) -> list[ScopeEntry]:
+    """Return this thread's scope stack in a job (None: the current one), without joining a job."""
+    return (current_stacks() if joined is None else stacks_of(joined)).stack
+
+
+def current_stacks() -> ScopeStack:
+    """Return the scope stacks of the current job, without joining."""
+    context = joined_context()
+    return _before_joining if context is None else stacks_of(context)
+
+
+def keep_scopes_when_joining(joined: ProcessContext) -> None:
+    """Keep scopes that were entered before joining; for strategies that work without joining."""
+    joined.extras["scope_stacks"] = _before_joining
+
+
+def current_scope() -> ScopeEntry | None:
+    """Return the innermost scope, or None."""
+    stack = scope_stack()
+    return stack[-1] if stack else None
+
+
+def current_owner() -> VariableOwner:
+    """Return the current strategy."""
+    place = current_scope()
+    return default_owner() if place is None else place.owner
+
+
+def context_of(owner: VariableOwner, label: str) -> CallContext:
+    """Return the context of an access to a variable of `owner`."""
+    context = context_here(owner)
+    if context is None:
+        raise UsageError(
+            f"{label}: the variable belongs to another strategy than the scope it is used in; use "
+            "it under `with variable.strategy.scope():`, or outside every scope"
+        )
+    return context
+
+
+def context_here(owner: VariableOwner) -> CallContext | None:
+    """Return the context of an access to a variable of `owner`; None where `context_of` raises."""
+    stack = owner.places.stack  # of the job that it was made in: asking must not join another one
+    if not stack:
+        return _SPMD if owner.is_default else _CROSS
+    place: ScopeEntry = stack[-1]
+    if place.owner is owner:
+        return place.context
+    return _CROSS if owner.is_default else None

@@ -1,17 +1,12 @@
 """The table of faults is whole: every row, every phase, and no test that does not exist."""
 
 import ast
-import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-
-_spec = importlib.util.spec_from_file_location("fault_table", TESTS / "process" / "fault_table.py")
-table = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(table)
+from tests.support import fault_table as table
+from tests.support.paths import TESTS
 
 
 def named():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+from tests.support.paths import TESTS
+
+CONFTEST = TESTS / "conftest.py"
 
 LEAKS = '''
 import os, signal, socket, subprocess, sys, threading, time

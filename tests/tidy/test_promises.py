@@ -5,11 +5,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.paths import REPOSITORY
+
 PROMISES = tomllib.loads((REPOSITORY / "tests" / "promises.toml").read_text())["promise"]
 KEYS = {"says", "test", "set", "constant", "amount", "cases", "ids"}
 MARKS = {

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.paths import REPOSITORY
+
 SOURCES = sorted(
     [*(REPOSITORY / "syncvar").rglob("*.py"), *(REPOSITORY / "launcher").rglob("*.py")]
 )
@@ -293,7 +293,7 @@ READERS = [
     path
     for path in SOURCES
     if {"protocol", "transports", "runtime", "launcher"} & {*path.relative_to(REPOSITORY).parts}
-    or path.name in ("status_pipe.py", "folder.py", "manifest.py")
+    or path.name in ("exit_status.py", "folder.py", "manifest.py")
 ]
 RECEIVED = {
     "message",
@@ -399,11 +399,11 @@ WALL_CLOCK = {
 # What a person reads: the time beside a line of output, in a record and in a lock; and the user's own dates,
 # which are data. Nothing is decided by it.
 SHOWN_TIMES = {
-    "launcher/job/event_log.py": {"time.time"},
+    "launcher/job/job_files.py": {"time.time"},
     "launcher/io/output.py": {"datetime"},
     "launcher/job/restart_loop.py": {"time.time"},
-    "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
-    "syncvar/checkpoint/folder_lock.py": {"time.strftime", "time.gmtime"},
+    "syncvar/runtime/recorder.py": {"time.time_ns"},
+    "syncvar/checkpoint/folder.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/object_codec.py": {"datetime"},
 }
 
@@ -525,7 +525,7 @@ SLOW = {
             "import syncvar_launcher.local.local_workers, syncvar_launcher.job.supervisor, syncvar_launcher.job.failure_report",
             {"numpy"},
         ),
-        ("import syncvar_launcher.options.option_help as o; o.help_text()", {"numpy", "zmq"}),
+        ("import syncvar_launcher.options.command_line as o; o.help_text()", {"numpy", "zmq"}),
         (
             "import syncvar_launcher.job.job, syncvar_launcher.job.attempt",
             SLOW - {"argparse", "socket", "subprocess"},
@@ -581,7 +581,7 @@ SLOW_ROOMS = {
             | {"zmq", "json", "syncvar.core.settings", "syncvar.transports.zeromq_transport"},
         ),
         (
-            "import syncvar.bootstrap.worker_main, syncvar.transports.zeromq_control, syncvar.transports.zeromq_transport, syncvar; syncvar.init, syncvar.barrier",
+            "import syncvar.bootstrap.worker_main, syncvar.transports.zeromq_links, syncvar.transports.zeromq_transport, syncvar; syncvar.init, syncvar.barrier",
             SLOW
             | SLOW_ROOMS
             | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.protocol.coordinator"},
@@ -601,14 +601,14 @@ def test_the_guardian_is_tiny():
         "-S",
         "-X",
         "importtime",
-        str(REPOSITORY / "launcher" / "local" / "cleanup_process.py"),
+        str(REPOSITORY / "launcher" / "local" / "process_sessions.py"),
         "/nonexistent",
     ]
     ended = subprocess.run(
         command, input=".\n", capture_output=True, text=True, check=True, timeout=30
     )
     modules = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "process_sessions" in modules
+    assert "signal" in modules
     assert not {
         name
         for name in modules

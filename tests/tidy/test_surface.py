@@ -3,15 +3,14 @@
 import inspect
 import os
 import tomllib
-from pathlib import Path
 
 import pytest
 
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.options.parse_options import parse
+from tests.support.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
 
 

@@ -1,0 +1,190 @@
+"""The tables of `syncvar collectives` and `syncvar rules` in Markdown, from the code itself."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING
+
+import syncvar as sv
+from syncvar.algorithms.builders import ALGORITHMS
+from syncvar.cli.collective_registry import available, dtypes, ops_of
+from syncvar.core.reduce_ops import OPS
+from syncvar.variables.policy import (
+    AccessKind,
+    Action,
+    CallContext,
+    Effect,
+    Travel,
+    VariableAggregation,
+    VariableSynchronization,
+    decide,
+)
+
+if TYPE_CHECKING:
+    from syncvar.cli.collective_registry import Collective
+
+_COST = re.compile(r"^Cost: (.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_COMMON = {"group": None, "async_op": False, "timeout": None}
+_COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw", "tests")
+
+
+def collectives_text() -> str:
+    """Return the table of all collectives, and below it the dtypes of each op."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    for one in available():
+        calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
+        costs = "; ".join(filter(None, map(cost_of, one.functions))) or "-"
+        test = f"[{one.tests.rpartition('/')[2]}](../{one.tests})"
+        cells = (calls, one.gives, one.gets, _algorithms(one), costs, one.bus or "-", test)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, "", *_notes()]) + "\n"
+
+
+def signature_of(name: str) -> str:
+    """Return a function's signature with defaults and without types; "…" stands for `_COMMON`."""
+    parameters = inspect.signature(getattr(sv, name)).parameters
+    is_common = all(one in parameters for one in _COMMON)
+    words = []
+    for one in parameters.values():
+        if one.kind is inspect.Parameter.VAR_KEYWORD:  # keywords of other libraries, for errors
+            continue
+        if one.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        if not (is_common and one.name in _COMMON):
+            words.append(str(one.replace(annotation=inspect.Parameter.empty)).replace("'", '"'))
+    return f"{name}({', '.join([*words, '…'] if is_common else words)})"
+
+
+def cost_of(name: str) -> str:
+    """Return the section "Cost" of a function's docstring on one line, without its full stop."""
+    found = _COST.search(inspect.getdoc(getattr(sv, name)) or "")
+    return " ".join(found[1].split()).rstrip(".") if found else ""
+
+
+def _algorithms(one: Collective) -> str:
+    if one.name in one.plans:
+        return ", ".join(ALGORITHMS.get(one.name, ())) or "-"
+    return ", ".join(f"as {key}" for key in one.plans) or "-"
+
+
+def _notes() -> list[str]:
+    """Return the legend of the table, and the dtypes of each op."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    reducing = next(one for one in available() if one.has_op)
+    for op in OPS:
+        supported = tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype))
+        rows.setdefault(supported, []).append(f"`{op}`")
+    common = ", ".join(f"{name}={default}" for name, default in _COMMON.items())
+    lines = [
+        f"`…` is `{common}`. n is the number of ranks. busbw is the factor of `syncvar bench`",
+        "between size / time and the rate at the bottleneck; size is that of the vector, or of",
+        "all ranks' pieces together.",
+        "",
+        f"dtypes: {', '.join(dtypes())}. ops:",
+        "",
+    ]
+    for supported, ops in rows.items():
+        missing = [dtype for dtype in dtypes() if dtype not in supported]
+        which = "all dtypes" if not missing else f"all but {', '.join(missing)}"
+        if len(missing) >= len(supported):
+            which = ", ".join(supported)
+        lines.append(f"- {', '.join(ops)}: {which}")
+    return lines
+
+
+_WORDS = {
+    (Travel.NOTHING, Effect.RETURN): "own copy",
+    (Travel.MEETING, Effect.RETURN): "own copy, when all have met",
+    (Travel.SUM, Effect.RETURN): "sum of the copies",
+    (Travel.MEAN, Effect.RETURN): "mean of the copies",
+    (Travel.FIRST, Effect.RETURN): "replica 0's copy",
+    (Travel.NOTHING, Effect.CHANGE): "own copy changes, nothing sent",
+    (Travel.SUM, Effect.CHANGE): "sum of what all pass",
+    (Travel.MEAN, Effect.CHANGE): "mean of what all pass",
+    (Travel.FIRST, Effect.CHANGE): "what replica 0 passes",
+    (Travel.SAME, Effect.CHANGE): "x, the same on all (compared)",
+    (Travel.FIRST, Effect.SHARE): "what replica 0 passes, split",
+    (Travel.SAME, Effect.SHARE): "x, the same on all, split",
+    (Travel.SAME, Effect.SPLIT_ANEW): "sum changed by the same rows, split anew",
+    (Travel.ALL_ROWS, Effect.CHANGE): "rows of all replicas",
+    (Travel.MEAN_ROWS, Effect.CHANGE): "rows of all replicas, scaled by 1/N",
+    (Travel.FIRST_ROWS, Effect.CHANGE): "rows of replica 0",
+    (Travel.QUESTION, Effect.RETURN): "that replica's copy, asked for",
+}
+_CONTEXTS = (CallContext.REPLICA, CallContext.CROSS, CallContext.MERGE, CallContext.SPMD)
+_Cells = tuple[str, ...]
+
+
+def rules_text() -> str:
+    """Return the decision table of variables; rows and columns with equal cells are joined."""
+    joined = _columns()
+    titles = ["operation", "synchronization", "aggregation"]
+    titles += [", ".join(context.value for context in same) for same in joined]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for operations, rows in _operations():
+        for synchronizations, aggregations, cells in rows:
+            shown = [cells[_CONTEXTS.index(same[0])] for same in joined]
+            row = " | ".join([operations, synchronizations, aggregations, *shown])
+            lines.append(f"| {row} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(action: Action) -> str:
+    if action.error is not None:
+        return action.error.__name__
+    return _WORDS[action.travel, action.effect]
+
+
+def _cells(s: VariableSynchronization, a: VariableAggregation, o: AccessKind) -> _Cells:
+    return tuple(_cell(decide(s, a, context, o)) for context in _CONTEXTS)
+
+
+def _columns() -> list[list[CallContext]]:
+    """Return the contexts, in groups that agree in every cell."""
+    joined: list[list[CallContext]] = []
+    for context in _CONTEXTS:
+        for same in joined:
+            if all(
+                decide(s, a, context, o) == decide(s, a, same[0], o)
+                for s in VariableSynchronization
+                for a in VariableAggregation
+                for o in AccessKind
+            ):
+                same.append(context)
+                break
+        else:
+            joined.append([context])
+    return joined
+
+
+def _operations() -> list[tuple[str, list[tuple[str, str, _Cells]]]]:
+    """Return the operations with their rows, in groups with equal rows."""
+    groups: list[tuple[list[str], list[tuple[str, str, _Cells]]]] = []
+    for operation in AccessKind:
+        rows = _rows(operation)
+        for names, known in groups:
+            if known == rows:
+                names.append(operation.value)
+                break
+        else:
+            groups.append(([operation.value], rows))
+    return [(", ".join(names), rows) for names, rows in groups]
+
+
+def _rows(operation: AccessKind) -> list[tuple[str, str, _Cells]]:
+    """Return (synchronizations, aggregations, cells), joined over aggregations first."""
+    by_aggregations: dict[tuple[str, _Cells], list[str]] = {}
+    for synchronization in VariableSynchronization:
+        same: dict[_Cells, list[str]] = {}
+        for aggregation in VariableAggregation:
+            cells = _cells(synchronization, aggregation, operation)
+            same.setdefault(cells, []).append(aggregation.name)
+        for cells, aggregations in same.items():
+            every = len(aggregations) == len(VariableAggregation)
+            shown = "any" if every else ", ".join(aggregations)
+            by_aggregations.setdefault((shown, cells), []).append(synchronization.name)
+    return [
+        ("any" if len(names) == len(VariableSynchronization) else ", ".join(names), shown, cells)
+        for (shown, cells), names in by_aggregations.items()
+    ]

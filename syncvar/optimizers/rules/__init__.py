@@ -1,1 +1,0 @@
-"""Update rules: pure arithmetic on arrays, for optimizers and parameter servers alike."""

@@ -1,1 +1,0 @@
-"""A parameter server: it stores variables and applies what workers push."""

@@ -1,1 +1,0 @@
-"""Messages between workers and parameter servers."""

@@ -1,0 +1,361 @@
+"""Entries of the flight recorder: typed records of calls, their program lines and their totals.
+
+Functions that describe a call return a `CallLabel`: a text for people, and fields for statistics
+and records.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from syncvar.core.process_ids import rank_spans
+from syncvar.core.stack_dump import current_frames, frames_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import CodeType, FrameType
+
+    from syncvar.core.stack_dump import StackFrame
+
+DETAIL_MAX = 2000  # characters
+NOWHERE = -1  # group and call of an entry that is no call of a group
+_FOLD_AT = 256
+_KINDS_MAX = 4096
+_CLASSES = tuple(16**power for power in range(1, 9))
+# Reductions of different ops differ in cost.
+_WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Run as `__main__`.
+_STARTERS = tuple(
+    os.path.join(_PACKAGE, "bootstrap", name)
+    for name in ("worker_entry.py", "worker_main.py", "fork_server.py")
+)
+_own_frame = sys._getframe  # noqa: SLF001  (the documented way to the caller's frame)
+_looking = threading.Lock()
+
+
+class CallFields(NamedTuple):
+    """The description of a call as data; -1 or empty where a field does not apply."""
+
+    collective: str  # name of the call, for instance "all_reduce" or "assign of variable 'w'"
+    op: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    elements: int = -1
+    # Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved
+    size: int = -1
+    root: int = -1  # rank in the group of the root
+    peer: int = -1  # world rank of the other end of a message
+    tag: int = -1
+
+
+class CallLabel(str):
+    """The text of a call for people, such as "all_reduce(sum, float32[10])", with its fields."""
+
+    __slots__ = ("fields",)
+
+    fields: CallFields
+
+    def __new__(cls, text: str, fields: CallFields | None = None) -> Self:
+        """Return the label; without fields the text is the collective."""
+        label = super().__new__(cls, text)
+        fields = fields or CallFields(text)
+        label.fields = fields._replace(collective=collective_of(fields.collective))
+        return label
+
+
+def collective_of(label: str) -> str:
+    """Return the collective that a label or a plain text names."""
+    return label.fields.collective if isinstance(label, CallLabel) else label
+
+
+class Event(NamedTuple):
+    """One entry of the ring, as record files contain it."""
+
+    # The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke", "verdict"
+    label: str
+    group: int  # identity of the group; -1 for none
+    call: int  # call number within the group; -1 for none
+    # Signature of the call, equal on all ranks that make the same call; 0 for none
+    fingerprint: int
+    nbytes: int  # bytes that the call worked on
+    path: str  # "shm" or "links", and the algorithm; empty if the call ended before the choice
+    began_ns: int  # start, CLOCK_MONOTONIC
+    ended_ns: int  # end; 0 for a call that is still running
+    state: str  # "started", "done", "failed", or "noted" for an entry that is no operation
+    thread: int  # identity of the calling thread
+    detail: str  # error text, or details of a noted event
+    # The fields from here on are those of `CallFields`; a shape is text, "[2, 3]"
+    collective: str = ""
+    op: str = ""
+    dtype: str = ""
+    shape: str = ""
+    elements: int = -1
+    size: int = -1
+    root: int = -1
+    peer: int = -1
+    tag: int = -1
+
+
+COLUMNS = ("what", *Event._fields[1:])
+"""Titles of the columns of events in record files, in the order of the fields."""
+
+
+class CallInfo(NamedTuple):
+    """The part of an entry that repeated calls share."""
+
+    label: str  # the call; a `CallLabel` where it has more fields than its text
+    group: int
+    members: tuple[int, ...]  # world ranks of the group
+    fingerprint: int  # signature of the call
+    nbytes: int  # bytes of the array
+    path: str  # "shm", "links" or "hosts", and the algorithm
+
+    @property
+    def fields(self) -> CallFields:
+        """The description of the call as data."""
+        return self.label.fields if isinstance(self.label, CallLabel) else CallFields(self.label)
+
+
+class PendingRecord:
+    """The entry of an operation that is still running."""
+
+    __slots__ = ("began", "call", "detail", "ended", "info", "nbytes", "state", "thread", "way")
+
+    def __init__(self, info: CallInfo, call: int, began: int) -> None:
+        self.info = info
+        self.call = call
+        self.began = began
+        self.ended = 0
+        self.nbytes = info.nbytes
+        self.way = info.path
+        self.state = "started"
+        self.thread = get_ident()
+        self.detail = ""
+
+    def stage(self, algorithm: str, nbytes: int) -> None:
+        """Record that the operation reaches a schedule that works on so many bytes."""
+        self.way = f"{self.info.path} {algorithm}"
+        self.nbytes += nbytes
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Record the end; later calls change nothing."""
+        if self.ended == 0:
+            self.state = "done" if error is None else "failed"
+            if error is not None:
+                self.detail = error_text(error)
+            self.ended = monotonic_ns()
+
+
+UNRECORDED = PendingRecord(CallInfo("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
+"""Stands for the entry of operations that are not recorded."""
+
+
+def event_of(entry: Any) -> Event:
+    """Convert an entry of the ring: a `PendingRecord`, or the tuple that `Recorder.add` takes."""
+    info = call_info_of(entry)
+    if isinstance(entry, tuple):
+        _, call, began, ended, thread = entry
+        nbytes, path, times = info.nbytes, info.path, (began, ended, "done", thread, "")
+    else:
+        call, nbytes, path = entry.call, entry.nbytes, entry.way
+        times = entry.began, entry.ended, entry.state, entry.thread, entry.detail
+    names: Any = info.fields
+    shape = str(list(names.shape)) if names.dtype else ""
+    head = info.label, info.group, call, info.fingerprint, nbytes, path
+    return Event(*head, *times, *names._replace(shape=shape))
+
+
+def call_info_of(entry: Any) -> CallInfo:
+    """Return the part of an entry that repeated calls share."""
+    info: CallInfo = entry[0] if isinstance(entry, tuple) else entry.info
+    return info
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error as one line of a record."""
+    return f"{type(error).__name__}: {error}"[:DETAIL_MAX]
+
+
+def call_site(thread: int) -> str:
+    """Return file:line and function of a thread's innermost frame outside of syncvar."""
+    frame = _users(_innermost(thread))
+    if frame is None:
+        return "a place unknown"
+    path = frame.f_code.co_filename
+    relative = os.path.relpath(path)
+    name = path if relative.startswith("..") else relative
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def own_site() -> str:
+    """Return file:line and function of the caller's frame outside of syncvar; about 1 us."""
+    frame = _users(_own_frame())
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def site_of(code: CodeType, instruction: int) -> str:
+    """Return file:line and function of an instruction."""
+    line = next(
+        (line for start, end, line in code.co_lines() if start <= instruction < end and line),
+        code.co_firstlineno,
+    )
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def main_stack() -> list[StackFrame]:
+    """Return the calls of the main thread, innermost first."""
+    ident = threading.main_thread().ident
+    return frames_of(_innermost(ident)) if ident is not None else []
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    while frame is not None:  # copy.deepcopy calls us on behalf of the user
+        module = frame.f_globals.get("__name__", "")
+        ours = module == "copy" or module.startswith("syncvar.")
+        ours = ours or frame.f_code.co_filename in _STARTERS
+        if not ours or module.startswith("syncvar.examples."):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _innermost(thread: int) -> FrameType | None:
+    if thread == threading.get_ident():
+        return _own_frame()
+    with _looking:  # otherwise two threads could leave the garbage collector switched off
+        return current_frames().get(thread)
+
+
+# Factor by its formula; n is the number of ranks.
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "2(n-1)/n": lambda size: 2 * (size - 1) / size,
+    "(n-1)/n": lambda size: (size - 1) / size,
+    "1": lambda _: 1.0,
+}
+
+_FORMULAS = {
+    **dict.fromkeys(("all_reduce", "all_reduce_shards"), "2(n-1)/n"),
+    **dict.fromkeys(("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"), "(n-1)/n"),
+    **dict.fromkeys(("reduce", "broadcast", "scan", "exscan", "send", "recv"), "1"),
+}
+
+
+def bus_factor(collective: str, size: int) -> float:
+    """Return a collective's factor; 0 if it is unknown or moves no bytes."""
+    formula = _FORMULAS.get(collective)
+    return BUS_FACTORS[formula](size) if formula is not None and size > 0 else 0.0
+
+
+def size_class(nbytes: int) -> int:
+    """Return the upper limit of a size's class: 0, 16 B, 256 B, 4 KiB, 64 KiB, 1 MiB and so on.
+
+    A size may exceed the limit by a sixteenth, for headers.
+
+    Example:
+        >>> [size_class(nbytes) for nbytes in (0, 8, 16, 18, 5000)]
+        [0, 16, 16, 256, 65536]
+    """
+    return (
+        next((end for end in _CLASSES if nbytes <= end + end // 16), _CLASSES[-1]) if nbytes else 0
+    )
+
+
+def size_of(info: CallInfo, nbytes: int) -> int:
+    """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown."""
+    fields = info.fields
+    if fields.size >= 0:
+        return fields.size
+    if info.path == "hosts":  # several schedules ran, on parts of the data
+        return -1
+    # A persistent call records the bytes of one rank in advance.
+    is_block = info.nbytes and fields.collective == "all_gather"
+    return nbytes * len(info.members) if is_block else nbytes
+
+
+class Totals:
+    """Counts calls as the ring records them; 0.25 us for each cached call."""
+
+    def __init__(self, append: Callable[[Any], None]) -> None:
+        self._append = append
+        self._prepared: dict[int, list[Any]] = {}  # by identity of the CallInfo: [info, calls, ns]
+        self._others: deque[Any] = deque()
+        self._fold_at = _FOLD_AT
+        self._rows: dict[tuple[str, int, tuple[int, ...], int], list[int]] = {}
+
+    def add(self, item: Any) -> None:
+        """Record an operation in the ring and in the totals."""
+        self._append(item)
+        if type(item) is tuple:
+            info, _, began, ended, _ = item
+            cell = self._prepared.get(id(info))
+            if cell is None:
+                if len(self._prepared) >= _KINDS_MAX:
+                    self._fold()
+                cell = self._prepared[id(info)] = [info, 0, 0]
+            cell[1] += 1
+            cell[2] += ended - began
+        else:
+            self._others.append(item)
+            if len(self._others) >= self._fold_at:
+                self._fold()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the totals as plain data."""
+        self._fold()
+        return [
+            {
+                "call": call,
+                "group": group,
+                "ranks": rank_spans(members),
+                "size": len(members),
+                "class": end,
+                "calls": calls,
+                "nbytes": nbytes,
+                "ns": ns,
+                "failed": failed,
+            }
+            for (call, group, members, end), (calls, nbytes, ns, failed) in self._rows.items()
+        ]
+
+    def _fold(self) -> None:
+        prepared, self._prepared = self._prepared, {}
+        for info, calls, ns in prepared.values():
+            self._count(info, calls, info.nbytes, ns)
+        for _ in range(len(self._others)):
+            entry = self._others.popleft()
+            if entry.state == "started":
+                self._others.append(entry)  # still running
+            elif entry.info.members:
+                is_done = entry.state == "done"
+                self._count(
+                    entry.info, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done
+                )
+        # Running ones are not checked again at every call.
+        self._fold_at = _FOLD_AT + 2 * len(self._others)
+
+    def _count(
+        self, info: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
+    ) -> None:
+        size = size_of(info, nbytes)
+        key = _row_name(info.fields), info.group, info.members, size_class(max(0, size))
+        row = self._rows.setdefault(key, [0, 0, 0, 0])
+        row[0] += calls
+        row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
+        row[2] += ns
+        row[3] += failed
+
+
+def _row_name(fields: CallFields) -> str:
+    """Return the collective, with its op where calls with different ops differ in cost."""
+    name, op = fields.collective, fields.op
+    return f"{name}({op})" if name in _WITH_OP and op.isalpha() and op.islower() else name

@@ -1,1 +1,0 @@
-"""The last calls of this process and their totals, kept in memory and written on failure."""

@@ -1,1 +1,0 @@
-"""Run schedules over links between hosts or processes."""

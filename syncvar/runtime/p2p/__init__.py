@@ -1,1 +1,0 @@
-"""Messages from one rank to another."""

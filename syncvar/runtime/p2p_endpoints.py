@@ -1,0 +1,400 @@
+"""Message rings between ranks of one host, as the runtime uses them.
+
+Message k of a pair and tag matches receive k, whichever way it comes. So the sender decides for
+each message: one that does not fit into the ring goes over a link. The receiver polls both.
+
+A message of another tag in front of the wanted one is taken out and kept. If too much is kept, the
+sender is asked to use links, whose credit bounds unread data.
+
+A long message stays with the sender until the receiver has read it. Both transfer it in parts in C
+while they spin. Otherwise the receiver reads it from shared memory, from the sender's memory if the
+system permits, or in parts. If the sender gives up meanwhile, what was read is not used.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar._native.constants import EntryForm
+from syncvar.core.array_types import dtype_from_index
+from syncvar.core.errors import SyncvarError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.state import Core
+    from syncvar.shm.message_ring import RingEntry, RingReader, RingTable, RingWriter
+
+    Key = tuple[int, int]  # (identity of the pair's calls, call number)
+    # (kind, dtype, shape) -> buffer for a message.
+    Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]
+    Received = tuple[int, NDArray[Any]]  # kind, message
+
+
+class EndpointTable:
+    """Message endpoints of this rank to and from others of its host.
+
+    Beyond `unexpected_nbytes_max` bytes of unexpected messages from one rank, messages use links.
+    """
+
+    def __init__(self, boxes: RingTable, engine: Core, unexpected_nbytes_max: int) -> None:
+        self._boxes = boxes
+        self._engine = engine
+        self._unexpected_nbytes_max = unexpected_nbytes_max
+        self._outward: dict[int, SendEndpoint] = {}
+        self._inward: dict[int, RecvEndpoint] = {}
+
+    def serves(self, rank: int) -> bool:
+        """Return whether a world rank is on this host."""
+        return rank in self._boxes.channels.places
+
+    def outward(self, dest: int) -> SendEndpoint:
+        """Return the endpoint for sending to a rank."""
+        return self._outward.get(dest) or self._outward.setdefault(
+            dest, SendEndpoint(self._boxes, dest)
+        )
+
+    def inward(self, source: int) -> RecvEndpoint:
+        """Return the endpoint for receiving from a rank."""
+        created = self._inward.get(source)
+        if created is None:
+            limit, following = self._unexpected_nbytes_max, self._engine.book.following
+            created = RecvEndpoint(self._boxes, source, limit, following)
+            created = self._inward.setdefault(source, created)
+        return created
+
+
+class SendEndpoint:
+    """Messages to another rank."""
+
+    def __init__(self, boxes: RingTable, dest: int) -> None:
+        self.dest = dest
+        # Held while writing to the ring. No thread waits for it: a message that does not get it
+        # uses a link.
+        self.lock = threading.Lock()
+        self.shm = boxes.channels.shm
+        self.wait = boxes.channels.wait
+        self._boxes = boxes
+        self._ring: RingWriter | None = None
+        self._has_none = False
+
+    def ring_writer(self) -> RingWriter | None:
+        """Return the ring, created by the first message; None if there is no space for it."""
+        if self._ring is None and not self._has_none:
+            self._ring = self._boxes.outbox(self.dest)
+            self._has_none = self._ring is None
+        return self._ring
+
+    def put(
+        self,
+        type_code: int,
+        stream: int,
+        call: int,
+        shape: tuple[int, ...],
+        data: Any,
+        nbytes: int,
+        *,
+        waits: bool,
+    ) -> bool:
+        """Write a message to the ring; return False without space or if another thread writes."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            ring = self.ring_writer()
+            if ring is None:
+                return False
+            while not ring.put(type_code, stream, call, shape, data, nbytes):
+                room = ring.room_at(shape, nbytes) if waits else None
+                if room is None or not self.wait(room[:1], room[1]):
+                    return False
+            return True
+        finally:
+            self.lock.release()
+
+    def announce(self, type_code: int, stream: int, call: int, array: NDArray[Any]) -> int:
+        """Announce a long message; return its number in the ring, or 0. See `RingWriter.tell`."""
+        if not self.lock.acquire(blocking=False):
+            return 0
+        try:
+            ring = self.ring_writer()
+            if ring is None:
+                return 0
+            address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
+            place = 0 if offset is None else offset + 1
+            return ring.put_address(
+                type_code, stream, call, array.shape, array.nbytes, address, place
+            )
+        finally:
+            self.lock.release()
+
+    def is_read_soon(self, number: int) -> bool:
+        """Spin for a short while; return whether a long message has been read."""
+        ring = self.ring_writer()
+        if ring is None or not self.wait((ring.answers_at(number),), (number << 1) - 1):
+            return False
+        return ring.answer(number) == 2
+
+    def cancel(self, number: int) -> None:
+        """Withdraw a long message."""
+        ring = self.ring_writer()
+        if ring is not None:
+            ring.cancel(number)
+
+    def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
+        """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
+        if self._ring is None:
+            return None
+        return self._boxes.native_endpoint(
+            self._ring, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects
+        )
+
+    def announce_link(self) -> None:
+        """Announce, as the driver, that a message goes over a link: nobody polls the ring for it.
+
+        If a signal handler interrupted this thread while it held the lock, that is announced later.
+        """
+        ring = self._ring
+        if ring is None:
+            return
+        ring.count_link()
+        if self.lock.acquire(blocking=False):
+            try:
+                ring.note_news()
+            finally:
+                self.lock.release()
+
+
+class _PendingMessage(NamedTuple):
+    kind: int
+    message: NDArray[Any]
+
+
+class _Parts:
+    def __init__(self, kind: int, message: NDArray[Any]) -> None:
+        self.kind = kind
+        self.message = message
+        self.bytes = message.reshape(-1).view(np.uint8)
+        self.missing = self.bytes.size
+
+
+class RecvEndpoint:
+    """Messages from another rank; `following` returns the number of the next call of a pair."""
+
+    def __init__(
+        self,
+        boxes: RingTable,
+        source: int,
+        unexpected_nbytes_max: int,
+        following: Callable[[int], int],
+    ) -> None:
+        self.source = source
+        self.lock = threading.Lock()
+        self.expected: set[Key] = set()  # receives that wait in the engine
+        self.links = 0  # messages received over links
+        self._boxes = boxes
+        self._wait = boxes.channels.wait
+        self._ring: RingReader | None = None
+        self.seen = 0  # last news of the sender that was read
+        self._unexpected: dict[Key, _PendingMessage | RingEntry] = {}
+        self._unexpected_nbytes = 0
+        self._unexpected_nbytes_max = unexpected_nbytes_max
+        self._refuses = False
+        self._parts: dict[Key, _Parts] = {}
+        self._forgotten: collections.deque[Key] = collections.deque()  # keys of failed receives
+        self._following = following
+        self._reach: Any = False  # False: not known yet; None: impossible
+
+    @property
+    def is_without_ring(self) -> bool:
+        """Whether all messages from this rank come over links."""
+        return self._ring is None and self._boxes.has_none(self.source)
+
+    @property
+    def may_look(self) -> bool:
+        """Whether spinning can end a wait: no announced message is known to come over a link."""
+        ring = self._ring
+        return ring.by_link <= self.links if ring is not None else not self.is_without_ring
+
+    def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
+        """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
+        if self._ring is None:
+            return None
+        objects = {"box": self.lock, "kept": self._unexpected, **objects}
+        return self._boxes.native_endpoint(
+            self._ring, self.source, identity, eager_bytes, **objects
+        )
+
+    def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
+        """Continue, holding the lock, a long message of which C has received the first bytes."""
+        parts = self._parts[key] = _Parts(kind, message)
+        parts.missing -= done
+
+    def wait(self) -> bool:
+        """Spin for a short while; return whether there is news."""
+        if not self.may_look:
+            return False
+        ring = self._ring
+        if ring is None:
+            return self._wait((self._boxes.appears_word(self.source),), 1)
+        return self._wait((ring.news_at,), self.seen + 1)
+
+    def take(self, key: Key, landing: Landing) -> Received | None:
+        """Return a message if it is there, in the buffer from `landing` or a new array."""
+        if not self.lock.acquire(blocking=False):
+            return None
+        try:
+            self._drop_forgotten()
+            parts = self._parts.get(key)
+            if parts is not None and not parts.missing:
+                del self._parts[key]
+                return parts.kind, parts.message
+            found = self._unexpected.pop(key, None)
+            return (
+                self._search(key, landing) if found is None else self._opened(key, found, landing)
+            )
+        finally:
+            self.lock.release()
+
+    def forget(self, key: Key) -> None:
+        """Drop a message whose receive has failed; the next holder of the lock does it."""
+        self.expected.discard(key)
+        self._forgotten.append(key)
+
+    # -- with the lock -----------------------------------------------------------------------------
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            key = self._forgotten.popleft()
+            self._parts.pop(key, None)
+            found = self._unexpected.pop(key, None)
+            if isinstance(found, _PendingMessage):
+                self._let_go(found)
+
+    def _search(self, key: Key, landing: Landing) -> Received | None:
+        ring = self._ring
+        if ring is None:
+            ring = self._ring = self._boxes.inbox(self.source)
+            if ring is None:
+                return None
+        while True:
+            self.seen = ring.news
+            entry = ring.first()
+            if entry is None:
+                return None
+            if entry.form == EntryForm.PART:
+                ended = self._add(ring, entry)
+                ring.free()
+                if ended == key:
+                    parts = self._parts.pop(key)
+                    return parts.kind, parts.message
+            elif (entry.stream, entry.call) != key:
+                self._keep(ring, entry)
+                ring.free()
+            elif entry.form == EntryForm.WHOLE:
+                created = self._landed(entry, landing, ring.bytes_at(entry.data, entry.nbytes))
+                ring.free()
+                return entry.kind, created
+            else:
+                ring.free()
+                return self._opened(key, entry, landing)
+
+    def _landed(
+        self, entry: RingEntry, landing: Landing, source: NDArray[np.uint8]
+    ) -> NDArray[Any]:
+        created = self._buffer_for(entry, landing)
+        if entry.nbytes:
+            created.reshape(-1).view(np.uint8)[...] = source
+        return created
+
+    @staticmethod
+    def _buffer_for(entry: RingEntry, landing: Landing) -> NDArray[Any]:
+        dtype = dtype_from_index(entry.dtype)
+        created = landing(entry.kind, dtype, entry.shape)
+        return np.empty(entry.shape, dtype) if created is None else created
+
+    def _keep(self, ring: RingReader, entry: RingEntry) -> None:
+        key = entry.stream, entry.call
+        # In this order: another thread that begins the receive adds to `expected` before the
+        # number grows.
+        if entry.call < self._following(entry.stream) and key not in self.expected:
+            return  # its receive has failed
+        if entry.form == EntryForm.BY_ADDRESS:
+            self._unexpected[key] = entry
+            return
+        message = np.empty(entry.shape, dtype_from_index(entry.dtype))
+        if entry.nbytes:
+            message.reshape(-1).view(np.uint8)[...] = ring.bytes_at(entry.data, entry.nbytes)
+        self._unexpected[key] = _PendingMessage(entry.kind, message)
+        self._unexpected_nbytes += message.nbytes
+        if self._unexpected_nbytes > self._unexpected_nbytes_max and not self._refuses:
+            self._refuses = True
+            ring.refuse(refuses=True)
+
+    def _let_go(self, found: _PendingMessage) -> None:
+        self._unexpected_nbytes -= found.message.nbytes
+        if (
+            self._refuses
+            and self._ring is not None
+            and self._unexpected_nbytes * 2 < self._unexpected_nbytes_max
+        ):
+            self._refuses = False
+            self._ring.refuse(refuses=False)
+
+    def _opened(
+        self, key: Key, found: _PendingMessage | RingEntry, landing: Landing
+    ) -> Received | None:
+        if isinstance(found, _PendingMessage):
+            self._let_go(found)
+            created = landing(found.kind, found.message.dtype, found.message.shape)
+            if created is None:
+                return found.kind, found.message
+            created[...] = found.message
+            return found.kind, created
+        return self._read(key, found, landing)
+
+    def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Received | None:
+        """Read a long message; None if it is withdrawn, comes in parts, or the sender died."""
+        ring = self._ring
+        assert ring is not None
+        if ring.is_cancelled(entry.number):
+            return None
+        if entry.offset:
+            created = self._landed(entry, landing, ring.resident(entry.offset - 1, entry.nbytes))
+        else:
+            if self._reach is False:
+                self._reach = self._boxes.reach(self.source)
+            created = self._buffer_for(entry, landing)
+            if self._reach is None:
+                self._parts[key] = _Parts(entry.kind, created)
+                ring.want(entry.number)
+                return None
+            try:
+                is_alive = self._reach.read(0, entry.place, created)
+            except SyncvarError:
+                if ring.is_cancelled(entry.number):
+                    return None
+                raise
+            if not is_alive:
+                return None
+        if ring.is_cancelled(entry.number):
+            return None
+        ring.confirm(entry.number)
+        return entry.kind, created
+
+    def _add(self, ring: RingReader, entry: RingEntry) -> Key | None:
+        """Copy a part into its message; return the key if it was the last part."""
+        key = entry.stream, entry.call
+        parts = self._parts.get(key)
+        if parts is None:
+            return None  # its receive has failed
+        parts.bytes[entry.place : entry.place + entry.nbytes] = ring.bytes_at(
+            entry.data, entry.nbytes
+        )
+        parts.missing -= entry.nbytes
+        return None if parts.missing else key

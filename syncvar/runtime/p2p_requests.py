@@ -1,0 +1,404 @@
+"""Requests between two ranks that wait in the engine: messages, and remote gets outside of groups.
+
+A message goes through the message ring if possible, else over a link; the receiver polls both. A
+long message waits in the ring until the receiver has read it.
+
+In a get, one process asks by key. The driver of the other's engine, at worst the progress thread,
+answers from published data. A get has a number of its own. If no answer comes in time, only the get
+fails. An answer of k frames carries k in the header's `round` and the index in `segment`: first a
+description, then the bytes. k = 0 means that the key is not published.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.core.errors import DeadlineExceeded, InternalError, SyncvarError
+from syncvar.protocol.frame import FrameType, Header
+from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount
+from syncvar.runtime.call_record import UNRECORDED, own_site
+from syncvar.runtime.request import BodyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.call_record import PendingRecord
+    from syncvar.runtime.link_exchange import LinkExchange
+    from syncvar.runtime.p2p_endpoints import Key, Landing, Received, RecvEndpoint, SendEndpoint
+    from syncvar.runtime.request import Steps
+    from syncvar.runtime.state import Core
+    from syncvar.transports.base import Frame
+
+WAY = "shm message"  # in flight records
+
+
+class Sending:
+    """A message to send; its request waits for this object until the receiver has answered."""
+
+    def __init__(
+        self, outward: SendEndpoint, type_word: int, array: NDArray[Any], *, waits: bool
+    ) -> None:
+        self._outward = outward
+        self._type_word = type_word
+        self._array = array
+        self._waits = waits
+        self._bytes = array.reshape(-1).view(np.uint8).data
+        self._number = 0  # number of a long message in the ring
+        self._sent_nbytes = 0  # bytes sent in parts
+        self._group = self._call = 0
+
+    def go_on_with(self, number: int, sent_nbytes: int = 0) -> None:
+        """Continue an announced long message, of which `sent_nbytes` have been sent in parts."""
+        self._number = number
+        self._sent_nbytes = sent_nbytes
+
+    def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
+        """Return the steps of the call, given those over a link; none is taken before the first."""
+        self._group, self._call = entry.info.group, entry.call
+        return self._steps(entry, over_link)
+
+    # -- the `Wait` protocol -----------------------------------------------------------------------
+
+    @property
+    def need(self) -> int:
+        """Number that changes whenever the message makes progress."""
+        return self._sent_nbytes
+
+    @property
+    def needs_looks(self) -> bool:
+        """Whether this waits for the receiver's answer, which needs polling."""
+        return self._number != 0
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the receiver may have seen the message."""
+        return self._number != 0
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """The receiver."""
+        return (self._outward.dest,)
+
+    def is_reached(self) -> bool:
+        """Send the requested parts; return whether the receiver has the message."""
+        outward, ring = self._outward, self._outward.ring_writer()
+        if ring is None:
+            raise InternalError("the ring of an announced message is gone")
+        answer = ring.answer(self._number)
+        if answer != 1 or not outward.lock.acquire(blocking=False):
+            return answer == 2
+        nbytes = len(self._bytes)
+        try:
+            while self._sent_nbytes < nbytes and (
+                sent := ring.part(self._group, self._call, self._sent_nbytes, self._bytes)
+            ):
+                self._sent_nbytes += sent
+        finally:
+            outward.lock.release()
+        if self._sent_nbytes == nbytes:
+            ring.cancel(self._number)  # its number becomes free
+        return self._sent_nbytes == nbytes
+
+    def look(self) -> bool:
+        """Spin for a short while; return whether the receiver has answered."""
+        ring = self._outward.ring_writer()
+        # the receiver has to read the sent parts first
+        if ring is None or ring.answer(self._number) == 1:
+            return False
+        return self._outward.wait((ring.answers_at(self._number),), (self._number << 1) - 1)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Withdraw the message of a failed call."""
+        if self._number:
+            self._outward.cancel(self._number)
+
+    def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
+        try:
+            try:
+                goes_by_link = not self._number and not self._put()
+                if goes_by_link:
+                    self._outward.announce_link()
+            except SyncvarError as error:  # an error of this message only
+                raise BodyError(error) from error
+            if goes_by_link:
+                return (yield from over_link)
+            if self._number:
+                yield self
+        finally:
+            over_link.close()
+        _record_ring_transfer(entry, len(self._bytes))
+        return None
+
+    def _put(self) -> bool:
+        """Write or announce the message in the ring; return False if that is impossible."""
+        array = self._array
+        if self._waits:
+            self._number = self._outward.announce(self._type_word, self._group, self._call, array)
+            return self._number != 0
+        name = self._type_word, self._group, self._call, array.shape
+        return self._outward.put(*name, self._bytes, array.nbytes, waits=False)
+
+
+class Receiving:
+    """A message to receive; its request waits for this object until the message comes."""
+
+    need = 0
+
+    def __init__(
+        self, inward: RecvEndpoint, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+    ) -> None:
+        self._inward = inward
+        self._landing = landing
+        self._finish = finish
+        self._links: LinkExchange | None = None
+        self._key: Key = (0, 0)
+        self._received: Received | None = None
+
+    def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
+        """Return the steps of the call, given those over a link; now the message is expected."""
+        self._links = links
+        self._key = entry.info.group, entry.call
+        self._inward.expected.add(self._key)
+        return self._steps(entry, over_link)
+
+    # -- as what is waited for ---------------------------------------------------------------------
+
+    @property
+    def needs_looks(self) -> bool:
+        """Whether the message may come through the ring, which needs polling."""
+        return not self._inward.is_without_ring
+
+    @property
+    def is_published(self) -> bool:
+        """Return False: the sender does not see that this rank waits."""
+        return False
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """The sender."""
+        return (self._inward.source,)
+
+    def is_reached(self) -> bool:
+        """Take the message if it is there; return whether it was, or comes over a link."""
+        if self._links is not None and self._links.has_heard:
+            return True
+        try:
+            self._received = self._inward.take(self._key, self._landing)
+        except SyncvarError as error:  # an error of this message only; the sender has completed
+            raise BodyError(error) from error
+        return self._received is not None
+
+    def look(self) -> bool:
+        """Spin for a short while; return whether something has come."""
+        return self._inward.wait()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Drop the message of a failed call."""
+        self._inward.forget(self._key)
+
+    def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
+        try:
+            next(over_link)  # starts the exchange: the first round waits for a frame
+            yield self
+            if self._received is None:
+                self._inward.links += 1
+                self._inward.expected.discard(self._key)
+                return (yield from over_link)
+        finally:
+            over_link.close()
+        kind, message = self._received
+        self._inward.expected.discard(self._key)
+        try:
+            result = self._finish(kind, message)
+        except SyncvarError as error:
+            raise BodyError(error) from error
+        _record_ring_transfer(entry, message.nbytes)
+        return result
+
+
+def _record_ring_transfer(entry: PendingRecord, nbytes: int) -> None:
+    entry.way = WAY
+    entry.nbytes = nbytes
+
+
+Answer = tuple[bytes, memoryview]  # description, and bytes that are never written again
+
+
+class GetRequest:
+    """A remote get that waits for its answer; it is an `Awaited`."""
+
+    def __init__(self, peer: int, key: int, label: str, deadline: float, timeout_s: float) -> None:
+        self.peer = peer
+        self.key = key
+        self.label = label
+        self.deadline = deadline
+        self.timeout_s = timeout_s
+        self.call = -1
+        self.entry = UNRECORDED
+        self.thread = 0
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.result: tuple[bytes, bytes] | None = None
+        self._parts: dict[int, bytes | memoryview] = {}
+
+    def look(self) -> bool:
+        """Return False: answers arrive through the engine."""
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """End without an answer."""
+        if not self.is_over:
+            self.error = error
+            self.is_over = True
+            self.entry.end(error)
+
+    def accept(self, frame: Frame) -> None:
+        """Use a frame of the answer; frames may come in any order."""
+        count = frame.header.round
+        if frame.header.segment < count:
+            self._parts[frame.header.segment] = frame.payload
+        if len(self._parts) < count:
+            return
+        if count:
+            data = b"".join(self._parts[index] for index in range(1, count))
+            self.result = bytes(self._parts[0]), data
+        self._parts.clear()
+        self.is_over = True
+        self.entry.end()
+
+
+class GetRequests:
+    """The remote gets of a process: its own, and those that it answers."""
+
+    def __init__(self, core: Core) -> None:
+        self.frames_sent = 0
+        # Finds published data by key; the driver calls it
+        self.find: Callable[[int], Answer | None] = _nothing
+        # Appended by any thread, sent by the driver.
+        self.waiting: collections.deque[GetRequest] = collections.deque()
+        self._core = core
+        self._segment_bytes = core.config.segment_bytes
+        self._numbers = itertools.count()
+        self._open: dict[int, GetRequest] = {}
+        core.when_broken.append(self.fail)
+
+    def send_requests(self) -> None:
+        """Send the waiting requests, and fail those that cannot be answered any more."""
+        core = self._core
+        while self.waiting:
+            question = self.waiting.popleft()
+            if core.failure is not None:
+                question.fail(core.failure)
+            elif question.peer in core.book.left:
+                question.fail(core.book.ended(question.peer, question.label))
+            else:
+                question.call = next(self._numbers)
+                self._open[question.call] = question
+                self._send(FrameType.ASK, question.peer, question.call, question.key, 0, 0, None)
+
+    def answer(self, header: Header) -> None:
+        """Answer a request of another rank."""
+        source, call, key = header.source, header.call, header.fingerprint
+        found = self.find(key)
+        if found is None:
+            self._send(FrameType.ANSWER, source, call, key, 0, 0, None)
+            return
+        description, data = found
+        starts = range(0, data.nbytes, self._segment_bytes)
+        count = 1 + len(starts)
+        self._send(FrameType.ANSWER, source, call, key, count, 0, memoryview(description))
+        for segment, start in enumerate(starts, 1):
+            piece = data[start : start + self._segment_bytes]
+            self._send(FrameType.ANSWER, source, call, key, count, segment, piece)
+
+    def accept(self, frame: Frame) -> bool:
+        """Use a frame of an answer, if it is not late; return whether it completed a request."""
+        question = self._open.get(frame.header.call)
+        if question is None or question.key != frame.header.fingerprint:
+            return False
+        question.accept(frame)
+        if question.is_over:
+            del self._open[frame.header.call]
+        return question.is_over
+
+    def expire(self, now: float, due: float) -> float:
+        """Fail the requests past their deadline; return when the next one is due, or `due`."""
+        for number, question in list(self._open.items()):
+            if now >= question.deadline:
+                del self._open[number]
+                question.fail(
+                    DeadlineExceeded(
+                        f"{question.label} was not answered within {question.timeout_s:g} s by "
+                        f"rank {question.peer}; the group is not affected",
+                        (question.peer,),
+                        question.timeout_s,
+                    )
+                )
+                due = now
+            else:
+                due = min(due, question.deadline)
+        return due
+
+    def fail(self, error: SyncvarError, peer: int | None = None) -> None:
+        """Fail the requests to a rank, or all."""
+        for number, question in list(self._open.items()):
+            if peer is None or question.peer == peer:
+                del self._open[number]
+                question.fail(error)
+
+    def _send(
+        self,
+        kind: FrameType,
+        peer: int,
+        call: int,
+        key: int,
+        count: int,
+        segment: int,
+        payload: memoryview | None,
+    ) -> None:
+        nbytes = 0 if payload is None else payload.nbytes
+        header = Header(
+            kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes
+        ).pack()
+        self.frames_sent += 1
+        self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
+
+
+def _nothing(_key: int) -> None:
+    pass
+
+
+_LINE_MAX = 200  # characters; all of them must fit into one control message
+
+
+class SentMessages:
+    """The pairs and tags with which this rank has sent messages, limited to those used last."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, tuple[int, int, str]] = {}
+
+    def note(self, identity: int, dest: int, tag: int) -> None:
+        """Record, from any thread, that this rank begins to send messages with a pair and tag."""
+        known = self._streams.pop(identity, None)
+        self._streams[identity] = known or (dest, tag, own_site()[-_LINE_MAX:])
+        if len(self._streams) > STREAMS_MAX:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread has changed it
+                self._streams.pop(next(iter(self._streams)), None)
+
+    def counts(self, following: Callable[[int], int]) -> list[SentCount]:
+        """Return how many messages were sent with each pair and tag."""
+        streams = list(self._streams.items())[-STREAMS_MAX:]
+        return [
+            SentCount(one, dest, tag, following(one), line) for one, (dest, tag, line) in streams
+        ]

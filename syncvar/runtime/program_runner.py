@@ -1,0 +1,355 @@
+"""Run programs: compare phase 0, look up the memories, and run the steps in C or in Python.
+
+The Python interpreter always works, and tests compare the C extension (`syncvar._native`) with it.
+
+The **location** of an array that other ranks can read is a number that ranks publish. It is an
+offset in shared memory, or an address in its rank's process with the bit `ADDRESS`. None: its rank
+has to copy it. Invariant: a published array must neither change nor be freed before all ranks have
+published that they are done with it. A rank that leaves such a call early keeps the array forever
+(`GroupChannel.keep`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar._native import open_program, run
+from syncvar._native import program as native_program
+from syncvar._native.constants import ADDRESS, PEER_ENDED, UNREAD, MemoryKind
+from syncvar.core.errors import InternalError, SyncvarError
+from syncvar.runtime.arithmetic import copier, folder, gil_monitor, storer
+from syncvar.runtime.instructions import AWAIT, COMBINE, COPY, STORE
+from syncvar.shm.segment_file import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.arithmetic import Arithmetic, Copier
+    from syncvar.runtime.instructions import CompiledProgram
+    from syncvar.shm.group_channel import GroupChannel
+
+    # Flat input and output arrays of a rank.
+    Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"
+
+
+DISAGREE = 0
+"""Yielded when the ranks do not make the same call: only the launcher can end the wait."""
+
+_MISSING = object()
+_FOUND_MAX = 1024
+_NONE: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
+_SOURCE, _TARGET, _SCRATCH = map(int, (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH))
+
+
+def opened(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
+    """Make the copies of an opening; `copy` takes (target, value)."""
+    for parts, target, start in code.joins:
+        values = [memories[source][first : first + count] for source, first, count in parts]
+        into = memories[target][start : start + sum(map(len, values))]
+        if len(values) == 1:
+            copy(into, values[0])
+        else:
+            np.concatenate(values, out=into, casting="same_kind")
+
+
+def interpret(
+    channel: GroupChannel,
+    steps: Iterable[tuple[Any, ...]],
+    memories: Sequence[NDArray[Any]],
+    copy: Copier,
+    store: Copier,
+    fold: Callable[[list[NDArray[Any]], NDArray[Any]], Any],
+) -> Iterator[int]:
+    """Run the steps of a program on flat arrays; yield the publications to wait for.
+
+    `copy` and `store` are functions of (target, value), `fold` one of (terms, target), where the
+    target may be the first term.
+    """
+    for step in steps:
+        kind = step[0]
+        if kind == COMBINE:
+            _, terms, target, start, count = step
+            fold(
+                [memories[term][first : first + count] for term, first in terms],
+                memories[target][start : start + count],
+            )
+        elif kind in (COPY, STORE):
+            _, source, first, target, start, count = step
+            into = memories[target][start : start + count]
+            value = memories[source][first : first + count]
+            (copy if kind == COPY else store)(into, value)
+        elif kind == AWAIT:
+            yield step[1] - channel.phase
+        else:
+            channel.publish()
+
+
+class ShmRef(NamedTuple):
+    """Start of an array in shared memory: offset in bytes, and the dtype of its elements."""
+
+    offset: int
+    dtype: np.dtype[Any]
+
+
+class RemoteRef:
+    """Start of a readable array in the process of another rank."""
+
+    __slots__ = ("dtype", "place", "rank")
+
+    def __init__(self, rank: int, place: int, dtype: np.dtype[Any]) -> None:
+        self.rank, self.place, self.dtype = rank, place, dtype
+
+    def __getitem__(self, part: slice) -> RemoteRef:
+        """Return the elements of a slice."""
+        return RemoteRef(self.rank, self.place + part.start * self.dtype.itemsize, self.dtype)
+
+
+class UnknownRef(Exception):  # noqa: N818  (no error: the launcher will report the failure)
+    """The process whose memory is read has ended."""
+
+
+def place_of(channel: GroupChannel, array: NDArray[Any]) -> int | None:
+    """Return the location of an array that this rank keeps alive; None if others cannot read it."""
+    offset = channel.shm.locate(array)
+    if offset is not None:
+        return offset
+    reach = channel.reach
+    if reach is None or not array.flags.c_contiguous:
+        return None
+    address: int = array.__array_interface__["data"][0]
+    ground = array
+    while not ground.flags.owndata:
+        if not isinstance(
+            ground.base, np.ndarray
+        ):  # memory of another library, or of a device that others cannot read
+            return (
+                ADDRESS | address if reach.can_read(channel.rank, address, array.nbytes) else None
+            )
+        ground = ground.base
+    return ADDRESS | address
+
+
+def read(channel: GroupChannel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
+    """Copy from another rank's memory into a contiguous array; UnknownRef if its process ended."""
+    if channel.reach is None:
+        raise InternalError("this process cannot read the memory of other ranks")
+    try:
+        is_there = channel.reach.read(rank, place ^ ADDRESS, target, hold=hold)
+    except SyncvarError:
+        if not channel.shm.is_aborted:
+            raise
+        is_there = False
+    if not is_there:
+        raise UnknownRef
+
+
+def settled(channel: GroupChannel, *, to_its_end: bool = True) -> Iterator[int]:
+    """After an abandoned call, wait until the others are past what this rank has published.
+
+    `to_its_end`: the ranks agreed on the call, so all come to its last phase. A call that also
+    needs other hosts only waits until all have entered it, so that no rank is two ahead.
+    """
+    if not channel.is_settled:
+        if channel.last:  # it has published something
+            yield -channel.phase if channel.phase and to_its_end else channel.last
+        channel.is_settled = True
+
+
+def agreed(channel: GroupChannel, check: int, reached: int) -> Iterator[int]:
+    """Wait for phase 0 of all ranks, and compare the checks."""
+    yield reached
+    if channel.disagreeing(check):
+        yield DISAGREE
+
+
+def native_of(code: CompiledProgram, arithmetic: Arithmetic) -> Any:
+    """Return a program for the C extension, or None if it has no loop for the arithmetic."""
+    found = code.natives.get(arithmetic, _MISSING)
+    if found is _MISSING:
+        # A registered op may be any callable.
+        is_known = arithmetic.ufunc is None or isinstance(arithmetic.ufunc, np.ufunc)
+        found = code.natives[arithmetic] = (
+            native_program(*code.numbers(), arithmetic.native) if is_known else None
+        )
+    return found
+
+
+def open_code(
+    channel: GroupChannel,
+    code: CompiledProgram,
+    arithmetic: Arithmetic,
+    arrays: Arrays,
+    side: int,
+    slots: tuple[int, ...] | None = None,
+) -> None:
+    """Make the copies of phase 0 into cells or the slot of this side; see `run_code`."""
+    found = _found(channel, code, arithmetic, arrays, channel.own_side(side), slots)
+    native = _native(channel, code, arithmetic, found)
+    if native is not None:
+        open_program(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
+    elif code.opening:
+        opened(code, _views(channel, code, found), copier())
+
+
+def run_code(
+    channel: GroupChannel,
+    code: CompiledProgram,
+    arithmetic: Arithmetic,
+    arrays: Arrays,
+    sides: tuple[int, ...],
+    slots: tuple[int, ...] | None = None,
+    location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
+) -> Iterator[int]:
+    """Run the steps of a program; yield the publications to wait for.
+
+    Args:
+        channel: This rank's channel.
+        code: The program.
+        arithmetic: Its arithmetic.
+        arrays: (SOURCEs, TARGETs).
+        sides: Side of the first cells of each rank; from bit 1 on the page at which they begin.
+        slots: Offsets of the slots of all ranks in shared memory; None for those of the sides.
+        location_of: Function of (kind, rank, place): location of an array of another rank.
+    """
+    found = _found(channel, code, arithmetic, arrays, sides, slots, location_of)
+    native = _native(channel, code, arithmetic, found)
+    if native is not None:
+        steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
+        yield from reading(
+            channel, steps, [(one.rank, one.place) for one in found if type(one) is RemoteRef]
+        )
+        return
+    copy = copier()
+    store = storer(arithmetic, copy)
+    if RemoteRef in map(type, found):
+        store = _reading(channel, store)
+    try:
+        yield from interpret(
+            channel, code.steps, _views(channel, code, found), copy, store, folder(arithmetic)
+        )
+    except UnknownRef:
+        yield PEER_ENDED
+
+
+def reading(
+    channel: GroupChannel, steps: Iterable[int], places: Iterable[tuple[int, int]]
+) -> Iterator[int]:
+    """Continue a run of the C extension; raise the error if reading another process failed."""
+    for need in steps:
+        if need != UNREAD:
+            yield need
+            continue
+        try:
+            for rank, place in places:
+                read(channel, rank, place, np.empty(1, np.uint8), hold=True)
+        except UnknownRef:
+            yield PEER_ENDED
+        raise InternalError("reading the memory of another rank failed once, but works now")
+
+
+def _reading(channel: GroupChannel, store: Copier) -> Copier:
+    """Return a store that also reads from other processes; it may raise `UnknownRef`."""
+    hold = gil_monitor.holds()
+
+    def stored(target: NDArray[Any], value: Any) -> None:
+        if type(value) is RemoteRef:
+            read(channel, value.rank, value.place, target, hold=hold)
+        else:
+            store(target, value)
+
+    return stored
+
+
+def _found(
+    channel: GroupChannel,
+    code: CompiledProgram,
+    arithmetic: Arithmetic,
+    arrays: Arrays,
+    sides: tuple[int, ...],
+    slots: tuple[int, ...] | None = None,
+    location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
+) -> list[Any]:
+    """Return the memories of a program: arrays, `ShmRef`, `RemoteRef`, or None if not known yet."""
+    (sources, targets), wire = arrays, arithmetic.wire
+    key = code, sides, wire, slots
+    shared = channel.found.get(key)
+    if shared is None:
+        if len(channel.found) >= _FOUND_MAX:
+            channel.found.clear()
+        shared = channel.found[key] = _found_shared(channel, code, sides, wire, slots)
+    found = shared.copy()
+    for number, kind, rank, place, count in code.own:
+        if kind == _SOURCE:
+            found[number] = sources[place]
+        elif kind == _TARGET:
+            found[number] = targets[place]
+        elif kind == _SCRATCH:
+            found[number] = np.empty(count, wire)
+        elif location_of is not None:
+            found[number] = location_of(kind, rank, place)
+    return found
+
+
+def _found_shared(
+    channel: GroupChannel,
+    code: CompiledProgram,
+    sides: tuple[int, ...],
+    dtype: np.dtype[Any],
+    slots: tuple[int, ...] | None,
+) -> list[Any]:
+    """Return the memories of a program in which ranks write for each other; None for all others."""
+    found: list[Any] = [None] * len(code.sizes)
+    for number, (kind, rank, place) in code.shared:
+        side = sides[rank]
+        if side < 0:
+            continue
+        if kind == MemoryKind.SLOT and slots is not None:
+            offset = slots[rank]
+        elif kind == MemoryKind.SLOT:
+            offset = channel.small_offset(rank, side)
+        elif kind == MemoryKind.CELLS:
+            offset = channel.segment_offset(rank, (side & 1) ^ place) + (side >> 1) * PAGE_BYTES
+        else:
+            offset = channel.segment_offset(rank, 2 + place)
+        found[number] = ShmRef(offset, dtype)
+    return found
+
+
+def _native(
+    channel: GroupChannel, code: CompiledProgram, arithmetic: Arithmetic, found: Sequence[Any]
+) -> Any:
+    """Return the program for the C extension; None if it cannot run these arrays."""
+    if not channel.is_native:
+        return None
+    wire = arithmetic.wire
+    for array in found:
+        if isinstance(array, np.ndarray) and (
+            array.dtype != wire or not (array.flags.aligned and array.flags.c_contiguous)
+        ):
+            return None
+    return native_of(code, arithmetic)
+
+
+def _views(channel: GroupChannel, code: CompiledProgram, found: Sequence[Any]) -> list[Any]:
+    return [
+        channel.resident(one.offset, count, one.dtype)
+        if isinstance(one, ShmRef)
+        else _NONE
+        if one is None
+        else one
+        for one, count in zip(found, code.sizes.values(), strict=True)
+    ]
+
+
+def _offsets(found: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(
+        [
+            one.offset if type(one) is ShmRef else one.place if type(one) is RemoteRef else -1
+            for one in found
+        ]
+    )

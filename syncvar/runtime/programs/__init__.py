@@ -1,1 +1,0 @@
-"""Compile a collective in shared memory to four instructions, and run it."""

@@ -1,0 +1,1 @@
+"""The tests of syncvar; CONTRIBUTING.md says what is where."""

@@ -1,0 +1,3 @@
+"""Fixtures of the tests with other libraries and launchers."""
+
+from tests.support.fixtures import launch  # noqa: F401

@@ -1,0 +1,1 @@
+"""What several tests use: jobs, worlds, hosts, and scripts that ranks run."""

@@ -1,0 +1,138 @@
+"""The documents: what commands print stands in them as it is, their links lead somewhere, their commands are understood."""
+
+import ast
+import os
+import re
+import shlex
+
+import house
+import import_graph
+import pytest
+
+from syncvar.cli.commands import main
+from syncvar.cli.migration_table import LIBRARIES
+from syncvar_launcher.options.parse_options import parse
+from tests.support.paths import REPOSITORY
+
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+MOST_OF_THE_README = 12 * 1024
+GENERATED = {
+    "rules": ("docs/rules.md", ["rules"]),
+    "collectives": ("docs/collectives.md", ["collectives"]),
+    "coming-from": ("docs/migrating.md", ["coming-from"]),
+    "settings": ("docs/settings.md", ["settings"]),
+    "coming-from words": ("docs/migrating.md", ["coming-from", "words"]),
+    **{f"coming-from {one}": ("docs/migrating.md", ["coming-from", one]) for one in LIBRARIES},
+}
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_a_command_prints_stands_in_its_page(name, capsys):
+    page, command = GENERATED[name]
+    marked = re.compile(
+        rf"(<!-- {name}: output of `syncvar {name}` -->\n)(.*?)(<!-- end of {name} -->)", re.DOTALL
+    )
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    if name == "settings":
+        printed = f"```text\n{printed}```\n"
+    if command[-1] in LIBRARIES:  # the rows of one library are those of the table of all
+        printed = printed[printed.index("What is different") :]
+    path = REPOSITORY / page
+    text = path.read_text()
+    assert marked.search(text), f"{page} has no place for the output of `syncvar {name}`"
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        path.write_text(marked.sub(lambda found: found[1] + printed + found[3], text))
+        text = path.read_text()
+    assert marked.search(text)[2] == printed, (
+        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    )
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports():
+    path = REPOSITORY / "docs" / "internals.md"
+    marked = re.compile(r"(<!-- rooms: [^>]*-->\n)(.*?)(<!-- end of rooms -->)", re.DOTALL)
+    text, picture = path.read_text(), import_graph.picture(house.Sources())
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        path.write_text(text := marked.sub(lambda found: found[1] + picture + found[3], text))
+    assert marked.search(text)[2] == picture, (
+        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    )
+
+
+def test_internals_describes_every_room():
+    described = re.findall(
+        r"^\| `(\w+)` \|", (REPOSITORY / "docs" / "internals.md").read_text(), re.MULTILINE
+    )
+    rooms = [room for layer in import_graph.layers() for room in layer]
+    assert sorted(described) == sorted([*rooms, import_graph.LAUNCHER])
+
+
+def test_files_and_names_of_the_internals_exist():
+    text = " ".join((REPOSITORY / "docs" / "internals.md").read_text().split())
+    files = re.findall(r"`((?:[\w-]+/)*\w+\.(?:py|c))`", text)
+    pairs = re.findall(r"`((?:[\w-]+/)*\w+\.(?:py|c))` `([\w.]+)`", text)
+    assert len(pairs) > 50
+    missing = [file for file in files if not _source(file).is_file()]
+    assert not missing, "files of docs/internals.md that are not there"
+    missing = [pair for pair in pairs if pair[1] not in _names_in(_source(pair[0]))]
+    assert not missing, "names of docs/internals.md that their files do not define"
+
+
+def _source(file):
+    return REPOSITORY / (file if file.startswith(("launcher/", "tests/")) else f"syncvar/{file}")
+
+
+def _names_in(path):
+    """Return the functions, classes and methods that a file defines."""
+    if path.suffix == ".c":
+        return set(re.findall(r"^[\w *]*?\b(\w+)\(", path.read_text(), re.MULTILINE))
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{one.name}" for one in node.body if hasattr(one, "name")}
+    return found
+
+
+def test_the_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_bytes()) <= MOST_OF_THE_README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in LINK.findall(page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), (
+                f"{page.name} links to {target}, which is not there"
+            )
+
+
+def test_every_page_is_in_the_list_of_pages():
+    listed = LINK.findall((REPOSITORY / "docs" / "README.md").read_text())
+    assert {page.name for page in REPOSITORY.glob("docs/*.md")} - {"README.md"} == {
+        one for one in listed if "/" not in one
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_understood(page, tmp_path, monkeypatch):
+    for name in ("train.py", "program"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
+    for line in "\n".join(CONSOLE.findall(page.read_text())).splitlines():
+        for command in line.split("#")[0].split("&&"):
+            words = shlex.split(command.replace("…", "x").lstrip("$ "))
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                del words[0]
+            if not words:
+                continue
+            if words[0].rpartition("/")[2] == "syncvar-launch":
+                assert parse(words[1:], {}, tmp_path)
+            elif words[0] == "syncvar":
+                with pytest.raises(SystemExit) as ended:
+                    main([words[1], "--help"])
+                assert ended.value.code == 0
