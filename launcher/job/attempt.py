@@ -238,7 +238,7 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        questioned = self.store.coordinator.stalls.asked
+        questioned = self.store.coordinator.stalls.pinged
         self.set.states.watch([rank for rank in running if rank in questioned], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"
