@@ -160,14 +160,14 @@ class Coordinator:
             raise WireError(f"a worker may not send {message['kind']!r}")
         return handler(rank, message, now)
 
-    def ended(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Record that a rank's process has failed, for instance with "signal 9"."""
+    def ended(self, rank: int, reason: str, now: float, status: int | None = None) -> list[Action]:
+        """Record that a rank's process has failed, for instance with "signal 9" and status -9."""
         del now
         if rank in self.gone:
             return []
         self._drop_reports(rank)
         self.gone[rank] = reason
-        data = self._lost_data(rank, reason)
+        data = self._lost_data(rank, reason, status)
         joining = [
             SendMessage(other, data)
             for other in sorted(self.next_handshake.members)
@@ -270,6 +270,7 @@ class Coordinator:
             text=f"rank {rank} {message['reason']}",
             table={rank: message["reason"]},
             has_waiting_ranks=False,
+            is_deadlock=False,
         )
         return self._send(message["members"], data, but=rank)
 
@@ -329,6 +330,7 @@ class Coordinator:
             table=finding.table,
             # Ranks that are already past this call get the error in their next one.
             has_waiting_ranks=True,
+            is_deadlock=finding.is_deadlock,
         )
         return self._send(finding.members, data)
 
@@ -349,6 +351,7 @@ class Coordinator:
             text=f"rank {rank} refused its own call",
             table=table,
             has_waiting_ranks=False,
+            is_deadlock=False,
         )
         return self._send(message["members"], data, but=rank)
 
@@ -383,15 +386,15 @@ class Coordinator:
     def _abort(self, rank: int, reason: str) -> list[Action]:
         return self._send_to_others(rank, self._lost_data(rank, reason))
 
-    def _lost_data(self, rank: int, reason: str) -> bytes:
+    def _lost_data(self, rank: int, reason: str, status: int | None = None) -> bytes:
         fields = {"failure_kind": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
-        return self._abort_data(rank, fields)
+        return self._abort_data(rank, fields, status)
 
-    def _abort_data(self, rank: int, fields: Message) -> bytes:
+    def _abort_data(self, rank: int, fields: Message, status: int | None = None) -> bytes:
         names = ("failure_kind", "reason", "group", "call", "missing")
-        return pack_message(
-            "abort", rank=rank, host=self.host(rank), **{name: fields[name] for name in names}
-        )
+        shown = {name: fields[name] for name in names}
+        known = [] if status is None else [status]
+        return pack_message("abort", rank=rank, host=self.host(rank), status=known, **shown)
 
     def _send_to_others(self, rank: int, data: bytes) -> list[Action]:
         return self._send(self.handshake.members, data, but=rank)

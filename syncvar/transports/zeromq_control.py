@@ -138,6 +138,7 @@ class ZeromqControl:
                 "group": -1,
                 "call": -1,
                 "missing": [],
+                "status": [],
             }
         return None
 
