@@ -14,16 +14,18 @@ from syncvar.core.migration_hints import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers
-    from syncvar.bootstrap.identity import (
+    from syncvar.bootstrap.process import (
         host_count,
         host_index,
+        init,
+        is_initialized,
         local_rank,
         local_world_size,
         rank,
         restart_count,
+        shutdown,
         world_size,
     )
-    from syncvar.bootstrap.process import init, is_initialized, shutdown
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
     from syncvar.checkpoint.save import PendingSave
@@ -96,8 +98,8 @@ if TYPE_CHECKING:
     )
     from syncvar.strategies.value_reduction import ReduceOp, ValueContext
     from syncvar.variables import partitioners
-    from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
     from syncvar.variables.create import ShardInfo
+    from syncvar.variables.grouped_writes import assign_add_all, assign_all, assign_sub_all
     from syncvar.variables.policy import VariableAggregation, VariableSynchronization
     from syncvar.variables.replica_check import check_equal
     from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
@@ -131,11 +133,13 @@ _HOMES = {
         "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
         "UsageError",
     ),
-    "syncvar.bootstrap.identity": (
+    "syncvar.bootstrap.process": (
         "host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count",
         "world_size",
+        "init",
+        "is_initialized",
+        "shutdown",
     ),
-    "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
     "syncvar.runner.local": ("run",),
     "syncvar.core.reduce_ops": ("register_op",),
     "syncvar.strategies.base": ("Strategy",),
@@ -156,7 +160,7 @@ _HOMES = {
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
     "syncvar.variables.create": ("ShardInfo",),
     "syncvar.variables.replica_check": ("check_equal",),
-    "syncvar.variables.assign_all": ("assign_add_all", "assign_all", "assign_sub_all"),
+    "syncvar.variables.grouped_writes": ("assign_add_all", "assign_all", "assign_sub_all"),
     "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
     "syncvar.variables.variable": ("Explanation", "Variable"),

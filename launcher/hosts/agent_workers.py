@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
 from syncvar.core.exit_status import INTERNAL, exit_code_of

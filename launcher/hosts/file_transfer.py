@@ -18,7 +18,7 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
 from syncvar.core.output_files import EVIDENCE, PRIVATE, LostFile, create_file, write_error_text
 from syncvar_launcher.hosts.agent_connection import poll_hosts

@@ -33,7 +33,7 @@ from syncvar_launcher.local.local_workers import (
 )
 
 if TYPE_CHECKING:
-    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.job_private import JobDirectory
     from syncvar_launcher.io.output import Stream
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.attempt_workers import AttemptStart

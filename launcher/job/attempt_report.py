@@ -137,7 +137,7 @@ class AttemptReport:
             error = cause.error
         return Ending(
             exit_code=outcome.exit_code,
-            why=sentence,
+            failure=sentence,
             error=error,
             was_end_requested=outcome.interrupted != 0 or bool(self._watch.pending),
             had_met=had_met,

@@ -11,9 +11,9 @@ import syncvar
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core import exit_status
 from syncvar.core.exit_status import STARTED
-from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
+from syncvar.transports.zeromq_sockets import tcp_endpoint
 from syncvar_launcher.job.attempt_report import AttemptReport, RankStates
 from syncvar_launcher.job.failure_report import SecondaryFailure, spared_block
 from syncvar_launcher.job.start_progress import StartProgress, clock
@@ -40,7 +40,7 @@ from syncvar_launcher.local.worker_start import ForkUnsupported, ServerEnded, St
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.job_private import JobDirectory
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.workers import WorkersFactory

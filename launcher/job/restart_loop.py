@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, write_error_text
@@ -184,7 +184,7 @@ class _RestartLoop:
         ending = attempt.report.ending(outcome, had_met=has_met)
         decision = self.restarting.after(ending)
         attempt.report.show(outcome, is_last=not decision.restarts)
-        self.culprit = _culprit(outcome, ending.why)
+        self.culprit = _culprit(outcome, ending.failure)
         if self.code == exit_status.PREEMPTED and outcome.cause is None:
             console.events.add("preempted", signal=outcome.interrupted or None)
         if not decision.restarts:

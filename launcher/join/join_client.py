@@ -23,10 +23,16 @@ import syncvar
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_status
 from syncvar.core.errors import ConfigError, HostUnreachable
-from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
-from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar.transports.zeromq_sockets import (
+    address_towards,
+    bound_messages,
+    events_of,
+    monitor_of,
+    set_family,
+    tcp_endpoint,
+)
 from syncvar_launcher.hosts.agent_connection import AGENT, start_agent
 from syncvar_launcher.hosts.agent_protocol import (
     FRAME_NBYTES,

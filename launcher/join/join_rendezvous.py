@@ -18,13 +18,13 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.job_secret import secret_of_file
+from syncvar.bootstrap.job_private import secret_of_file
 from syncvar.bootstrap.kv_store import shared_folder
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import ConfigError, HostUnreachable, WireError
-from syncvar.core.network import address_towards_any, bracket_ipv6
 from syncvar.core.output_files import PRIVATE, create_file
 from syncvar.protocol.auth_keys import KEY_BYTES, derive
+from syncvar.transports.zeromq_sockets import address_towards_any, bracket_ipv6
 from syncvar_launcher.hosts.agent_connection import (
     NOT_UNDERSTOOD,
     RemoteHost,

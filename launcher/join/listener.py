@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.core.network import bracket_ipv6, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
-from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar.transports.zeromq_sockets import (
+    bound_messages,
+    bracket_ipv6,
+    events_of,
+    monitor_of,
+    set_family,
+    tcp_endpoint,
+)
 from syncvar_launcher.hosts.agent_protocol import (
     FRAME_NBYTES,
     FRAMES_QUEUED,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncvar.bootstrap.launch_env.detection import started_with_others
-from syncvar.bootstrap.launch_env.slurm import counts
+from syncvar.bootstrap.launch_env.schedulers import counts
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts.agent_connection import agent_command_line, remote_command
 from syncvar_launcher.options.host_selection import Allocation, Starter, short_name

@@ -31,30 +31,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _TEXTS = {"U": "str", "S": "bytes", "O": "object"}
-_TIMES = tuple(
-    f"{kind}[{unit}]"
-    for kind in ("datetime64", "timedelta64")
-    for unit in ("D", "h", "m", "s", "ms", "us", "ns")
-)
+_UNITS = ("D", "h", "m", "s", "ms", "us", "ns")
+_TIMES = tuple(f"{kind}[{unit}]" for kind in ("datetime64", "timedelta64") for unit in _UNITS)
 _DIGESTED_BYTES = 1 << 20
+_REMEDY = "pass the result of state_dict()"
 
 
 class BatchPolicy(NamedTuple):
-    """Form that all batches of a step share: pytree structure, dtypes and shapes of rows.
+    """Form that all batches of a step share: pytree structure, dtypes and shapes of rows."""
 
-    Args:
-        structure: Structure without the arrays.
-        leaves: (dtype name, shape after the first axis) of each array.
-    """
-
-    structure: TreeDef
-    leaves: tuple[tuple[str, tuple[int, ...]], ...]
+    structure: TreeDef  # without the arrays
+    leaves: tuple[tuple[str, tuple[int, ...]], ...]  # dtype name, shape after the first axis
 
     def describe(self) -> str:
         """Return the form as text, such as "{x: array} of float64[rows, 2]"."""
-        arrays = ", ".join(
-            f"{name}[{', '.join(['rows', *map(str, shape)])}]" for name, shape in self.leaves
-        )
+        shapes = [(name, ", ".join(["rows", *map(str, shape)])) for name, shape in self.leaves]
+        arrays = ", ".join(f"{name}[{shape}]" for name, shape in shapes)
         is_array = self.structure.kind == "leaf"
         return arrays if is_array else f"{describe(self.structure)} of {arrays}"
 
@@ -93,17 +85,8 @@ def leaves_of(value: Any) -> list[NDArray[Any]]:
     return [as_leaf(leaf) for leaf in flatten(value)[1]]
 
 
-def as_batch(value: Any) -> Any:
-    """Return a batch with arrays as leaves (the value itself if possible), or raise ConfigError."""
-    return inspect_batch(value)[0]
-
-
 def inspect_batch(value: Any) -> tuple[Any, int, BatchPolicy]:
-    """Return a batch whose leaves are arrays, its number of rows, and its form.
-
-    Raises:
-        ConfigError: The value is no batch, or an array has a dtype that batches cannot have.
-    """
+    """Return a batch whose leaves are arrays, its number of rows, and its form."""
     structure, leaves = flatten(value)
     arrays = [as_leaf(leaf) for leaf in leaves]
     rows = _common_length(arrays)
@@ -111,11 +94,6 @@ def inspect_batch(value: Any) -> tuple[Any, int, BatchPolicy]:
     is_batch = all(array is leaf for array, leaf in zip(arrays, leaves, strict=True))
     batch = value if is_batch else map_leaves(lambda array: array, value)
     return batch, rows, BatchPolicy(structure, shapes)
-
-
-def rows_of(batch: Any) -> int:
-    """Return the length of the first axis, or raise ConfigError if arrays lack it or differ."""
-    return _common_length(leaves_of(batch))
 
 
 def _common_length(leaves: list[NDArray[Any]]) -> int:
@@ -129,10 +107,8 @@ def _common_length(leaves: list[NDArray[Any]]) -> int:
             )
     rows = len(leaves[0])
     if any(len(leaf) != rows for leaf in leaves):
-        lengths = ", ".join(map(str, sorted({len(leaf) for leaf in leaves})))
-        raise ConfigError(
-            f"the arrays of a batch must have first axes of one length, not {lengths}"
-        )
+        shown = ", ".join(map(str, sorted({len(leaf) for leaf in leaves})))
+        raise ConfigError(f"the arrays of a batch must have first axes of one length, not {shown}")
     return rows
 
 
@@ -161,11 +137,7 @@ def content_digest(batch: Any) -> int:
 
 
 def stack_elements(elements: Sequence[Any]) -> Any:
-    """Return a batch of elements of one form: each array gets a new first axis.
-
-    Raises:
-        ConfigError: The elements differ in structure or shape.
-    """
+    """Return a batch of elements of one form: each array gets a new first axis."""
     structures = [flatten(element)[0] for element in elements]
     if any(structure != structures[0] for structure in structures):
         shown = " and ".join(sorted({describe(structure) for structure in structures}))
@@ -221,22 +193,13 @@ def integer_of(name: str, value: Any, at_least: int) -> int:
 
 
 def read_state(state: Any, expected: Mapping[str, str]) -> tuple[int, int]:
-    """Return (epoch, position) of a saved iterator state.
-
-    Raises:
-        ConfigError: It is no such state, or an entry of `expected`, such as the seed, differs.
-    """
+    """Return (epoch, position) of a saved iterator state, in which `expected` does not differ."""
     if not isinstance(state, Mapping):
-        raise ConfigError(
-            f"the state of an iterator is a dict, not {type(state).__name__}: pass the result of "
-            f"state_dict()"
-        )
+        found = type(state).__name__
+        raise ConfigError(f"the state of an iterator is a dict, not {found}: {_REMEDY}")
     missing = sorted({"epoch", "position", *expected} - set(state))
     if missing:
-        raise ConfigError(
-            f"the state of the iterator has no {', '.join(missing)}: pass the result of "
-            f"state_dict()"
-        )
+        raise ConfigError(f"the state of the iterator has no {', '.join(missing)}: {_REMEDY}")
     for name, current in expected.items():
         if state[name] != current:
             raise ConfigError(

@@ -21,6 +21,7 @@ from syncvar.data.indexed_sources import (
 from syncvar.data.prefetch import Prefetched
 from syncvar.data.stream_sources import (
     Generated,
+    Stream,
     StreamBatches,
     StreamMap,
     StreamRepeat,
@@ -76,13 +77,13 @@ def from_arrays(
     _flag("shuffle", shuffle)
     _flag("drop_remainder", drop_remainder)
     integer_of("seed", seed, 0)
-    dataset = Dataset(ArrayRows(arrays))
+    source: Indexed = ArrayRows(arrays)
     if shuffle:
-        dataset = dataset.shuffle(seed=seed)
+        source = IndexedShuffle(source, int(seed))
     if batch_size is None:
-        return dataset
-    source = dataset.batch(batch_size, drop_remainder=drop_remainder)._source  # noqa: SLF001
-    return Dataset(source, rows=int(batch_size))
+        return Dataset(source)
+    size = integer_of("the batch size", batch_size, 1)
+    return Dataset(IndexedBatches(source, size, drop_remainder=bool(drop_remainder)), rows=size)
 
 
 def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
@@ -104,7 +105,7 @@ def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
         >>> [batch.tolist() for batch in sv.data.from_generator(lambda: range(5)).batch(3)]
         [[0, 1, 2], [3, 4]]
     """
-    _function("fn", fn, "write sv.data.from_generator(lambda: iterable)")
+    _check_function(fn, "write sv.data.from_generator(lambda: iterable)")
     return Dataset(Generated(fn))
 
 
@@ -159,16 +160,12 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
                 f"shuffle has no buffer, so buffer_size={buffer_size!r:.100} has no meaning: it "
                 f"shuffles all elements of an epoch; write dataset.shuffle(), or "
                 f"dataset.shuffle(seed=1) for another order"
-                + ", and before repeat, which has no end"
-                * self._source.is_endless
+                f"{', and before repeat, which has no end' if self._source.is_endless else ''}"
             )
         seed = integer_of("seed", seed, 0)
         rows = f"sv.data.from_arrays(x, batch_size={self._rows}, shuffle=True, seed={seed})"
         self._refuse_batches("shuffle", "reorder", rows)
-        inner = self._source
-        if isinstance(inner, Indexed):
-            return Dataset(IndexedShuffle(inner, seed))
-        return Dataset(StreamShuffle(inner, seed))
+        return Dataset(self._step(IndexedShuffle, StreamShuffle, seed))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return every `num_shards`-th element, starting with element `index`.
@@ -189,14 +186,10 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         index = integer_of("index", index, 0)
         if index >= shards:
             raise ConfigError(f"index {index} is outside {shards} shards: 0 to {shards - 1}")
-        rows = (
-            f"sv.data.from_arrays(x, batch_size=None).shard({shards}, {index}).batch({self._rows})"
-        )
+        step = f"shard({shards}, {index})"
+        rows = f"sv.data.from_arrays(x, batch_size=None).{step}.batch({self._rows})"
         self._refuse_batches("shard", "distribute", rows)
-        inner = self._source
-        if isinstance(inner, Indexed):
-            return Dataset(IndexedShard(inner, shards, index))
-        return Dataset(StreamShard(inner, shards, index))
+        return Dataset(self._step(IndexedShard, StreamShard, shards, index))
 
     def batch(self, size: int, *, drop_remainder: bool = False, **_foreign: Never) -> Dataset:
         """Return batches of consecutive elements; their arrays get a new first axis.
@@ -215,10 +208,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
             raise unexpected_keyword(Dataset.batch, _foreign)
         size = integer_of("the batch size", size, 1)
         drop = _flag("drop_remainder", drop_remainder)
-        inner = self._source
-        if isinstance(inner, Indexed):
-            return Dataset(IndexedBatches(inner, size, drop_remainder=drop))
-        return Dataset(StreamBatches(inner, size, drop_remainder=drop))
+        return Dataset(self._step(IndexedBatches, StreamBatches, size, drop_remainder=drop))
 
     def map(self, fn: Callable[[Any], Any], **_foreign: Never) -> Dataset:
         """Return the results of a function of each element.
@@ -235,11 +225,8 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         """
         if _foreign:
             raise unexpected_keyword(Dataset.map, _foreign)
-        _function("fn", fn, "write dataset.map(lambda batch: …)")
-        inner = self._source
-        if isinstance(inner, Indexed):
-            return self._next(IndexedMap(inner, fn))
-        return self._next(StreamMap(inner, fn))
+        _check_function(fn, "write dataset.map(lambda batch: …)")
+        return Dataset(self._step(IndexedMap, StreamMap, fn), rows=self._rows)
 
     def repeat(self, times: int | None = None) -> Dataset:
         """Return the elements several times in a row, as one epoch; each pass has its own order.
@@ -254,13 +241,10 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         Raises:
             ConfigError: `times` is no such integer.
         """
-        inner = self._source
         if times is None:
-            return self._next(StreamRepeat(inner, None))
+            return Dataset(StreamRepeat(self._source, None), rows=self._rows)
         times = integer_of("times", times, 1)
-        if isinstance(inner, Indexed):
-            return self._next(IndexedRepeat(inner, times))
-        return self._next(StreamRepeat(inner, times))
+        return Dataset(self._step(IndexedRepeat, StreamRepeat, times), rows=self._rows)
 
     def prefetch(self, size: int = 2) -> Dataset:
         """Return the same elements, read ahead in a thread while the program computes.
@@ -277,11 +261,16 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         Raises:
             ConfigError: The size is no such integer.
         """
-        return self._next(Prefetched(self._source, integer_of("the size", size, 1)))
+        size = integer_of("the size", size, 1)
+        return Dataset(Prefetched(self._source, size), rows=self._rows)
 
-    def _next(self, source: Source) -> Dataset:
-        """Return a dataset whose elements are batches of `from_arrays` if they were before."""
-        return Dataset(source, rows=self._rows)
+    def _step(
+        self, indexed: type[Indexed], stream: type[Stream], *arguments: Any, **options: Any
+    ) -> Source:
+        """Return a step on the source, with random access if the source has it."""
+        kind: Any = indexed if isinstance(self._source, Indexed) else stream
+        source: Source = kind(self._source, *arguments, **options)
+        return source
 
     def _refuse_batches(self, step: str, does: str, by_rows: str) -> None:
         if self._rows is not None:
@@ -295,7 +284,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
     @property
     def seed(self) -> str:
         """Seeds of the shuffles, joined by commas; saved positions contain it."""
-        return ",".join(map(str, self._source.seeds))
+        return _seed_of(self._source)
 
     def at(self, epoch: int, position: int = 0) -> DatasetIterator:
         """Return an iterator that starts at a position of an epoch, without counting an epoch.
@@ -316,29 +305,31 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
             [array([2, 3])]
         """
         position = integer_of("position", position, 0)
-        return DatasetIterator(self, integer_of("epoch", epoch, 0), position)
+        epoch = integer_of("epoch", epoch, 0)
+        return DatasetIterator(self._source, epoch, position, self._continue_after)
 
     def __iter__(self) -> DatasetIterator:
         epoch = self._next_epoch
+        self._continue_after(epoch)
+        return DatasetIterator(self._source, epoch, 0, self._continue_after)
+
+    def _continue_after(self, epoch: int) -> None:
         self._next_epoch = epoch + 1
-        return DatasetIterator(self, epoch, 0)
 
     def __len__(self) -> int:
-        count = self._source.count
-        if count is None:
-            is_endless = self._source.is_endless
-            reason = "it repeats without end" if is_endless else "its elements are generated"
+        source = self._source
+        if source.count is None:
+            reason = "it repeats without end" if source.is_endless else "its elements are generated"
             raise TypeError(f"this dataset does not know its length: {reason}")
-        return count
+        return source.count
 
     def __bool__(self) -> bool:
         return True
 
     def __repr__(self) -> str:
-        length = f"{self._source.count} elements"
-        if self._source.count is None:
-            length = "endless length" if self._source.is_endless else "unknown length"
-        return f"<sv.data.Dataset of {length}>"
+        count, is_endless = self._source.count, self._source.is_endless
+        unknown = "endless length" if is_endless else "unknown length"
+        return f"<sv.data.Dataset of {unknown if count is None else f'{count} elements'}>"
 
 
 class DatasetIterator:
@@ -358,10 +349,11 @@ class DatasetIterator:
         array([2, 3])
     """
 
-    def __init__(self, dataset: Dataset, epoch: int, position: int) -> None:
-        self._dataset = dataset
-        self._epoch = epoch
-        self._position = position
+    def __init__(
+        self, source: Source, epoch: int, position: int, continue_after: Callable[[int], None]
+    ) -> None:
+        self._source, self._epoch, self._position = source, epoch, position
+        self._continue_after = continue_after  # tells the dataset which epoch was loaded
         self._elements: Generator[Any, None, None] | None = None
 
     def __iter__(self) -> DatasetIterator:
@@ -369,7 +361,7 @@ class DatasetIterator:
 
     def __next__(self) -> Any:
         if self._elements is None:
-            self._elements = self._dataset._source.read(self._epoch, self._position)  # noqa: SLF001  (its iterator)
+            self._elements = self._source.read(self._epoch, self._position)
         element = next(self._elements)
         self._position += 1
         return element
@@ -382,7 +374,7 @@ class DatasetIterator:
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position: epoch, position (elements read in it) and seed."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self._dataset.seed}
+        return {"epoch": self._epoch, "position": self._position, "seed": _seed_of(self._source)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position; the next epoch of the dataset is the one after it.
@@ -393,10 +385,14 @@ class DatasetIterator:
         Raises:
             ConfigError: It is no such state, or its seed differs. Nothing changed.
         """
-        epoch, position = read_state(state, {"seed": self._dataset.seed})
+        epoch, position = read_state(state, {"seed": _seed_of(self._source)})
         self.close()
         self._epoch, self._position = epoch, position
-        self._dataset._next_epoch = epoch + 1  # noqa: SLF001  (its iterator)
+        self._continue_after(epoch)
+
+
+def _seed_of(source: Source) -> str:
+    return ",".join(map(str, source.seeds))
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -405,6 +401,6 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _function(name: str, value: Any, remedy: str) -> None:
-    if not callable(value):
-        raise ConfigError(f"{name} must be a function, not {type(value).__name__}: {remedy}")
+def _check_function(fn: Any, remedy: str) -> None:
+    if not callable(fn):
+        raise ConfigError(f"fn must be a function, not {type(fn).__name__}: {remedy}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.data.batches import as_batch, map_leaves, rows_of, stack_elements
+from syncvar.data.batches import inspect_batch, map_leaves, stack_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -28,18 +28,12 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.intp]:
 
 
 class Indexed(ABC):
-    """Elements 0 to `count` - 1 of each epoch, readable in any order.
-
-    Args:
-        count: Number of elements of an epoch.
-        seeds: Seeds of the shuffles, innermost first.
-    """
+    """Elements 0 to `count` - 1 of each epoch, readable in any order."""
 
     is_endless = False
 
     def __init__(self, count: int, seeds: tuple[int, ...] = ()) -> None:
-        self.count = count
-        self.seeds = seeds
+        self.count, self.seeds = count, seeds  # seeds of the shuffles, innermost first
 
     @abstractmethod
     def element(self, epoch: int, index: int) -> Any:
@@ -59,8 +53,8 @@ class ArrayRows(Indexed):
     """Rows of arrays, as copies, so that a program may write to them."""
 
     def __init__(self, arrays: Any) -> None:
-        self._arrays = as_batch(arrays)
-        super().__init__(rows_of(self._arrays))
+        self._arrays, rows, _ = inspect_batch(arrays)
+        super().__init__(rows)
 
     def element(self, epoch: int, index: int) -> Any:
         """Return a row."""
@@ -71,48 +65,55 @@ class ArrayRows(Indexed):
         return map_leaves(lambda array: array[indices], self._arrays)
 
 
-class IndexedShuffle(Indexed):
+class Reordered(Indexed):
+    """Elements of another source in another order, or some of them."""
+
+    def __init__(self, inner: Indexed, count: int, seeds: tuple[int, ...]) -> None:
+        super().__init__(count, seeds)
+        self._inner = inner
+
+    @abstractmethod
+    def place(self, epoch: int, index: Any) -> Any:
+        """Return where the inner source has the elements of one index, or of an array of them."""
+
+    def element(self, epoch: int, index: int) -> Any:
+        """Return one element of an epoch."""
+        return self._inner.element(epoch, int(self.place(epoch, index)))
+
+    def take(self, epoch: int, indices: NDArray[np.intp]) -> Any:
+        """Return a batch of some elements of an epoch, at least one."""
+        return self._inner.take(epoch, self.place(epoch, indices))
+
+
+class IndexedShuffle(Reordered):
     """Elements in the order of (seed, epoch)."""
 
     def __init__(self, inner: Indexed, seed: int) -> None:
-        super().__init__(inner.count, (*inner.seeds, seed))
-        self._inner = inner
+        super().__init__(inner, inner.count, (*inner.seeds, seed))
         self._seed = seed
         # (epoch, its order); threads may read it, so it is replaced as a whole.
         self._last: tuple[int, NDArray[np.intp]] = (-1, np.empty(0, np.intp))
 
-    def _order(self, epoch: int) -> NDArray[np.intp]:
+    def place(self, epoch: int, index: Any) -> Any:
+        """Return the index in the order of the epoch."""
         known, order = self._last
         if known != epoch:
             order = permutation(self.count, self._seed, epoch)
             self._last = (epoch, order)
-        return order
-
-    def element(self, epoch: int, index: int) -> Any:
-        """Return the element at an index of the order."""
-        return self._inner.element(epoch, int(self._order(epoch)[index]))
-
-    def take(self, epoch: int, indices: NDArray[np.intp]) -> Any:
-        """Return the elements at some indices of the order."""
-        return self._inner.take(epoch, self._order(epoch)[indices])
+        return order[index]
 
 
-class IndexedShard(Indexed):
+class IndexedShard(Reordered):
     """Every n-th element, starting with element `index`."""
 
     def __init__(self, inner: Indexed, shards: int, index: int) -> None:
-        super().__init__(len(range(index, inner.count, shards)), inner.seeds)
-        self._inner = inner
-        self._shards = shards
-        self._index = index
+        super().__init__(inner, len(range(index, inner.count, shards)), inner.seeds)
+        self._shards, self._index = shards, index
 
-    def element(self, epoch: int, index: int) -> Any:
-        """Return an element of the shard."""
-        return self._inner.element(epoch, index * self._shards + self._index)
-
-    def take(self, epoch: int, indices: NDArray[np.intp]) -> Any:
-        """Return some elements of the shard."""
-        return self._inner.take(epoch, indices * self._shards + self._index)
+    def place(self, epoch: int, index: Any) -> Any:
+        """Return the index among all elements."""
+        del epoch
+        return index * self._shards + self._index
 
 
 class IndexedBatches(Indexed):
@@ -121,8 +122,7 @@ class IndexedBatches(Indexed):
     def __init__(self, inner: Indexed, size: int, *, drop_remainder: bool) -> None:
         whole, rest = divmod(inner.count, size)
         super().__init__(whole + (rest > 0 and not drop_remainder), inner.seeds)
-        self._inner = inner
-        self._size = size
+        self._inner, self._size = inner, size
 
     def element(self, epoch: int, index: int) -> Any:
         """Return a batch."""
@@ -135,8 +135,7 @@ class IndexedMap(Indexed):
 
     def __init__(self, inner: Indexed, fn: Callable[[Any], Any]) -> None:
         super().__init__(inner.count, inner.seeds)
-        self._inner = inner
-        self._fn = fn
+        self._inner, self._fn = inner, fn
 
     def element(self, epoch: int, index: int) -> Any:
         """Return the function's result for an element."""
@@ -148,8 +147,7 @@ class IndexedRepeat(Indexed):
 
     def __init__(self, inner: Indexed, times: int) -> None:
         super().__init__(inner.count * times, inner.seeds)
-        self._inner = inner
-        self._times = times
+        self._inner, self._times = inner, times
 
     def element(self, epoch: int, index: int) -> Any:
         """Return an element of one of the passes."""

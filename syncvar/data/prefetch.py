@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncvar.data.stream_sources import Stream
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from syncvar.data.stream_sources import Source
 
+_END = object()
 _JOIN_S = 5.0  # the thread may be in the user's function, which nothing can interrupt
 
 
@@ -22,16 +24,11 @@ class Prefetched(Stream):
 
     The thread starts with the first read. It ends at the end of the elements, at an exception, and
     when the consumer drops its iterator.
-
-    Args:
-        inner: Source that the thread reads.
-        size: Number of elements to hold.
     """
 
     def __init__(self, inner: Source, size: int) -> None:
         super().__init__(inner.count, inner.seeds, is_endless=inner.is_endless)
-        self._inner = inner
-        self._size = size
+        self._inner, self._size = inner, size
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements."""
@@ -43,9 +40,6 @@ class Prefetched(Stream):
             ahead.stop()
 
 
-_END = object()
-
-
 class _Ahead:
     """State that the thread and its consumer share."""
 
@@ -53,12 +47,10 @@ class _Ahead:
         self._waiting: deque[Any] = deque()
         self._size = size
         self._changed = threading.Condition()
-        self._is_over = False
-        self._is_stopped = False
+        self._is_over = self._is_stopped = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._work, args=(elements,), name="syncvar-prefetch", daemon=True
-        )
+        work = partial(self._work, elements)
+        self._thread = threading.Thread(target=work, name="syncvar-prefetch", daemon=True)
         self._thread.start()
 
     def next(self) -> Any:

@@ -20,20 +20,14 @@ SHUFFLED_MAX = 1 << 20
 
 
 class Stream(ABC):
-    """Elements of each epoch, one after the other.
-
-    Args:
-        count: Number of elements of an epoch; None if unknown or endless.
-        seeds: Seeds of the shuffles, innermost first.
-        is_endless: Whether an epoch is known to have no end.
-    """
+    """Elements of each epoch, one after the other."""
 
     def __init__(
         self, count: int | None, seeds: tuple[int, ...] = (), *, is_endless: bool = False
     ) -> None:
-        self.count = count
-        self.seeds = seeds
-        self.is_endless = is_endless
+        self.count = count  # of an epoch; None if unknown or endless
+        self.seeds = seeds  # of the shuffles, innermost first
+        self.is_endless = is_endless  # an epoch is known to have no end
 
     @abstractmethod
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
@@ -74,8 +68,7 @@ class StreamShuffle(Stream):
                 "its own order"
             )
         super().__init__(inner.count, (*inner.seeds, seed))
-        self._inner = inner
-        self._seed = seed
+        self._inner, self._seed = inner, seed
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements."""
@@ -98,9 +91,7 @@ class StreamShard(Stream):
     def __init__(self, inner: Source, shards: int, index: int) -> None:
         count = None if inner.count is None else len(range(index, inner.count, shards))
         super().__init__(count, inner.seeds, is_endless=inner.is_endless)
-        self._inner = inner
-        self._shards = shards
-        self._index = index
+        self._inner, self._shards, self._index = inner, shards, index
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements."""
@@ -112,12 +103,10 @@ class StreamBatches(Stream):
     """Consecutive elements as batches; the last one may be short."""
 
     def __init__(self, inner: Source, size: int, *, drop_remainder: bool) -> None:
-        rounded = None if inner.count is None else inner.count + (0 if drop_remainder else size - 1)
-        count = None if rounded is None else rounded // size
+        more = 0 if drop_remainder else size - 1
+        count = None if inner.count is None else (inner.count + more) // size
         super().__init__(count, inner.seeds, is_endless=inner.is_endless)
-        self._inner = inner
-        self._size = size
-        self._drop_remainder = drop_remainder
+        self._inner, self._size, self._drop_remainder = inner, size, drop_remainder
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the batches."""
@@ -133,8 +122,7 @@ class StreamMap(Stream):
 
     def __init__(self, inner: Source, fn: Callable[[Any], Any]) -> None:
         super().__init__(inner.count, inner.seeds, is_endless=inner.is_endless)
-        self._inner = inner
-        self._fn = fn
+        self._inner, self._fn = inner, fn
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the results; the function does not see elements before `start`."""
@@ -149,8 +137,7 @@ class StreamRepeat(Stream):
     def __init__(self, inner: Source, times: int | None) -> None:
         count = None if times is None or inner.count is None else inner.count * times
         super().__init__(count, inner.seeds, is_endless=times is None or inner.is_endless)
-        self._inner = inner
-        self._times = times
+        self._inner, self._times = inner, times
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of all passes; an empty pass ends an endless repetition."""

@@ -75,10 +75,10 @@ class Momentum(Optimizer):
         self,
         learning_rate: Rate = 0.01,
         momentum: float = 0.9,
-        nesterov: bool = False,
+        nesterov: bool = False,  # noqa: FBT001, FBT002  (public signature)
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(learning_rate, MomentumRule(momentum, nesterov), **options)
+        super().__init__(learning_rate, MomentumRule(momentum, nesterov=nesterov), **options)
 
 
 class Nesterov(Momentum):
@@ -169,10 +169,10 @@ class RMSProp(Optimizer):
         rho: float = 0.9,
         momentum: float = 0.0,
         epsilon: float = 1e-7,
-        centered: bool = False,
+        centered: bool = False,  # noqa: FBT001, FBT002  (public signature)
         **options: Unpack[Options],
     ) -> None:
-        rule = RMSPropRule(rho, momentum, epsilon, centered)
+        rule = RMSPropRule(rho, momentum, epsilon, centered=centered)
         super().__init__(learning_rate, rule, **options)
 
 

@@ -19,9 +19,7 @@ from syncvar.optimizers.update_rules import UpdateRule, checked_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from numpy.typing import NDArray
-
-    from syncvar.optimizers.update_rules import Arrays, SteppedVariable
+    from syncvar.optimizers.update_rules import Array, Arrays, Factors, SteppedVariable
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _WORD = re.compile("[a-z_][a-z_0-9]*")
@@ -75,24 +73,24 @@ def update_rule(
         array([0.5, 1.5], dtype=float32)
     """
     if function is None:
-        return lambda given: update_rule(given, slots=slots)
+        return lambda value: update_rule(value, slots=slots)
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     if not callable(function) or not _NAME.fullmatch(name):
         raise ConfigError(
             "update_rule takes a function at the top level of a module, where it is found by its "
             f"name, not {function!r:.80}"
         )
-    made = {
+    result = {
         one: checked_number(f"slot {one!r}", first, float("-inf"))
         for one, first in dict(slots or {}).items()
     }
-    for one in made:
+    for one in result:
         if not _WORD.fullmatch(one) or one in _OWN_SLOTS:
             raise ConfigError(
                 f"update rule {name}: a slot is named by small letters, digits and _, and not "
                 f"{', '.join(_OWN_SLOTS)}; not {one!r:.40}"
             )
-    _rules[name] = _RegisteredRule(function, made)
+    _rules[name] = _RegisteredRule(function, result)
     return function
 
 
@@ -104,7 +102,7 @@ class CustomRule(UpdateRule):
     def __init__(self, rule: Callable[..., Any] | str, **numbers: Any) -> None:
         self._name, self._registered = _found(rule)
         self._own_numbers = {
-            one: checked_number(one, given, float("-inf")) for one, given in numbers.items()
+            one: checked_number(one, value, float("-inf")) for one, value in numbers.items()
         }
         for one in self._own_numbers:
             if one in _RESERVED or not _WORD.fullmatch(one):
@@ -118,16 +116,11 @@ class CustomRule(UpdateRule):
         """Return the initial values of the slots, by name."""
         return self._registered.slots
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         return rate, step
 
     def _advance(
-        self,
-        weight: NDArray[Any],
-        part: SteppedVariable,
-        slots: Arrays,
-        factors: tuple[float, ...],
-        room: NDArray[Any],
+        self, weight: Array, part: SteppedVariable, slots: Arrays, factors: Factors, room: Array
     ) -> None:
         del room
         gradient = part.gradient.reshape(weight.shape)
@@ -160,16 +153,16 @@ class CustomRule(UpdateRule):
         for array, new in news:
             array[...] = new
 
-    def _returned(self, given: Any, array: NDArray[Any], what: str) -> NDArray[Any]:
+    def _returned(self, value: Any, array: Array, label: str) -> Array:
         """Return an array that a rule has returned, checked so that it can be stored."""
-        made: NDArray[Any] = np.array(given) if given is not None else np.empty(0, object)
-        if made.shape != array.shape or made.dtype.kind not in "fiub":
+        result: Array = np.array(value) if value is not None else np.empty(0, object)
+        if result.shape != array.shape or result.dtype.kind not in "fiub":
             raise ConfigError(
-                f"update rule {self._name} returned a {what} of "
-                f"{made.dtype.name}{list(made.shape)} where {array.dtype.name}{list(array.shape)} "
-                "is to be changed: return the new value, or the new value and a dict of new slots"
+                f"update rule {self._name} returned a {label} of {result.dtype.name}"
+                f"{list(result.shape)} where {array.dtype.name}{list(array.shape)} is to be "
+                "changed: return the new value, or the new value and a dict of new slots"
             )
-        return made
+        return result
 
 
 def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
@@ -200,7 +193,7 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
     return rule, _rules[rule]
 
 
-def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+def _frozen(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view

@@ -8,6 +8,7 @@ step.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import BLOCK, compute_dtype, is_half, norm
-from syncvar.variables.assign_all import change_copies
+from syncvar.variables.grouped_writes import change_copies
 from syncvar.variables.policy import VariableSynchronization
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import operand_array
@@ -76,12 +77,7 @@ def _no_pair(pair: tuple[Any, ...]) -> str:
 
 
 def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
-    """Return the common strategy of variables that an optimizer can step.
-
-    Raises:
-        ConfigError: ON_READ, no real floating dtype, or named twice.
-        UsageError: Variables of different strategies.
-    """
+    """Return the common strategy of variables that an optimizer can step."""
     owner: VariableOwner = variables[0].strategy
     seen: set[int] = set()
     for variable in variables:
@@ -138,16 +134,16 @@ class BucketPart:
         self.scratch = scratch
         self.changed, self.accumulator = state
 
-    def load(self, given: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
+    def load(self, value: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
         """Check a gradient, and copy it to the flat array or accumulate it."""
-        gradient = given
+        gradient = value
         if (
-            type(given) is not np.ndarray
-            or given.shape != self.shape
-            or given.dtype != self.compute
+            type(value) is not np.ndarray
+            or value.shape != self.shape
+            or value.dtype != self.compute
         ):
             gradient = operand_array(
-                given, self.shape, self.compute, f"gradient of variable {self.variable.name!r}"
+                value, self.shape, self.compute, f"gradient of variable {self.variable.name!r}"
             )
         if self.accumulator is None:
             _scaled(gradient, factor, self.gradient)
@@ -187,13 +183,11 @@ class BucketPlan:
     ) -> None:
         self.parts: list[BucketPart] = []
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
-        self.shared = self._pack(
-            owner, [one for one in variables if not is_replica_local(one)], slots, travels=True
-        )
-        self.apart = self._pack(
-            owner, [one for one in variables if is_replica_local(one)], slots, travels=False
-        )
-        largest = max(bucket.flat.size for bucket in (*self.shared, *self.apart))
+        shared = [one for one in variables if not is_replica_local(one)]
+        local = [one for one in variables if is_replica_local(one)]
+        self.shared = self._pack(owner, shared, slots, travels=True)
+        self.local = self._pack(owner, local, slots, travels=False)
+        largest = max(bucket.flat.size for bucket in (*self.shared, *self.local))
         self.room = np.empty(min(BLOCK, largest), np.float64)
         by_variable = {id(part.variable): part for part in self.parts}
         self.parts = [by_variable[id(variable)] for variable in variables]
@@ -207,35 +201,28 @@ class BucketPlan:
         *,
         travels: bool,
     ) -> list[Bucket]:
-        made: list[Bucket] = []
+        result: list[Bucket] = []
         for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):
             chosen = [variable for variable in variables if compute_dtype(variable.dtype) == dtype]
-            count = sum(_size(variable) for variable in chosen)
+            count = sum(prod(variable.shape) for variable in chosen)
             whole = np.zeros(count + 1, dtype)
-            if travels:
-                whole = Storage(
-                    owner.context, whole
-                ).array  # in shared memory, where it is combined in place
+            if travels:  # in shared memory, where it is combined in place
+                whole = Storage(owner.context, whole).array
             start = 0
             parts = []
             for variable in chosen:
                 state = slots.state(variable)
                 assert state is not None
-                size = _size(variable)
+                size = prod(variable.shape)
                 gradient = whole[start : start + size].reshape(variable.shape)
                 scratch = self._scratch_of(dtype, size)
-                parts.append(
-                    BucketPart(
-                        variable,
-                        state,
-                        gradient,
-                        scratch.reshape(variable.shape) if size <= BLOCK else scratch,
-                    )
-                )
+                if size <= BLOCK:
+                    scratch = scratch.reshape(variable.shape)
+                parts.append(BucketPart(variable, state, gradient, scratch))
                 start += size
             self.parts += parts
-            made.append(Bucket(whole, parts))
-        return made
+            result.append(Bucket(whole, parts))
+        return result
 
     def _scratch_of(self, dtype: np.dtype[Any], size: int) -> NDArray[Any]:
         if dtype not in self._scratch:
@@ -258,25 +245,12 @@ class Bucket:
         return next(part for part in self.parts if not np.isfinite(part.gradient).all())
 
 
-def _size(variable: Variable) -> int:
-    size = 1
-    for length in variable.shape:
-        size *= length
-    return size
-
-
 class Clipping(NamedTuple):
-    """Limits of gradients.
+    """Limits of gradients."""
 
-    Args:
-        norm_max: Maximum 2-norm of all of them; None for no limit.
-        value_max: Maximum absolute value of an element; None for no limit.
-        skips: Leave out steps whose gradients hold an infinity or NaN.
-    """
-
-    norm_max: float | None
-    value_max: float | None
-    skips: bool
+    norm_max: float | None  # maximum 2-norm of all of them
+    value_max: float | None  # maximum absolute value of an element
+    skips: bool  # leave out steps whose gradients hold an infinity or NaN
 
     def apply(
         self, buckets: list[Bucket], plan: BucketPlan, weight: float | None, *, divide: bool
@@ -291,6 +265,10 @@ class Clipping(NamedTuple):
                     np.divide(flat, weight, out=flat)
         if self.skips and not all(bool(np.isfinite(flat).all()) for flat in flats):
             return False
+        self._clip(flats, plan)
+        return True
+
+    def _clip(self, flats: list[NDArray[Any]], plan: BucketPlan) -> None:
         if self.value_max is not None:
             for flat in flats:
                 np.minimum(flat, self.value_max, out=flat)
@@ -300,4 +278,3 @@ class Clipping(NamedTuple):
             if length > self.norm_max:
                 for flat in flats:
                     np.multiply(flat, self.norm_max / length, out=flat)
-        return True

@@ -1,4 +1,7 @@
-"""One call of `apply_gradients`: its checked arguments and its request."""
+"""One call of `apply_gradients`: its checked arguments and its request.
+
+A gradient may name rows, as (indices, values) or an object that has both, like tf.IndexedSlices.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.replica_call import request_of
+from syncvar.variables.replica_call import ReplicaAccess, request_of
 from syncvar.variables.values import check_rows, operand_array
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_owner import current_owner
@@ -34,6 +37,31 @@ if TYPE_CHECKING:
     from syncvar.collectives.reduce_args import ReduceArgs
     from syncvar.optimizers.gradient_buckets import BucketPlan
     from syncvar.variables.variable_owner import VariableOwner
+
+
+_MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
+_SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
+_NOTHING = np.empty(0, np.uint8)
+_NAME = "apply_gradients"
+_HINT = (
+    "Gradients that are used as given must be the same on every replica. Pass each replica's own "
+    "inside strategy.run, or outside every scope, with reduce='mean'"
+)
+
+
+class Call(NamedTuple):
+    """One checked call."""
+
+    owner: VariableOwner
+    gradients: list[Any]  # without the Nones
+    variables: list[Variable]  # that have a gradient
+    travels: bool  # other replicas take part: some named variable is not NONE
+    op: str  # "mean" or "sum", for replicas and for the calls of one step
+    is_combined: bool  # the gradients are the same everywhere already
+    weight: float | None  # of this replica's gradients
+    base: int  # signature of all that does not change from step to step
+    shown: str  # names of the variables, for descriptions
+    shards: dict[Any, list[NDArray[Any]]] | None = None  # id -> a gradient for each variable
 
 
 def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
@@ -64,89 +92,43 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
     """Return a sparse gradient as an array of the variable's shape; a dense one unchanged.
 
     Values of a row that is named several times are added.
-
-    Raises:
-        RowOutOfRange: An index outside [0, rows).
-        ConfigError: Indices that are not integers, values of a wrong shape or dtype.
     """
     shape = variable.shape
     pair = rows_of(gradient, shape)
     if pair is None:
         return gradient
     dtype = compute_dtype(variable.dtype)
-    what = f"gradient of variable {variable.name!r}"
-    rows = check_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, what)
-    made = np.zeros(shape, dtype)
-    np.add.at(made, rows.indices, rows.values)
-    return made
-
-
-_MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
-_SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
-_NOTHING = np.empty(0, np.uint8)
-_NAME = "apply_gradients"
-_HINT = (
-    "Gradients that are used as given must be the same on every replica. Pass each replica's own "
-    "inside strategy.run, or outside every scope, with reduce='mean'"
-)
-
-
-class Call(NamedTuple):
-    """One checked call.
-
-    Args:
-        owner: The variables' strategy.
-        gradients: The gradients without the Nones.
-        variables: The variables that have a gradient.
-        travels: Other replicas take part: some named variable is not NONE.
-        op: "mean" or "sum", for replicas and for the calls of one step.
-        is_given: The gradients are the same everywhere already.
-        weight: Weight of this replica's gradients, or None.
-        base: Signature of all that does not change from step to step.
-        shown: Names of the variables, for descriptions.
-        shards: Id -> a gradient for each variable; None without shards.
-    """
-
-    owner: VariableOwner
-    gradients: list[Any]
-    variables: list[Variable]
-    travels: bool
-    op: str
-    is_given: bool
-    weight: float | None
-    base: int
-    shown: str
-    shards: dict[Any, list[NDArray[Any]]] | None = None
+    label = f"gradient of variable {variable.name!r}"
+    rows = check_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, label)
+    result = np.zeros(shape, dtype)
+    np.add.at(result, rows.indices, rows.values)
+    return result
 
 
 def checked_shards(
     gradients: Sequence[Any], variables: Sequence[Variable]
 ) -> dict[Any, list[NDArray[Any]]]:
     """Return id -> a gradient for each variable, in the dtypes in which they are stepped."""
-    made: dict[Any, list[NDArray[Any]]] = {}
-    for place, (given, variable) in enumerate(zip(gradients, variables, strict=True)):
-        what = f"gradient of variable {variable.name!r}"
-        if not isinstance(given, Mapping):
+    result: dict[Any, list[NDArray[Any]]] = {}
+    for place, (value, variable) in enumerate(zip(gradients, variables, strict=True)):
+        label = f"gradient of variable {variable.name!r}"
+        if not isinstance(value, Mapping):
             raise ConfigError(
-                f"{what}: with shards=True it must be a dict of id -> gradient, not "
-                f"{type(given).__name__}"
+                f"{label}: with shards=True it must be a dict of id -> gradient, not "
+                f"{type(value).__name__}"
             )
-        if place and given.keys() != made.keys():
+        if place and value.keys() != result.keys():
             raise ConfigError(
-                f"{what} is of the shards {sorted(given, key=str)}, that of variable "
-                f"{variables[0].name!r} of {sorted(made, key=str)}: each shard has a gradient for "
-                "every variable"
+                f"{label} is of the shards {sorted(value, key=str)}, that of variable "
+                f"{variables[0].name!r} of {sorted(result, key=str)}: each shard has a gradient "
+                "for every variable"
             )
-        for number, gradient in given.items():
-            dense = dense_gradient(gradient, variable)
-            array = operand_array(
-                dense,
-                variable.shape,
-                compute_dtype(variable.dtype),
-                f"shard {number!r} of the {what}",
-            )
-            made.setdefault(number, []).append(array)
-    return made
+        for number, gradient in value.items():
+            dense, dtype = dense_gradient(gradient, variable), compute_dtype(variable.dtype)
+            shard = f"shard {number!r} of the {label}"
+            array = operand_array(dense, variable.shape, dtype, shard)
+            result.setdefault(number, []).append(array)
+    return result
 
 
 def describe_variables(
@@ -154,18 +136,16 @@ def describe_variables(
 ) -> tuple[int, str]:
     """Return the signature of the variables that replicas share, and their names in words."""
     present = {id(one) for one in variables}
-    shared = [one for one in everything if not is_replica_local(one) and id(one) in present]
-    absent = [
-        one.name for one in everything if not is_replica_local(one) and id(one) not in present
-    ]
+    common = [one for one in everything if not is_replica_local(one)]
+    shared = [one for one in common if id(one) in present]
+    absent = [one.name for one in common if id(one) not in present]
     kinds = tuple((one.name, one.shape, one.dtype.name) for one in shared)
     shown = ", ".join(repr(one.name) for one in shared[:3])
     if len(shared) > 3:
         shown += f", … ({len(shared)} variables)"
     if absent:
-        shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}" + (
-            " …" if len(absent) > 3 else ""
-        )
+        shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}"
+        shown += " …" if len(absent) > 3 else ""
     return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
 
 
@@ -184,26 +164,28 @@ def strategy_of_pairs(pairs: Any) -> tuple[VariableOwner, bool]:
 
 
 def combining_request(
-    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, label: str, digest: int, *, weighted: bool
 ) -> CollectiveSpec:
     """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
-        request = request_of(_MEETING, communicator, _NOTHING, what, "", reproducible=False)
+        meeting = ReplicaAccess(_MEETING, communicator, label, "", reproducible=False)
+        request = request_of(meeting, _NOTHING)
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
-        request = request_of(_SAME, communicator, together, what, _HINT, reproducible=False)
+        same = ReplicaAccess(_SAME, communicator, label, _HINT, reproducible=False)
+        request = request_of(same, together)
     else:
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
         options = ReduceOptions(owner.reproducible)
-        request = reduce_request(communicator, value, op, out=value, name=what, options=options)
-    return CollectiveSpec(what, digest, request.body)
+        request = reduce_request(communicator, value, op, out=value, name=label, options=options)
+    return CollectiveSpec(label, digest, request.body)
 
 
 def combine_cached(
-    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, label: str, digest: int, *, weighted: bool
 ) -> bool:
     """Combine the gradients by a cached call; False if there is none, and nothing was done.
 
@@ -212,20 +194,13 @@ def combine_cached(
     """
     if not op or len(plan.shared) != 1:
         return False
-    communicator, array = owner.communicator, _flat_array(plan, weighted=weighted)
+    communicator, bucket = owner.communicator, plan.shared[0]
+    array = bucket.whole if weighted else bucket.flat  # the last element of `whole` is the weight
 
     def make(x: Any, out: Any) -> ReduceArgs:
         options = ReduceOptions(owner.reproducible)
         return reduce_request(communicator, x, op, out=out, name=_NAME, options=options)
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
-    return (
-        call_persistent(communicator, key, array, array, owner.timeout, make, (what, digest))
-        is not None
-    )
-
-
-def _flat_array(plan: BucketPlan, *, weighted: bool) -> NDArray[Any]:
-    """Return the one array that travels; the last element of the whole is the weight."""
-    (bucket,) = plan.shared
-    return bucket.whole if weighted else bucket.flat
+    found = call_persistent(communicator, key, array, array, owner.timeout, make, (label, digest))
+    return found is not None

@@ -19,8 +19,8 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.update_rules import compute_dtype, is_half
-from syncvar.variables.assign_all import copy_of, create_for_strategy, replace_copy
 from syncvar.variables.create import VariableSpec
+from syncvar.variables.grouped_writes import copy_of, create_for_strategy, replace_copy
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.variable import COPIED
 
@@ -45,47 +45,28 @@ def is_replica_local(variable: Variable) -> bool:
 
 
 class SlotState(NamedTuple):
-    """The variables of one stepped variable.
+    """The variables of one stepped variable."""
 
-    Args:
-        changed: The variable, its master (half types), its slots, its step counter (if the rule has
-            one).
-        accumulator: Sum of the gradients of several calls; None if each call is a step.
-    """
-
+    # The variable, its master (half types), its slots, its step counter (if the rule has one).
     changed: tuple[Variable, ...]
-    accumulator: Variable | None
+    accumulator: Variable | None  # sum of the gradients of several calls; None if each is a step
 
 
 class SlotSpec(NamedTuple):
-    """The description of one slot.
+    """The description of one slot; its aggregation is always NONE."""
 
-    Args:
-        initial: Initial value of every element.
-        shape: Shape.
-        dtype: Dtype.
-        synchronization: Mode; the aggregation is always NONE.
-        is_part: The copies are parts of a sum; see `create_for_strategy`.
-    """
-
-    initial: float
+    initial: float  # value of every element
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     synchronization: VariableSynchronization
-    is_part: bool = False
+    is_part: bool = False  # the copies are parts of a sum; see `create_for_strategy`
 
 
 class WaitingValue(NamedTuple):
-    """A restored value for a slot that does not exist yet.
+    """A restored value for a slot that does not exist yet."""
 
-    Args:
-        variable: The variable of the slot, kept alive by this; None for slots of the optimizer
-            itself.
-        value: This replica's copy.
-    """
-
-    variable: Variable | None
-    value: NDArray[Any]
+    variable: Variable | None  # of the slot, kept alive by this; None for the optimizer's own slots
+    value: NDArray[Any]  # this replica's copy
 
 
 class SavedSlot:
@@ -149,9 +130,7 @@ class SavedSlot:
                 self._slots.waiting[self._key] = WaitingValue(self._beside, copied)
         elif value is not None:
             replace_copy(self._variable, value)
-        elif (
-            self._slot != MASTER
-        ):  # a step takes a master from its variable wherever the two differ
+        elif self._slot != MASTER:  # a step takes a master from its variable where they differ
             replace_copy(self._variable, self._initial())
 
     def _initial(self) -> NDArray[Any]:
@@ -175,14 +154,13 @@ class OptimizerSlots:
         self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
         self.is_waiting_independent = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
-        self.apart = False
+        self.is_independent = False
         self.owner: VariableOwner | None = None
         self.iterations: Variable | None = None
         self.calls: Variable | None = None
         self.weight: Variable | None = None
-        self.replicas: Variable | None = (
-            None  # on how many the gradients of this step have been added up so far
-        )
+        # On how many the gradients of this step have been added up so far.
+        self.replicas: Variable | None = None
 
     def state(self, variable: Variable) -> SlotState | None:
         """Return the slots of a variable, or None before they exist."""
@@ -207,32 +185,31 @@ class OptimizerSlots:
         """Return the name by which a checkpoint knows a variable's slots."""
         return f"NONE:{variable.name}" if is_replica_local(variable) else variable.name
 
-    def build(self, owner: VariableOwner, variables: Sequence[Variable], *, apart: bool) -> None:
+    def build(
+        self, owner: VariableOwner, variables: Sequence[Variable], *, is_independent: bool
+    ) -> None:
         """Create missing slots, with restored values if any. Collective, except if all are NONE."""
-        self.apart, self.owner = apart, owner
+        self.is_independent, self.owner = is_independent, owner
         if self.iterations is None:
-            made = {
+            result = {
                 slot: self._make(owner, slot, spec, np.full((), spec.initial, spec.dtype))
-                for slot, spec in self.own_specs(apart=apart).items()
+                for slot, spec in self.own_specs(is_independent=is_independent).items()
             }
-            self.calls, self.weight = made.get(CALLS), made.get(_WEIGHT)
-            self.replicas, self.iterations = made.get(_REPLICAS), made[ITERATIONS]
+            self.calls, self.weight = result.get(CALLS), result.get(_WEIGHT)
+            self.replicas, self.iterations = result.get(_REPLICAS), result[ITERATIONS]
         for variable in variables:
             if id(variable) not in self._states:
                 self._states[id(variable)] = self._build(owner, variable)
 
     def _build(self, owner: VariableOwner, variable: Variable) -> SlotState:
-        made = {}
+        result = {}
         for slot, spec in self.specs_of(variable).items():
-            is_master = slot == MASTER
-            value = (
-                copy_of(variable).astype(spec.dtype)
-                if is_master
-                else np.full(spec.shape, spec.initial, spec.dtype)
-            )
-            made[slot] = self._make(owner, slot, spec, value, variable)
-        changed = [one for slot, one in made.items() if slot != ACCUMULATED]
-        return SlotState((variable, *changed), made.get(ACCUMULATED))
+            value = np.full(spec.shape, spec.initial, spec.dtype)
+            if slot == MASTER:
+                value = copy_of(variable).astype(spec.dtype)
+            result[slot] = self._make(owner, slot, spec, value, variable)
+        changed = [one for slot, one in result.items() if slot != ACCUMULATED]
+        return SlotState((variable, *changed), result.get(ACCUMULATED))
 
     def _make(
         self,
@@ -242,28 +219,23 @@ class OptimizerSlots:
         value: NDArray[Any],
         beside: Variable | None = None,
     ) -> Variable:
-        arguments = VariableSpec(
-            value,
-            False,
-            self.name_of(slot, beside),
-            None,
-            spec.synchronization,
-            VariableAggregation.NONE,
-        )
-        made = create_for_strategy(owner, arguments, parts=spec.is_part)
-        self.tracked[self._tracked_key(slot, beside)] = made
-        self.built[_owner_id(beside), slot] = made
+        mode = spec.synchronization, VariableAggregation.NONE
+        is_trainable = False
+        arguments = VariableSpec(value, is_trainable, self.name_of(slot, beside), None, *mode)
+        result = create_for_strategy(owner, arguments, parts=spec.is_part)
+        self.tracked[self._tracked_key(slot, beside)] = result
+        self.built[_owner_id(beside), slot] = result
         waiting = self.waiting.pop((_owner_id(beside), slot), None)
         if waiting is not None:
-            replace_copy(made, waiting.value)
-        return made
+            replace_copy(result, waiting.value)
+        return result
 
     def name_of(self, slot: str, beside: Variable | None) -> str:
         """Return the name of a slot's variable."""
         ending = f"{self._name}/{slot}"
-        return (
-            ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
-        )
+        if beside is None:
+            return ending
+        return f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
 
     def _tracked_key(self, slot: str, beside: Variable | None) -> str:
         return slot if beside is None else f"{self._key(beside)}/{slot}"
@@ -275,50 +247,43 @@ class OptimizerSlots:
         """Names of the rule's slots; a checkpoint compares them before it restores."""
         return sorted([*self._initials, *(["steps"] if self._counts else [])])
 
-    def own_specs(self, *, apart: bool) -> dict[str, SlotSpec]:
+    def own_specs(self, *, is_independent: bool) -> dict[str, SlotSpec]:
         """Return the descriptions of the optimizer's own variables, by name."""
-        mode = _INDEPENDENT if apart else VariableSynchronization.ON_WRITE
-        made = {ITERATIONS: SlotSpec(0, (), np.dtype(np.int64), mode)}
+        mode = _INDEPENDENT if is_independent else VariableSynchronization.ON_WRITE
+        result = {ITERATIONS: SlotSpec(0, (), np.dtype(np.int64), mode)}
         if self._accumulates:
-            own = _INDEPENDENT if apart else VariableSynchronization.ON_READ
-            made[CALLS] = SlotSpec(0, (), np.dtype(np.int64), mode)
-            made[_WEIGHT] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
-            made[_REPLICAS] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
-        return made
+            own = _INDEPENDENT if is_independent else VariableSynchronization.ON_READ
+            result[CALLS] = SlotSpec(0, (), np.dtype(np.int64), mode)
+            result[_WEIGHT] = SlotSpec(0.0, (), np.dtype(np.float64), own, not is_independent)
+            result[_REPLICAS] = SlotSpec(0.0, (), np.dtype(np.float64), own, not is_independent)
+        return result
 
     def specs_of(self, variable: Variable) -> dict[str, SlotSpec]:
         """Return the descriptions of a variable's slots, by name, in the order of `SlotState`."""
         mode, dtype, shape = variable.synchronization, compute_dtype(variable.dtype), variable.shape
-        made = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
-        made |= {
-            name: SlotSpec(initial, shape, dtype, mode) for name, initial in self._initials.items()
-        }
+        result = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
+        for name, initial in self._initials.items():
+            result[name] = SlotSpec(initial, shape, dtype, mode)
         if self._counts:
-            made["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
+            result["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
         if self._accumulates:
             own = _INDEPENDENT if is_replica_local(variable) else VariableSynchronization.ON_READ
-            made[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_replica_local(variable))
-        return made
+            result[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_replica_local(variable))
+        return result
 
     @property
     def is_in_step(self) -> bool:
         """Whether gradients of an incomplete step are kept."""
         waiting = self.waiting.get((_owner_id(None), CALLS))
-        calls = (
-            copy_of(self.calls)
-            if self.calls is not None
-            else None
-            if waiting is None
-            else waiting.value
-        )
-        return calls is not None and int(calls) > 0
+        if self.calls is not None:
+            return int(copy_of(self.calls)) > 0
+        return waiting is not None and int(waiting.value) > 0
 
     def expect_iterations(self, steps: int) -> None:
         """Start the step counter with a restored number, unless it exists already."""
         if self.iterations is None:
-            self.waiting[_owner_id(None), ITERATIONS] = WaitingValue(
-                None, np.array(steps, np.int64)
-            )
+            value = np.array(steps, np.int64)
+            self.waiting[_owner_id(None), ITERATIONS] = WaitingValue(None, value)
 
     @property
     def restored_iterations(self) -> int:
@@ -330,12 +295,8 @@ class OptimizerSlots:
     def stepped(self) -> list[Variable]:
         """The variables for which this optimizer keeps state."""
         built = {key: state.changed[0] for key, state in self._states.items()}
-        waiting = {
-            id(one.variable): one.variable
-            for one in self.waiting.values()
-            if one.variable is not None
-        }
-        return list((built | waiting).values())
+        owners = [one.variable for one in self.waiting.values() if one.variable is not None]
+        return list((built | {id(one): one for one in owners}).values())
 
     def saved_slots(self, variable: Variable) -> dict[str, SavedSlot]:
         """Return the slots of a variable as a checkpoint sees them, by name."""
@@ -346,10 +307,12 @@ class OptimizerSlots:
 
     def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
         """Return the optimizer's own variables as a checkpoint sees them, by name."""
-        apart = self.is_waiting_independent if self.iterations is None else self.apart
+        is_independent = (
+            self.is_waiting_independent if self.iterations is None else self.is_independent
+        )
         return {
             slot: SavedSlot(self, slot, spec, None, strategy)
-            for slot, spec in self.own_specs(apart=apart).items()
+            for slot, spec in self.own_specs(is_independent=is_independent).items()
         }
 
     # -- deep copies -------------------------------------------------------------------------------
@@ -360,20 +323,20 @@ class OptimizerSlots:
         They wait for its first step with the values of these. If the same deep copy copies the
         variables, before or after, the slots belong to the copies; else to the same variables.
         """
-        made = OptimizerSlots(
+        result = OptimizerSlots(
             self._name, self._initials, counts=self._counts, accumulates=self._accumulates
         )
-        made.is_waiting_independent = (
-            self.is_waiting_independent if self.iterations is None else self.apart
+        result.is_waiting_independent = (
+            self.is_waiting_independent if self.iterations is None else self.is_independent
         )
         variables = {id(one): one for one in self.stepped}
         values = {key: one.value for key, one in self.waiting.items()}
         values |= {key: copy_of(one) for key, one in self.built.items()}
         for (owner, slot), value in values.items():
             variable = memo.get(owner, variables[owner]) if owner else None
-            made.waiting[_owner_id(variable), slot] = WaitingValue(variable, np.array(value))
-        memo.setdefault(COPIED, []).append(made.follow)
-        return made
+            result.waiting[_owner_id(variable), slot] = WaitingValue(variable, np.array(value))
+        memo.setdefault(COPIED, []).append(result.follow)
+        return result
 
     def follow(self, variable: Variable, copied: Variable) -> None:
         """Move the values that wait for a variable to its copy."""

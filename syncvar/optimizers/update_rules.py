@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Rate = float | Callable[[int], float]
-    Arrays = list[NDArray[Any]]
+    Array = NDArray[Any]
+    Arrays = list[Array]
+    Factors = tuple[float, ...]
 
 
 class Options(TypedDict, total=False):
@@ -41,57 +43,57 @@ class Options(TypedDict, total=False):
 
 
 def checked_number(
-    name: str, given: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False
+    name: str, value: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False
 ) -> float:
     """Return a finite number in [low, high); in (low, high) with `open_low`."""
-    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(
-        given, bool
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(
+        value, bool
     )
-    if isinstance(given, np.ndarray) and given.ndim == 0 and given.dtype.kind in "iuf":
+    if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iuf":
         is_number = True
     if is_number:
-        number = float(given)
+        number = float(value)
         if isfinite(number) and low <= number < high and not (open_low and number == low):
             return number
     sign = "<" if open_low else "<="
     limits = f"{low:g} {sign} {name}" + ("" if high == float("inf") else f" < {high:g}")
-    raise ConfigError(f"{name} must be a finite number, {limits}, not {given!r:.80}")
+    raise ConfigError(f"{name} must be a finite number, {limits}, not {value!r:.80}")
 
 
-def checked_rate(given: Any) -> Rate:
+def checked_rate(value: Any) -> Rate:
     """Return a learning rate: a number, or a function of the step."""
-    if callable(given):
-        return given  # type: ignore[no-any-return]
-    return checked_number("learning_rate", given)
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    return checked_number("learning_rate", value)
 
 
-def checked_count(name: str, given: Any) -> int:
+def checked_count(name: str, value: Any) -> int:
     """Return an integer of at least one."""
-    if isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= 1:
-        return int(given)
-    raise ConfigError(f"{name} must be an integer of at least 1, not {given!r:.80}")
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1:
+        return int(value)
+    raise ConfigError(f"{name} must be an integer of at least 1, not {value!r:.80}")
 
 
-def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
+def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """Return one of some words, given as text or as a member of an enumeration."""
-    if type(given) is str and given in choices:  # of each step: faster than to look at each word
-        return given
-    if (word := matching_word(given, choices)) is not None:
+    if type(value) is str and value in choices:  # of each step: faster than to look at each word
+        return value
+    if (word := matching_word(value, choices)) is not None:
         return word
-    hint = nearest(given, choices) if isinstance(given, str) else ""
+    hint = nearest(value, choices) if isinstance(value, str) else ""
     raise ConfigError(
-        f"{name} must be one of {', '.join(map(repr, choices))}, not {given!r:.80}{hint}"
+        f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r:.80}{hint}"
     )
 
 
-def checked_name(given: Any, default: str) -> str:
+def checked_name(value: Any, default: str) -> str:
     """Return the name of an optimizer, which is a part of its slots' names."""
-    if given is None:
+    if value is None:
         return default
-    if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_./-]{1,64}", given):
-        return given
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_./-]{1,64}", value):
+        return value
     raise ConfigError(
-        f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {given!r:.80}"
+        f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {value!r:.80}"
     )
 
 
@@ -105,16 +107,16 @@ def power(base: float, exponent: int) -> float:
         >>> power(0.5, 3), power(0.9, 0)
         (0.125, 1.0)
     """
-    made = 1.0
+    result = 1.0
     while exponent:
         if exponent & 1:
-            made *= base
+            result *= base
         base *= base
         exponent >>= 1
-    return made
+    return result
 
 
-def sum_of_squares(flat: NDArray[Any], room: NDArray[Any]) -> float:
+def sum_of_squares(flat: Array, room: Array) -> float:
     """Return the sum of the squares of a flat array, in float64.
 
     Order: blocks of BLOCK elements from the left, NumPy's pairwise sum in each.
@@ -129,7 +131,7 @@ def sum_of_squares(flat: NDArray[Any], room: NDArray[Any]) -> float:
     return total
 
 
-def norm(flats: list[NDArray[Any]], room: NDArray[Any]) -> float:
+def norm(flats: list[Array], room: Array) -> float:
     """Return the 2-norm of several flat arrays as of one."""
     return sqrt(sum([sum_of_squares(flat, room) for flat in flats]))
 
@@ -152,11 +154,11 @@ class SteppedVariable(Protocol):
         """Whether a float32 master is stepped in its place."""
 
     @property
-    def gradient(self) -> NDArray[Any]:
+    def gradient(self) -> Array:
         """Its gradient; overwritten."""
 
     @property
-    def scratch(self) -> NDArray[Any]:
+    def scratch(self) -> Array:
         """Scratch memory, as large as the gradient or one block."""
 
 
@@ -164,7 +166,7 @@ class RuleWorkspace(Protocol):
     """Memory for reductions over a variable."""
 
     @property
-    def room(self) -> NDArray[Any]:
+    def room(self) -> Array:
         """float64 array, as long as the largest gradient or one block."""
 
 
@@ -222,12 +224,7 @@ class UpdateRule:
             counter[...] = number
 
     def _advance(
-        self,
-        weight: NDArray[Any],
-        part: SteppedVariable,
-        slots: Arrays,
-        factors: tuple[float, ...],
-        room: NDArray[Any],
+        self, weight: Array, part: SteppedVariable, slots: Arrays, factors: Factors, room: Array
     ) -> None:
         """Make the step one block at a time, so that a large variable stays in the cache."""
         del room
@@ -241,30 +238,20 @@ class UpdateRule:
             self._decayed_update(weight, gradient, slots, scratch[: weight.size], factors)
 
     def _decayed_update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         if self.decay and not self.decays_variable:
             np.multiply(weight, self.decay, out=scratch)
             np.add(gradient, scratch, out=gradient)
         self._update(weight, gradient, slots, scratch, factors)
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         """Return the factors of a step; the first step is 1. Usually the learning rate alone."""
         del step
         return (rate,)
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         """Change `weight` and `slots` in place; may overwrite `gradient` and `scratch`."""
         raise NotImplementedError
@@ -274,12 +261,7 @@ class SGDRule(UpdateRule):
     """w -= rate * g."""
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         np.multiply(gradient, factors[0], out=gradient)
         np.subtract(weight, gradient, out=weight)
@@ -290,7 +272,7 @@ class MomentumRule(UpdateRule):
 
     slot_initials: ClassVar[dict[str, float]] = {"momentum": 0.0}
 
-    def __init__(self, momentum: float = 0.9, nesterov: Any = False) -> None:
+    def __init__(self, momentum: float = 0.9, *, nesterov: Any = False) -> None:
         self._momentum = checked_number("momentum", momentum, 0.0, 1.0)
         if not isinstance(nesterov, bool):
             raise ConfigError(f"nesterov must be True or False, not {nesterov!r}")
@@ -298,12 +280,7 @@ class MomentumRule(UpdateRule):
         super().__init__(momentum=self._momentum, nesterov=nesterov)
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         (velocity,) = slots
         np.multiply(velocity, self._momentum, out=velocity)
@@ -330,12 +307,7 @@ class AdagradRule(UpdateRule):
         return {"squares": self._initial}
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         (squares,) = slots
         np.multiply(gradient, gradient, out=scratch)
@@ -351,7 +323,12 @@ class RMSPropRule(UpdateRule):
     """s = rho * s + (1 - rho) * g * g; u = g / (sqrt(s) + epsilon); w -= rate * u."""
 
     def __init__(
-        self, rho: float = 0.9, momentum: float = 0.0, epsilon: float = 1e-7, centered: Any = False
+        self,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        *,
+        centered: Any = False,
     ) -> None:
         self._rho = checked_number("rho", rho, 0.0, 1.0)
         self._momentum = checked_number("momentum", momentum, 0.0, 1.0)
@@ -371,12 +348,7 @@ class RMSPropRule(UpdateRule):
         return dict.fromkeys(names, 0.0)
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         squares, *others = slots
         np.multiply(gradient, gradient, out=scratch)
@@ -418,30 +390,23 @@ class AdamRule(UpdateRule):
         self._epsilon = checked_number("epsilon", epsilon)
         super().__init__(beta_1=self._beta_1, beta_2=self._beta_2, epsilon=self._epsilon)
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         # m' / (sqrt(v') + epsilon) = (m / c1) * r / (sqrt(v) + epsilon * r), r = sqrt(c2): two
         # operations on arrays fewer
         first, root = 1 - power(self._beta_1, step), sqrt(1 - power(self._beta_2, step))
         return rate * root / first, self._epsilon * root, 1 - rate * self.decay
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
-        factor, epsilon, kept = factors
+        factor, epsilon, decay_factor = factors
         self._direction(gradient, slots, scratch, epsilon)
         np.multiply(gradient, factor, out=gradient)
         if self.decays_variable and self.decay:
-            np.multiply(weight, kept, out=weight)
+            np.multiply(weight, decay_factor, out=weight)
         np.subtract(weight, gradient, out=weight)
 
-    def _direction(
-        self, gradient: NDArray[Any], slots: Arrays, scratch: NDArray[Any], epsilon: float
-    ) -> None:
+    def _direction(self, gradient: Array, slots: Arrays, scratch: Array, epsilon: float) -> None:
         """Update m and v, and replace `gradient` by m / (sqrt(v) + epsilon)."""
         mean, squares = slots
         np.multiply(mean, self._beta_1, out=mean)
@@ -469,17 +434,12 @@ class LAMBRule(AdamRule):
     decays_variable: ClassVar[bool] = True
     decay = 0.01
 
-    def _factors(self, rate: float, step: int) -> tuple[float, ...]:
+    def _factors(self, rate: float, step: int) -> Factors:
         first, root = 1 - power(self._beta_1, step), sqrt(1 - power(self._beta_2, step))
         return root / first, self._epsilon * root, rate
 
     def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: Arrays,
-        scratch: NDArray[Any],
-        factors: tuple[float, ...],
+        self, weight: Array, gradient: Array, slots: Arrays, scratch: Array, factors: Factors
     ) -> None:
         """Make `gradient` the direction u; `_advance` scales it when its norm is known."""
         self._direction(gradient, slots, scratch, factors[1])
@@ -489,12 +449,7 @@ class LAMBRule(AdamRule):
             np.add(gradient, scratch, out=gradient)
 
     def _advance(
-        self,
-        weight: NDArray[Any],
-        part: SteppedVariable,
-        slots: Arrays,
-        factors: tuple[float, ...],
-        room: NDArray[Any],
+        self, weight: Array, part: SteppedVariable, slots: Arrays, factors: Factors, room: Array
     ) -> None:
         super()._advance(weight, part, slots, factors, room)
         target, direction = weight.reshape(-1), part.gradient.reshape(-1)

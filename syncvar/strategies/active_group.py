@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 LEFT = "left sv.uneven: "
 _LEFT_RUN = "left strategy.run inside sv.uneven: "
-
 _ROLL = "membership of sv.uneven"
 _DIGEST = fingerprint(_ROLL)
 _LAST = 1 << 40  # more membership all-reduces than a block has
@@ -46,8 +45,8 @@ class UnevenBlock(Protocol):
     stops_at_first: bool
     is_over: str  # reason why the block makes no more calls: "rank 3 left ..."; else empty
 
-    def end(self, reason: str, why: str = "") -> None:
-        """End the block and send `reason` to the others; `why` if another rank ended it first."""
+    def end(self, reason: str, cause: str = "") -> None:
+        """End the block and send `reason` to the others; `cause` if another rank ended it first."""
 
 
 class ActiveGroup:
@@ -73,14 +72,7 @@ class ActiveGroup:
     def roll(self, name: str, timeout: float | None) -> None:
         """Make the membership all-reduce; the communicator then is that of the active ranks.
 
-        Args:
-            name: Name of the call that follows, for messages.
-            timeout: Seconds; None means the job's default.
-
-        Raises:
-            PeerExhausted: A rank has left, and the block ends with the first.
-            MismatchError: A rank has left by an exception.
-            UsageError: The block is over.
+        `name` is the call that follows, for messages.
         """
         if self._block.is_over:
             raise UsageError(
@@ -89,34 +81,36 @@ class ActiveGroup:
                 f"function that strategy.run calls, or around the block"
             )
         if len(self.working) > 1:
-            collective = f"{collective_of(name)} inside sv.uneven"
-            label = CallLabel(f"{name} inside sv.uneven", CallFields(collective))
-            description = label, _DIGEST
-            rolls, no_bits = self._membership(), self._no_bits()
-            try:
-                left_bits = agree(rolls, _ROLL, "or", no_bits, timeout, description)
-            except MismatchError as error:
-                self._end_with(error)
-                raise
-            if left_bits.any():
-                bits = np.unpackbits(left_bits.view(np.uint8), bitorder="little")
-                left = [rank for rank, bit in zip(self.working, bits, strict=False) if bit]
-                self.working = tuple(rank for rank in self.working if rank not in left)
-                self._rolls = None
-                self._become(self._beside("calls"))
-                if self._block.stops_at_first:
-                    raise PeerExhausted(
-                        f"{rank_list(left)} left sv.uneven, and this block ends with the first"
-                    )
+            self._exchange_membership(name, timeout)
         self.calls += 1
 
-    def require_all(self, what: str, instead: str = "") -> None:
+    def _exchange_membership(self, name: str, timeout: float | None) -> None:
+        collective = f"{collective_of(name)} inside sv.uneven"
+        description = CallLabel(f"{name} inside sv.uneven", CallFields(collective)), _DIGEST
+        try:
+            bits = agree(self._membership(), _ROLL, "or", self._no_bits(), timeout, description)
+        except MismatchError as error:
+            self._end_with(error)
+            raise
+        if not bits.any():
+            return
+        flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
+        left = [rank for rank, flag in zip(self.working, flags, strict=False) if flag]
+        self.working = tuple(rank for rank in self.working if rank not in left)
+        self._rolls = None
+        self._become(self._beside("calls"))
+        if self._block.stops_at_first:
+            raise PeerExhausted(
+                f"{rank_list(left)} left sv.uneven, and this block ends with the first"
+            )
+
+    def require_all(self, label: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left. Collective over the active ranks."""
-        self.roll(what, None)
+        self.roll(label, None)
         left = [rank for rank in self.whole if rank not in self.working]
         if left:
             raise UsageError(
-                f"{what} needs every rank of the group, and in `with sv.uneven():` "
+                f"{label} needs every rank of the group, and in `with sv.uneven():` "
                 f"{rank_list(left)} left the loop already: do it before the block or after it"
                 f"{instead and ', or '}{instead}"
             )
@@ -126,8 +120,7 @@ class ActiveGroup:
         self.give_back()
         if len(self.working) == 1:
             return None
-        rolls = self._membership()
-        bits = self._no_bits()
+        rolls, bits = self._membership(), self._no_bits()
         own = rolls.member_rank
         bits[own >> 6] = np.uint64(1) << np.uint64(own & 63)
         description = "sv.uneven: its own loop has ended", _DIGEST
@@ -150,7 +143,7 @@ class ActiveGroup:
         if not isinstance(error, PeerExhausted):  # all active ranks raise PeerExhausted together
             self._block.end(f"{_LEFT_RUN}{type(error).__name__}: {error}")
 
-    def tell(self, reason: str) -> None:
+    def announce(self, reason: str) -> None:
         """Let all further membership all-reduces of the others fail; does not wait."""
         engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
@@ -177,8 +170,8 @@ class ActiveGroup:
         """End the block here if the error says that another rank has ended it."""
         for rank, reason in error.table.items():
             if reason.startswith((LEFT, _LEFT_RUN)):
-                why = f"rank {rank} {reason}"
-                self._block.end(LEFT + why, why)
+                cause = f"rank {rank} {reason}"
+                self._block.end(LEFT + cause, cause)
 
     def _become(self, communicator: Communicator) -> None:
         communicator.prepares = False

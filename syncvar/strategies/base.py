@@ -40,7 +40,7 @@ from syncvar.variables.variable_owner import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -49,36 +49,10 @@ if TYPE_CHECKING:
     from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
 
-# Module and name of the base class of all models, by library.
-_BASES = (("torch.nn", "Module"), ("keras.layers", "Layer"), ("tf_keras.layers", "Layer"))
-
-
-def _models() -> list[Any]:
-    """Return all models of this process. It visits every object of the garbage collector."""
-    loaded = (getattr(sys.modules.get(module), name, None) for module, name in _BASES)
-    bases = tuple(base for base in loaded if isinstance(base, type))
-    return [one for one in gc.get_objects() if issubclass(type(one), bases)] if bases else []
-
-
-def model_ids() -> set[int]:
-    """Return the identities of all models of PyTorch and Keras in this process."""
-    return {id(one) for one in _models()}
-
-
-def refuse_new_models(known: Collection[int]) -> None:
-    """Raise UsageError if this process has made a model since `model_ids` returned `known`."""
-    kinds = {type(one) for one in _models() if id(one) not in known}
-    if kinds:
-        names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)[:4])
-        raise UsageError(
-            f"this block of strategy.scope() makes a model of another library ({names}). A "
-            f"strategy synchronizes variables of sv only, so each rank would train its own copy. "
-            f"Make the model outside the block, and average its gradients: "
-            f'"A module of PyTorch" and "A model of Keras" in docs/migrating.md'
-        )
-
-
 _REPLICA = CallContext.REPLICA
+# Module and name of the base class of all models, by library.
+_MODELS = (("torch.nn", "Module"), ("keras.layers", "Layer"), ("tf_keras.layers", "Layer"))
+_checked: weakref.WeakSet[Strategy] = weakref.WeakSet()  # whose first scope has begun
 
 
 class Strategy(MigrationHintsMixin):
@@ -94,7 +68,6 @@ class Strategy(MigrationHintsMixin):
     """
 
     _has_copies = True  # every replica has a copy of every variable
-    _has_checked_scope = False  # for models of other libraries
 
     def __init__(
         self,
@@ -126,9 +99,8 @@ class Strategy(MigrationHintsMixin):
         world = self.context.world
         # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members
-        self._aligned: tuple[Communicator, ...] = (communicator,)
-        if is_beside:
-            self._aligned = (communicator, world)
+        beside = (world,) if is_beside else ()
+        self._aligned: tuple[Communicator, ...] = (communicator, *beside)
         self._replica = ScopeEntry(self, _REPLICA)
         if self._has_copies and communicator.rank is not None and communicator.size > 1:
             self.registry = VariableRegistry(self)
@@ -237,7 +209,7 @@ class Strategy(MigrationHintsMixin):
             >>> v.strategy is strategy
             True
         """
-        return Scope(self)
+        return Scope(self, self._require_member)
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Call `fn(*args, **kwargs)` as this replica, in replica context. Collective.
@@ -524,16 +496,19 @@ def strategies_of(context: Joined) -> list[Strategy]:
 
 
 class Scope:
-    """The context manager of `Strategy.scope`."""
+    """The context manager of `Strategy.scope`.
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    It finds models of PyTorch and Keras that its first block makes: no strategy synchronizes them.
+    """
+
+    def __init__(self, strategy: Strategy, require_member: Callable[[], None]) -> None:
+        self._strategy, self._require_member = strategy, require_member
         # Models that existed before the block; None where the block is not checked.
         self._models: set[int] | None = None
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
-        strategy._require_member()  # noqa: SLF001  (of its own scope)
+        self._require_member()
         place = current_scope()
         if place is not None:
             if place.owner is not strategy:
@@ -547,15 +522,30 @@ class Scope:
                     "variables there:\n    with strategy.scope():\n        v = sv.Variable(…)\n"
                     "        strategy.run(fn)"
                 )
-        if not strategy._has_checked_scope:  # noqa: SLF001
-            strategy._has_checked_scope = True  # noqa: SLF001
-            self._models = model_ids()
+        if strategy not in _checked:
+            _checked.add(strategy)
+            self._models = {id(one) for one in _models()}
         scope_stack().append(ScopeEntry(strategy, CallContext.CROSS))
         return strategy
 
     def __exit__(self, *error: object) -> None:
         scope_stack().pop()
-        if self._models is not None:
-            known, self._models = self._models, None
-            if error[0] is None:
-                refuse_new_models(known)
+        known, self._models = self._models, None
+        if known is None or error[0] is not None:
+            return
+        kinds = {type(one) for one in _models() if id(one) not in known}
+        if kinds:
+            names = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+            raise UsageError(
+                f"this block of strategy.scope() makes a model of another library "
+                f"({', '.join(names[:4])}). A strategy synchronizes variables of sv only, so each "
+                f"rank would train its own copy. Make the model outside the block, and average its "
+                f'gradients: "A module of PyTorch" and "A model of Keras" in docs/migrating.md'
+            )
+
+
+def _models() -> list[Any]:
+    """Return all models of this process. It visits every object of the garbage collector."""
+    loaded = (getattr(sys.modules.get(module), name, None) for module, name in _MODELS)
+    bases = tuple(base for base in loaded if isinstance(base, type))
+    return [one for one in gc.get_objects() if issubclass(type(one), bases)] if bases else []

@@ -129,11 +129,8 @@ class BatchDecision(NamedTuple):
 
 def is_unanimous(largest: NDArray[Any]) -> bool:
     """Return whether all replicas have equal headers."""
-    numbers = largest.tolist()
-    half = len(numbers) // 2
-    return all(
-        high + low == _LARGEST for high, low in zip(numbers[:half], numbers[half:], strict=True)
-    )
+    high, low = largest.reshape(2, -1).tolist()
+    return all(one + other == _LARGEST for one, other in zip(high, low, strict=True))
 
 
 def decide_step(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
@@ -162,7 +159,7 @@ class Feed:
         self.strategy = strategy
         self.dataset = dataset
         self.is_global = is_global
-        self.what = "global batches" if is_global else "batches from a function"
+        self.kind = "global batches" if is_global else "batches from a function"
         self.seed = dataset.seed if isinstance(dataset, Dataset) else ""
         self.next_epoch = 0
         self._was_opened = False
@@ -220,7 +217,7 @@ class DistributedDataset:
         return True
 
     def __repr__(self) -> str:
-        return f"<sv.DistributedDataset of {self._feed.what} for {self._feed.strategy!r}>"
+        return f"<sv.DistributedDataset of {self._feed.kind} for {self._feed.strategy!r}>"
 
 
 class DistributedIterator(MigrationHintsMixin):
@@ -280,10 +277,8 @@ class DistributedIterator(MigrationHintsMixin):
         Cost: an all-reduce of 96 bytes; one exchange more while the headers of replicas differ.
         """
         if self._failure is not None:
-            raise UsageError(
-                f"this iterator failed earlier ({self._failure}); make another one with "
-                f"iter(dataset)"
-            )
+            text = f"this iterator failed earlier ({self._failure})"
+            raise UsageError(f"{text}; make another one with iter(dataset)")
         if self._is_over:
             raise StopIteration
         try:
@@ -311,13 +306,8 @@ class DistributedIterator(MigrationHintsMixin):
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the source, the epoch, the position (batches returned in it) and the seed."""
-        feed = self._feed
-        return {
-            "input": feed.what,
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": feed.seed,
-        }
+        place = {"epoch": self._epoch, "position": self._position}
+        return {"input": self._feed.kind, **place, "seed": self._feed.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a `state_dict`. Not collective.
@@ -330,7 +320,7 @@ class DistributedIterator(MigrationHintsMixin):
         Raises:
             ConfigError: `state` is none, or that of another dataset. Nothing has changed.
         """
-        epoch, position = read_state(state, {"input": self._feed.what, "seed": self._feed.seed})
+        epoch, position = read_state(state, {"input": self._feed.kind, "seed": self._feed.seed})
         self._close_elements()
         self._restart()
         self._epoch, self._position = epoch, position
@@ -425,16 +415,13 @@ class DistributedIterator(MigrationHintsMixin):
         if decided.differs:
             self._differ(offers)
         if decided.teacher is not None:
-            known = gather_objects(
-                communicator, _NEXT, lambda: self._description(batch), strategy.timeout
-            )
+            policy = self._policy
+            mine_plain = None if batch is _END or policy is None else policy.plain()
+            known = gather_objects(communicator, _NEXT, lambda: mine_plain, strategy.timeout)
             if batch is _END:
                 self._policy = BatchPolicy.from_plain(known[decided.teacher])
                 self._no_rows, self._no_rows_of = self._policy.no_rows(), self._policy
         return decided.is_over
-
-    def _description(self, batch: Any) -> list[Any] | None:
-        return None if batch is _END or self._policy is None else self._policy.plain()
 
     def _disagree(self, reason: str, batch: Any, offers: list[BatchHeader]) -> None:
         """Raise MismatchError with the batch of each replica."""
@@ -442,13 +429,10 @@ class DistributedIterator(MigrationHintsMixin):
         policy = self._policy
         mine = "its end" if batch is _END or policy is None else policy.describe()
         inputs = gather_objects(strategy.communicator, _NEXT, lambda: mine, strategy.timeout)
-        table = {
-            rank: f"epoch {offer.epoch}, batch {offer.position}: {batch_text}"
-            + (f", {offer.rows} rows" if offer.has_batch else "")
-            for rank, offer, batch_text in zip(
-                strategy.communicator.members, offers, inputs, strict=True
-            )
-        }
+        table = {}
+        for rank, offer, text in zip(strategy.communicator.members, offers, inputs, strict=True):
+            table[rank] = f"epoch {offer.epoch}, batch {offer.position}: {text}"
+            table[rank] += f", {offer.rows} rows" if offer.has_batch else ""
         remedy = (
             "every replica has to read the same global batches: make the dataset in the same way "
             "everywhere, with one seed"

@@ -155,10 +155,8 @@ class Uneven:
 
         entries = gather_objects(communicator, _NAME, entry, self._timeout)
         by_rank = dict(zip(communicator.members, entries, strict=True))
-        if any((one[0], one[2]) != (entries[0][0], entries[0][2]) for one in entries):
-            table = {
-                rank: f"stop_at_first={one[0]}, {one[2]} modules" for rank, one in by_rank.items()
-            }
+        table = {rank: f"stop_at_first={one[0]}, {one[2]} modules" for rank, one in by_rank.items()}
+        if len(set(table.values())) > 1:
             raise MismatchError("the ranks do not enter the same block of sv.uneven", table)
         self._communicator = communicator
         self._main, self.number = communicator.identity, communicator.next_call
@@ -226,12 +224,12 @@ class Uneven:
             newest, rank = everyone.index(max(everyone)), communicator.member_rank
             _broadcast_modules(self._modules, newest, self._group, rank, self._timeout)
 
-    def end(self, reason: str, why: str = "") -> None:
-        """End the block and send `reason` to the others; `why` if another rank ended it first."""
+    def end(self, reason: str, cause: str = "") -> None:
+        """End the block and send `reason` to the others; `cause` if another rank ended it first."""
         if not self.is_over:
-            self.is_over = why or f"rank {self.context.rank} {reason}"
+            self.is_over = cause or f"rank {self.context.rank} {reason}"
             for one in self._groups.values():
-                one.tell(reason)
+                one.announce(reason)
 
     def _abandon(self) -> None:
         """Leave the block that is over; ranks that wait at its end fail. Does not wait."""
@@ -306,9 +304,8 @@ def _checked_modules(modules: Sequence[Any], call: str) -> tuple[Any, ...]:
                 f"variables by itself"
             )
         is_torch = _has_methods(one, "state_dict", "load_state_dict")
-        if isinstance(one, type) or not (
-            is_torch or _has_methods(one, "get_weights", "set_weights")
-        ):
+        is_module = is_torch or _has_methods(one, "get_weights", "set_weights")
+        if isinstance(one, type) or not is_module:
             raise ConfigError(
                 f"{call} takes modules and optimizers of PyTorch and models of Keras (with "
                 f"state_dict and load_state_dict, or get_weights and set_weights), not "

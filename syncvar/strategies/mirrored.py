@@ -1,8 +1,9 @@
-"""Strategies with a copy of every variable on each replica: of one host, or of all hosts."""
+"""Strategies with a copy of every variable on each replica, or with one copy on each host."""
 
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.bootstrap.process import current
@@ -114,9 +115,6 @@ def _own_communicator(members: tuple[int, ...]) -> Communicator:
     return context.communicator(fingerprint("strategy", members, number), members)
 
 
-set_default(DefaultStrategy)
-
-
 class CentralStorageStrategy(MirroredStrategy):
     """One copy of every variable on each host, in memory that the replicas of the host share.
 
@@ -147,41 +145,26 @@ class CentralStorageStrategy(MirroredStrategy):
 
     _has_copies = False
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        strict: bool = False,
-        check_cross_writes: bool = True,
-        reproducible: bool = False,
-        timeout: float | None = None,
-        **_foreign: Never,
-    ) -> None:
-        if _foreign:
-            raise unexpected_keyword(type(self), _foreign)
-        super().__init__(
-            group,
-            strict=strict,
-            check_cross_writes=check_cross_writes,
-            reproducible=reproducible,
-            timeout=timeout,
-        )
-        communicator = self._communicator
-        host_of = self.context.hosts.host_of
-        here = host_of(self.context.rank)
-        self._on_host: Communicator | None = None
-        members = tuple(rank for rank in communicator.members if host_of(rank) == here)
-        if communicator.rank is not None:
-            identity = fingerprint("on host", communicator.identity, here)
-            self._on_host = self.context.communicator(identity, members)
-
     def _default_members(self) -> tuple[int, ...]:
         return current().world.members
+
+    @cached_property
+    def _on_host(self) -> Communicator:
+        """The communicator of the replicas of this host."""
+        communicator, context = self._communicator, self.context
+        host_of = context.hosts.host_of
+        here = host_of(context.rank)
+        members = tuple(rank for rank in communicator.members if host_of(rank) == here)
+        return context.communicator(fingerprint("on host", communicator.identity, here), members)
 
     def _create_storage(
         self, value: NDArray[Any], synchronization: VariableSynchronization
     ) -> Storage:
         """Return the memory for a variable's copy; collective on the host for shared copies."""
-        if synchronization is not VariableSynchronization.ON_WRITE or self._on_host is None:
+        is_own = synchronization is not VariableSynchronization.ON_WRITE
+        if is_own or self._communicator.rank is None:
             return super()._create_storage(value, synchronization)
         return shared_copy(self.context, self._on_host, value, self.timeout)
+
+
+set_default(DefaultStrategy)

@@ -93,12 +93,6 @@ class ReduceOp(StrEnum):
     PROD = "prod"
 
 
-_NO_AXIS = (
-    "axis must be an integer, a tuple of integers or None, not {!r}: write axis=0, axis=(0, 1) "
-    "or axis=None"
-)
-
-
 def own_part(value: Any) -> Any:
     """Return this process's part of a DistributedValues, also inside pytrees, or the value."""
     if isinstance(value, DistributedValues):
@@ -218,17 +212,19 @@ def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
     own_axes = [_normalized(axes, array.ndim) for array in arrays]
     pairs = list(zip(arrays, own_axes, strict=True))
     parts = [_reduce_along(op.value, array, along) for array, along in pairs]
+    dtypes = [reduction(op.value, array.dtype).result for array in arrays]
+
+    def finish(sums: list[NDArray[Any]]) -> Any:
+        return assemble([np.asarray(one, dtype) for one, dtype in zip(sums, dtypes, strict=True)])
+
     if op is not ReduceOp.MEAN:
-        return _Reduction(
-            op.value, name, treedef, parts, lambda sums: assemble(_with_dtypes(sums, op, arrays))
-        )
+        return _Reduction(op.value, name, treedef, parts, finish)
     counts = [np.asarray(_count(array, along)) for array, along in pairs]
 
     def means(sums: list[NDArray[Any]]) -> Any:
         totals, numbers = sums[: len(parts)], sums[len(parts) :]
         # The mean of no element is NaN.
-        divided = [np.asarray(total / n) for total, n in zip(totals, numbers, strict=True)]
-        return assemble(_with_dtypes(divided, op, arrays))
+        return finish([np.asarray(total / n) for total, n in zip(totals, numbers, strict=True)])
 
     return _Reduction("sum", name, treedef, [*parts, *counts], means)
 
@@ -240,12 +236,11 @@ def gather_values(
 
     def check() -> CollectiveSpec:
         part = local_part(value)
-        for leaf in flatten(part)[1]:
-            if as_array(leaf).ndim == 0:
-                raise ConfigError(
-                    f"{name} concatenates along an axis, and a scalar has none; "
-                    f"pass np.reshape(x, (1,))"
-                )
+        if any(as_array(leaf).ndim == 0 for leaf in flatten(part)[1]):
+            raise ConfigError(
+                f"{name} concatenates along an axis, and a scalar has none; pass "
+                "np.reshape(x, (1,))"
+            )
         request = gather_request(communicator, part, axis=axis, name=name)
         body = request.body
 
@@ -268,9 +263,9 @@ def _structured(
 
     digest = request.digest ^ (fingerprint("structure", treedef) & ((1 << 64) - 1))
     shapes = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4])
-    more = ", …" if len(parts) > 4 else ""
+    shapes += ", …" if len(parts) > 4 else ""
     inside = "" if treedef.kind == "leaf" else f" in {describe(treedef)}"
-    text = f"{name} of {shapes}{more}{inside}"
+    text = f"{name} of {shapes}{inside}"
     collective = collective_of(name) if isinstance(name, CallLabel) else text
     fields = CallFields(collective)
     if parts:
@@ -284,21 +279,22 @@ def _checked_axes(axis: Any) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = axis if isinstance(axis, tuple) else (axis,)
-    if any(isinstance(one, bool | np.bool_) for one in axes):
-        raise ConfigError(_NO_AXIS.format(axis))
     try:
-        return tuple(operator.index(one) for one in axes)
+        if not any(isinstance(one, bool | np.bool_) for one in axes):
+            return tuple(operator.index(one) for one in axes)
     except TypeError:
-        raise ConfigError(_NO_AXIS.format(axis)) from None
+        pass
+    raise ConfigError(
+        f"axis must be an integer, a tuple of integers or None, not {axis!r}: write axis=0, "
+        "axis=(0, 1) or axis=None"
+    )
 
 
 def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     for axis in axes:
         if not -ndim <= axis < ndim:
-            raise ConfigError(
-                f"axis {axis} is outside a value of {ndim} dimensions; "
-                f"axis=None combines elementwise"
-            )
+            text = f"axis {axis} is outside a value of {ndim} dimensions"
+            raise ConfigError(f"{text}; axis=None combines elementwise")
     positive = tuple(axis % ndim for axis in axes)
     distinct = tuple(sorted(set(positive)))
     if len(distinct) != len(positive):
@@ -319,15 +315,6 @@ def _reduce_along(op: str, array: NDArray[Any], axes: tuple[int, ...]) -> NDArra
 
 def _count(array: NDArray[Any], axes: tuple[int, ...]) -> int:
     return math.prod(array.shape[axis] for axis in axes)
-
-
-def _with_dtypes(
-    parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]]
-) -> list[NDArray[Any]]:
-    return [
-        np.asarray(part, reduction(op.value, array.dtype).result)
-        for part, array in zip(parts, arrays, strict=True)
-    ]
 
 
 def _is_nested(value: Any) -> bool:

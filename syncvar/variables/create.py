@@ -68,12 +68,12 @@ class ShardInfo:
     offset: tuple[int, ...]
 
 
-def takes_shard_info(given: Any) -> bool:
+def takes_shard_info(value: Any) -> bool:
     """Return whether an initial value is a function with a parameter named `shard_info`."""
-    if not callable(given) or isinstance(given, ArrayProtocol):
+    if not callable(value) or isinstance(value, ArrayProtocol):
         return False
     try:
-        return _PARAMETER in inspect.signature(given).parameters
+        return _PARAMETER in inspect.signature(value).parameters
     except (TypeError, ValueError):  # of a function that tells nothing about itself
         return False
 
@@ -101,7 +101,7 @@ def require_shape(
     """Return shape and dtype of a variable that a function makes part by part."""
     if shape is None or dtype is None:
         missing = " and ".join(
-            name for name, given in (("shape=", shape), ("dtype=", dtype)) if given is None
+            name for name, value in (("shape=", shape), ("dtype=", dtype)) if value is None
         )
         raise ConfigError(
             f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
@@ -111,9 +111,9 @@ def require_shape(
     return shape, dtype
 
 
-def whole(given: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
+def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
     """Return a function that makes the whole variable as one part."""
-    return lambda: given(shard_info=ShardInfo(shape, (0,) * len(shape)))
+    return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
 
 
 # Binary digits of the significand, and the exponent of the smallest place, by dtype.
@@ -149,10 +149,10 @@ def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
     if kind in "iu":
         return np.asarray(_integer_share(value, count, index), value.dtype)
     if kind == "c":
-        made = np.empty_like(value)
-        made.real = _float_share(value.real, count, index)
-        made.imag = _float_share(value.imag, count, index)
-        return made
+        result = np.empty_like(value)
+        result.real = _float_share(value.real, count, index)
+        result.imag = _float_share(value.imag, count, index)
+        return result
     return _float_share(value, count, index)
 
 
@@ -351,7 +351,9 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
     base = checked_name(spec.name)
     dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
-    trainable = checked_trainable(spec.trainable, requested is not VariableSynchronization.ON_READ)
+    trainable = checked_trainable(
+        spec.trainable, usual=requested is not VariableSynchronization.ON_READ
+    )
     action = decide(
         resolve(requested)[0],
         aggregation,
@@ -359,14 +361,14 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
         AccessKind.CREATE,
     )
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
-    given, shape = spec.initial_value, checked_shape(base, spec.shape)
-    if takes_shard_info(given):
-        given = whole(given, require_shape(base, shape, dtype)[0])
-    value = checked_value(base, given, dtype, aggregation, calls=calls, shape=shape)
+    argument, shape = spec.initial_value, checked_shape(base, spec.shape)
+    if takes_shard_info(argument):
+        argument = whole(argument, require_shape(base, shape, dtype)[0])
+    value = checked_value(base, argument, dtype, aggregation, calls=calls, shape=shape)
     return _CheckedSpec(base, value, trainable, requested, aggregation, action)
 
 
-def checked_trainable(trainable: Any, usual: bool) -> bool:
+def checked_trainable(trainable: Any, *, usual: bool) -> bool:
     """Return whether a variable is trainable; None means `usual`."""
     if trainable is None:
         return usual
@@ -379,7 +381,7 @@ def checked_trainable(trainable: Any, usual: bool) -> bool:
 
 def checked_value(
     base: str,
-    given: Any,
+    argument: Any,
     dtype: np.dtype[Any] | None,
     aggregation: VariableAggregation,
     *,
@@ -387,12 +389,12 @@ def checked_value(
     shape: tuple[int, ...] | None = None,
 ) -> NDArray[Any] | None:
     """Return the initial value as an array; None if a function makes it and is not called here."""
-    if callable(given) and not isinstance(given, ArrayProtocol):
+    if callable(argument) and not isinstance(argument, ArrayProtocol):
         if not calls:
             return None
-        given = given()
-    given = given.read_value() if isinstance(given, ArrayProtocol) else given
-    value = initial_array(given, dtype, f"variable {base!r}: initial_value")
+        argument = argument()
+    argument = argument.read_value() if isinstance(argument, ArrayProtocol) else argument
+    value = initial_array(argument, dtype, f"variable {base!r}: initial_value")
     if shape is not None and value.shape != shape:
         raise ConfigError(
             f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; "
@@ -444,8 +446,8 @@ def _create_request(
         f"reproducible={owner.reproducible}",
     )
     registry = owner.registry
-    gone = [] if registry is None else registry.gone()
-    packed = pack_object([[*mine], None if value is None else digest_of(value), gone])
+    collected = [] if registry is None else registry.collected()
+    packed = pack_object([[*mine], None if value is None else digest_of(value), collected])
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
         records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
@@ -458,14 +460,14 @@ def _create_request(
             unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)
         ]
         if registry is not None:
-            registry.forget(name for _, _, told in everyone for name in told)
+            registry.forget(name for _, _, names in everyone for name in names)
         manifests = [_manifest(fields) for fields, _, _ in everyone]
         _compare(communicator.members, manifests)
         if own and value is not None:
             return value, []
         shape, dtype = manifests[0].shape, manifests[0].dtype
         assert shape is not None
-        made = yield from broadcast_flat(
+        result = yield from broadcast_flat(
             communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0
         )
         digests = [digest for _, digest, _ in everyone]
@@ -484,7 +486,7 @@ def _create_request(
                 "callable, sv.Variable(lambda: x, …), which only the chief calls",
                 table,
             )
-        return made, differ
+        return result, differ
 
     return CollectiveSpec(f"create variable {mine.name!r}", fingerprint("create variable"), body())
 

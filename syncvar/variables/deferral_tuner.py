@@ -3,29 +3,14 @@
 Eager, each increment is one all-reduce. Deferred increments travel together at the end of a run, or
 before a read of the variable or another kind of write (a *break*). Deferring pays where many
 increments come between two breaks. The rule, `choose`, is a pure function of counters that all
-replicas have agreed on, so all replicas change at the same point. The registry calls the tuner;
-`deferral_log` records and replays.
+replicas have agreed on, so all replicas change at the same point. The registry calls the tuner,
+and keeps the log of its decisions.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import weakref
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from syncvar.collectives.stage_builders import gather_objects
-from syncvar.core.errors import ConfigError
-from syncvar.core.output_files import (
-    AUTO_LOG,
-    REQUESTED,
-    LostFile,
-    check_file,
-    report_lost_file,
-    write_error_text,
-)
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,88 +19,12 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_state import RegistryEntry, VariableState
 
 
-class ProgramPoint(NamedTuple):
-    """A point of decision: the end of a run, or an increment of the variable `of` ("write")."""
-
-    at: str
-    step: int
-    of: str = ""
-
-
-class DeferralChange(NamedTuple):
-    """A change of one variable between eager and deferred."""
-
-    point: ProgramPoint
-    variable: str
-    before: str
-    after: str
-    why: str
-
-
-def append_changes(
-    path: str, strategy: int, changes: list[DeferralChange], *, begins: bool
-) -> bool:
-    """Append changes to a log of JSON lines, and return whether that succeeded."""
-    key = f"{strategy:016x}"
-    lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
-    for (at, step, of), name, before, after, why in changes:
-        place = {"strategy": key, "at": at, "step": step, "of": of, "variable": name}
-        lines.append(place | {"from": before, "to": after, "why": why})
-    rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    if not rest:
-        return True
-    try:  # one write to the end of the file, because several groups may share it
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, REQUESTED)
-        try:
-            while rest:  # a full disk takes a part, and raises the error for the next one
-                rest = rest[os.write(descriptor, rest) :]
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        report_lost_file(LostFile(path, AUTO_LOG, write_error_text(error)))
-        return False
-    return True
-
-
-def read_changes(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
-    """Return a strategy's changes in the last job of a log: (at, step, of, variable, pace)."""
-    key = f"{strategy:016x}"
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has "
-            "made"
-        ) from error
-    found: list[tuple[str, int, str, str, str]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            one = json.loads(line)
-            if one["strategy"] != key:
-                continue
-            if one.get("begins"):
-                found.clear()
-                continue
-            record = one["at"], one["step"], str(one["of"]), one["variable"], one["to"]
-            at, step, _, variable, pace = record
-            is_known = at in ("run", "write") and pace in ("eager", "deferred")
-            if not is_known or type(step) is not int or not isinstance(variable, str):
-                raise ValueError(line)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}"
-            ) from error
-        found.append(record)
-    return found
-
-
 NEVER = 1 << 62
 IDLE_RUNS = 20  # between two decisions while nothing is incremented
 _MANY = 4  # with more variables than this, decisions are half as frequent: each costs 2 us more
 _WORTH = 0.8  # a change must cost at most this part of staying
 _BEARABLE = 1.25  # the present mode may cost up to this multiple of the other one
 _BAR_MIN, _BAR_MAX = 4, 64
-_log = logging.getLogger("syncvar")
 
 
 class Costs(NamedTuple):
@@ -143,8 +52,7 @@ class Costs(NamedTuple):
 
 
 # By (path, reproducible): medians of two ranks on two cores, one write after the other. Only the
-# ratios
-# count. Reproducible increments are queued one by one instead of summed, which costs more.
+# ratios count. Reproducible increments are queued one by one instead of summed, which costs more.
 COSTS = {
     ("shm", False): Costs(5, 4.3, 0.3, 4.4, 2.0, 105.0),
     ("shm", True): Costs(5, 4.3, 0.3, 8.0, 5.0, 105.0),
@@ -173,7 +81,25 @@ class DeferralDecision(NamedTuple):
     """Whether a variable is deferred until the next decision, and why."""
 
     is_deferred: bool
-    why: str
+    reason: str
+
+
+class ProgramPoint(NamedTuple):
+    """A point of decision: the end of a run, or an increment of the variable `of` ("write")."""
+
+    at: str
+    step: int
+    of: str = ""
+
+
+class DeferralChange(NamedTuple):
+    """A change of one variable between eager and deferred."""
+
+    point: ProgramPoint
+    variable: str
+    before: str
+    after: str
+    reason: str
 
 
 def period(costs: Costs, variables: int, *, is_idle: bool) -> int:
@@ -203,76 +129,97 @@ def choose(
         >>> [choice.is_deferred for choice in choices]
         [True, False]
     """
-    refusals: list[str] = []  # by variable, why deferring it does not pay; "" if it may
-    chosen = total = filled = breaks = 0
-    now = queued = 0.0
-    are_deferred = True
-    for one in windows:
-        eager = costs.eager(one.increments, one.nbytes)
-        waiting = costs.queued(one.increments, one.nbytes)
-        own_breaks = min(one.breaks, one.increments)
-        limit = _BEARABLE if one.is_deferred else _WORTH
-        least = waiting + costs.send_us * own_breaks  # as if sending at the ends of runs were free
-        is_worth = least <= limit * eager
-        refusals.append(
-            "" if is_worth else f"at least {least:.0f} us deferred, {eager:.0f} us eager"
-        )
-        if is_worth and one.increments:
-            chosen += 1
-            total += one.increments
-            filled += one.increments * one.nbytes
-            breaks += own_breaks
-            now += eager
-            queued += waiting
-            are_deferred = are_deferred and one.is_deferred
-    are_deferred = are_deferred and chosen > 0
-    expected = max(min(max(runs, 1), total) + breaks, filled // bucket_bytes)
+    refusals = [_refusal(one, costs) for one in windows]
+    pairs = list(zip(windows, refusals, strict=True))
+    chosen = [one for one, refusal in pairs if one.increments and not refusal]
+    since = f" in {runs} runs" if runs else ""
+    shared, bar = _shared_decision(chosen, runs, sends, bar, costs, bucket_bytes)
+    return [_own_decision(one, refusal, since) or shared for one, refusal in pairs], bar
+
+
+def _shared_decision(
+    chosen: list[SampleWindow],
+    runs: int,
+    sends: int,
+    bar: Hysteresis,
+    costs: Costs,
+    bucket_bytes: int,
+) -> tuple[DeferralDecision, Hysteresis]:
+    """Return the decision about the variables that share the cost of sending."""
+    increments = sum(one.increments for one in chosen)
+    breaks = sum(min(one.breaks, one.increments) for one in chosen)
+    nbytes = sum(one.increments * one.nbytes for one in chosen)
+    now = sum(costs.eager(one.increments, one.nbytes) for one in chosen)
+    queued = sum(costs.queued(one.increments, one.nbytes) for one in chosen)
+    are_deferred = bool(chosen) and all(one.is_deferred for one in chosen)
+    expected = max(min(max(runs, 1), increments) + breaks, nbytes // bucket_bytes)
     late = queued + costs.send_us * (max(sends, 1) if are_deferred else expected)
     is_worth = late <= now * (_BEARABLE if are_deferred else _WORTH)
-    since = f" in {runs} runs" if runs else ""
-    because = f"{total} increments of {chosen} variables{since}"
+    text = f"{increments} increments of {len(chosen)} variables"
+    text += f" in {runs} runs" if runs else ""
     estimate = f"{late:.0f} us deferred, {now:.0f} us eager"
-    if are_deferred:
-        if is_worth:
-            bar = Hysteresis()
-        elif queued + costs.send_us * expected <= now * _WORTH:
-            length = min(max(bar.length * 2, _BAR_MIN), _BAR_MAX)
-            bar = Hysteresis(length, length)
-            because += f", sent {sends} times because of other calls"
+    if are_deferred and is_worth:
+        bar = Hysteresis()
+    elif are_deferred and queued + costs.send_us * expected <= now * _WORTH:
+        length = min(max(bar.length * 2, _BAR_MIN), _BAR_MAX)
+        bar = Hysteresis(length, length)
+        text += f", sent {sends} times because of other calls"
     elif chosen and is_worth and bar.left:
         bar = bar._replace(left=bar.left - 1)
         is_worth = False
         estimate += (
             f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
         )
-    shared = DeferralDecision(is_worth, f"{because}: {estimate}")
-    choices = [shared] * len(windows)
-    for place, (one, refusal) in enumerate(zip(windows, refusals, strict=True)):
-        if not one.increments:
-            choices[place] = DeferralDecision(one.is_deferred, "nothing was added")
-        elif refusal:
-            counts = f"{one.increments} increments, {one.breaks} reads or other writes after one"
-            reason = f"{counts}{since}: waiting does not pay ({refusal})"
-            choices[place] = DeferralDecision(is_deferred=False, why=reason)
-    return choices, bar
+    return DeferralDecision(is_worth, f"{text}: {estimate}"), bar
+
+
+def _refusal(one: SampleWindow, costs: Costs) -> str:
+    """Return why deferring a variable does not pay; "" if it may."""
+    eager = costs.eager(one.increments, one.nbytes)
+    # As if sending at the ends of runs were free.
+    least = costs.queued(one.increments, one.nbytes)
+    least += costs.send_us * min(one.breaks, one.increments)
+    if least <= (_BEARABLE if one.is_deferred else _WORTH) * eager:
+        return ""
+    return f"at least {least:.0f} us deferred, {eager:.0f} us eager"
+
+
+def _own_decision(one: SampleWindow, refusal: str, since: str) -> DeferralDecision | None:
+    """Return the decision about a variable that is not deferred together with the others."""
+    if not one.increments:
+        return DeferralDecision(one.is_deferred, "nothing was added")
+    if not refusal:
+        return None
+    counts = f"{one.increments} increments, {one.breaks} reads or other writes after one"
+    reason = f"{counts}{since}: waiting does not pay ({refusal})"
+    return DeferralDecision(is_deferred=False, reason=reason)
+
+
+class DecisionLog(Protocol):
+    """The log of AUTO's decisions, as `DeferralLog` implements it."""
+
+    replay_path: str  # of recorded decisions to repeat, or empty
+
+    def append(self, changes: list[DeferralChange]) -> None:
+        """Record changes."""
+
+    def read(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
+        """Return the recorded changes, (variable, pace), by point. Collective."""
 
 
 class DeferralTuner:
-    """Decides for the AUTO variables of one strategy, and records or replays the decisions."""
+    """Decides for the AUTO variables of one strategy, or repeats recorded decisions."""
 
-    def __init__(self, owner: VariableOwner, entries: Mapping[str, RegistryEntry]) -> None:
-        self._owner, self._entries = weakref.ref(owner), entries
+    def __init__(
+        self, owner: VariableOwner, entries: Mapping[str, RegistryEntry], log: DecisionLog
+    ) -> None:
+        self._owner, self._entries, self._log = weakref.ref(owner), entries, log
+        self.is_replaying = bool(log.replay_path)
         self.next_run = NEVER  # the run at whose end the next decision is made
         self._last_run = self._sends = 0  # at the last decision: the run, and sends of the queue
         self._seen_sends = 0
         self._bar = Hysteresis()
-        config = owner.context.config
-        self._log_path, self.replay_path = config.auto_log, config.auto_replay
         self._replay: dict[ProgramPoint, list[tuple[str, str]]] | None = None
-        self._has_logged = False
-        self._is_logging = bool(self._log_path) and owner.communicator.member_rank == 0
-        if self._is_logging:
-            check_file(self._log_path, AUTO_LOG)
 
     @property
     def _costs(self) -> Costs:
@@ -292,13 +239,12 @@ class DeferralTuner:
 
     def schedule(self, runs: int) -> None:
         """Plan a decision soon; called before there is one more variable to decide about."""
-        if self._replay is not None or not (self.replay_path or self.may_defer):
+        if self._replay is not None or not (self.is_replaying or self.may_defer):
             return
         # A replica that leaves a run by an exception does not reach its end. So a decision that is
-        # due
-        # while there are no candidates stays due until there is another variable.
+        # due while there are no candidates stays due until there is another variable.
         due = self.next_run if self.has_candidates else NEVER
-        self.next_run = min(due, runs + (1 if self.replay_path else self._costs.runs))
+        self.next_run = min(due, runs + (1 if self.is_replaying else self._costs.runs))
 
     def sends_since(self, queue: Any) -> int:
         """Return how often a queue was sent since the last decision."""
@@ -313,8 +259,6 @@ class DeferralTuner:
         sends: int,
     ) -> None:
         """Decide, and change the variables; the arguments are the same on all replicas."""
-        owner = self._owner()
-        assert owner is not None
         self._sends = self._seen_sends
         windows = [window for _, window in samples]
         is_idle = not any(window.increments for window in windows)
@@ -326,26 +270,17 @@ class DeferralTuner:
         changes = []
         for (state, _), choice in zip(samples, choices, strict=True):
             if choice.is_deferred == state.is_deferred:
-                state.decided = point.step, choice.why
+                state.decided = point.step, choice.reason
                 continue
             before, after = ("eager", "deferred") if choice.is_deferred else ("deferred", "eager")
-            state.change_pace(after, point.step, choice.why)
-            changes.append(DeferralChange(point, state.name, before, after, choice.why))
-        if owner.communicator.member_rank == 0:
-            self._record(changes, owner.communicator.identity)
-
-    def _record(self, changes: list[DeferralChange], identity: int) -> None:
-        for (at, step, _), *change in changes:
-            _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
-        if self._is_logging:  # stops after a failure: a log with a hole would mislead a replay
-            begins = not self._has_logged
-            self._is_logging = append_changes(self._log_path, identity, changes, begins=begins)
-            self._has_logged = True
+            state.change_pace(after, point.step, choice.reason)
+            changes.append(DeferralChange(point, state.name, before, after, choice.reason))
+        self._log.append(changes)
 
     def replay(self, point: ProgramPoint, runs: int) -> None:
         """Repeat the changes that were recorded for a point of the program."""
         if self._replay is None:
-            self._replay = self._read_replay()
+            self._replay = self._log.read()
         for name, pace in self._replay.get(point, ()):
             entry = self._entries.get(name)
             state = None if entry is None or entry.is_pinned else entry.state()
@@ -353,19 +288,3 @@ class DeferralTuner:
                 state.change_pace(pace, point.step, "replayed")
         later: Iterable[int] = (p.step for p in self._replay if p.at == "run" and p.step > runs)
         self.next_run = min(later, default=NEVER)
-
-    def _read_replay(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
-        owner = self._owner()
-        assert owner is not None
-        communicator = owner.communicator
-
-        def mine() -> Any:
-            is_first = communicator.member_rank == 0
-            return read_changes(self.replay_path, communicator.identity) if is_first else []
-
-        what = "recorded decisions of AUTO"
-        rows = gather_objects(communicator, what, mine, owner.timeout)[0]
-        found: dict[ProgramPoint, list[tuple[str, str]]] = {}
-        for at, step, of, name, pace in rows:
-            found.setdefault(ProgramPoint(at, step, of), []).append((name, pace))
-        return found

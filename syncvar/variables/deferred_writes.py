@@ -16,6 +16,7 @@ import contextlib
 import struct
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,7 +44,7 @@ BUCKET_BYTES = 1 << 20  # a queue of this size is sent at once; see bench/queued
 BUCKET_WRITES = 4096
 _PATIENCE_S = 0.0005
 _TEXT_BYTES = 400
-_WHAT = "queued writes"
+_CALL = "queued writes"
 _RECORD = struct.Struct("<QQQQ")
 _MASK = (1 << 64) - 1
 _FACTOR = 0x100000001B3  # of the FNV hash
@@ -59,23 +60,14 @@ class QueuedTarget(Protocol):
 
 
 class Increment(NamedTuple):
-    """A queued write.
+    """A queued write."""
 
-    Args:
-        chain: Digest of this write and all before it.
-        variable: The variable.
-        operation: ASSIGN_ADD or ASSIGN_SUB.
-        op: "sum" or "mean".
-        x: A copy of this replica's operand; None if this replica rejected the write.
-        reason: Why it was rejected.
-    """
-
-    chain: int
+    chain: int  # digest of this write and all before it
     variable: QueuedTarget
-    operation: AccessKind
-    op: str
-    x: NDArray[Any] | None
-    reason: str = ""
+    operation: AccessKind  # ASSIGN_ADD or ASSIGN_SUB
+    op: str  # "sum" or "mean"
+    x: NDArray[Any] | None  # a copy of the operand; None if this replica rejected the write
+    reason: str = ""  # of the rejection
 
     def describe(self) -> str:
         """Return the write in words."""
@@ -92,18 +84,11 @@ class Sum(NamedTuple):
 
 
 class FlushResult(NamedTuple):
-    """The result of one send.
+    """The result of one send."""
 
-    Args:
-        done: Number of writes that leave the queue; -1 for all, which are dropped because the
-            replicas differ.
-        sums: What to apply, in order; each with the combination of all replicas.
-        error: Raised after that.
-    """
-
-    done: int
-    sums: list[tuple[Sum, NDArray[Any]]]
-    error: SyncvarError | None = None
+    done: int  # writes that leave the queue; -1 for all, dropped because the replicas differ
+    sums: list[tuple[Sum, NDArray[Any]]]  # to apply in order; with the combination of all replicas
+    error: SyncvarError | None = None  # raised after that
 
 
 class WriteQueue:
@@ -111,7 +96,7 @@ class WriteQueue:
 
     def __init__(self, owner: VariableOwner) -> None:
         main = owner.communicator
-        self.identity = fingerprint(_WHAT, main.identity)
+        self.identity = fingerprint(_CALL, main.identity)
         self.writer = threading.current_thread()
         self.calls = owner.context.communicator(self.identity, main.members)
         self._owner = owner
@@ -152,11 +137,8 @@ class WriteQueue:
             chain = self._chain = extend_chain(self._chain, digest)
             self._put(Increment(chain, variable, operation, op, x.copy()))
             self._nbytes += x.nbytes
-            if (
-                self._nbytes >= BUCKET_BYTES
-                or len(self._waiting) >= BUCKET_WRITES
-                or self._is_late()
-            ):
+            is_full = self._nbytes >= BUCKET_BYTES or len(self._waiting) >= BUCKET_WRITES
+            if is_full or self._is_late():
                 self.send()
 
     def refuse(
@@ -206,11 +188,9 @@ class WriteQueue:
             if self._started is not None:
                 self.finish(self._started)
             elif self._waiting:
-                self._take(
-                    lambda: self.calls.perform(
-                        _WHAT, self._request, self._owner.timeout, after_queued=False
-                    )
-                )
+                timeout = self._owner.timeout
+                perform = partial(self.calls.perform, _CALL, self._request, timeout)
+                self._take(partial(perform, after_queued=False))
 
     def begin_beside(self) -> None:
         """Start to send from a thread other than the writer's, unless that one is sending."""
@@ -225,7 +205,7 @@ class WriteQueue:
         with self._lock:
             if self._started is None and self._waiting:
                 self._started = self.calls.perform(
-                    _WHAT, self._request, self._owner.timeout, async_op=True, after_queued=False
+                    _CALL, self._request, self._owner.timeout, async_op=True, after_queued=False
                 )
             return self._started
 
@@ -261,59 +241,61 @@ class WriteQueue:
 
     def _request(self) -> CollectiveSpec:
         waiting = list(self._waiting)
-        label = CallLabel(f"{_WHAT} ({len(waiting)})", CallFields(_WHAT))
-        return CollectiveSpec(label, fingerprint(_WHAT), self._body(waiting))
+        label = CallLabel(f"{_CALL} ({len(waiting)})", CallFields(_CALL))
+        return CollectiveSpec(label, fingerprint(_CALL), self._body(waiting))
 
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
-        sent, calls = self._sent, self.calls
-        refused = (
-            next((sent + place for place, one in enumerate(waiting, 1) if one.x is None), 0)
-            if self._refused
-            else 0
-        )
-        mine = QueuePrefix(
-            sent + len(waiting), refused, waiting[-1].chain, (calls.epoch << 20) + self._resets
-        )
-        queues = [
-            unpack_prefix(data) for data in (yield from exchange_bytes(calls, pack_prefix(mine)))
-        ]
+        sent, calls, mine = self._sent, self.calls, self._prefix(waiting)
+        packed = yield from exchange_bytes(calls, pack_prefix(mine))
+        queues = [unpack_prefix(data) for data in packed]
         if any(one.block != mine.block for one in queues):
             self._resets = max(one.block for one in queues) & ((1 << 20) - 1)
-            table = yield from self._table(
-                f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run"
-            )
             text = "some replicas had dropped queued writes; now all have dropped them"
-            return FlushResult(-1, [], MismatchError(text, table))
+            drops = mine.block & ((1 << 20) - 1)
+            own = f"has dropped queued writes {drops} times in this run"
+            return (yield from self._drop_all(text, own))
         last, is_refused = common_prefix(sent, queues)
         count = last - sent
         if not count:
             return FlushResult(0, [])
-        if any(one.made != last for one in queues) or any(
-            one.chain != queues[0].chain for one in queues
-        ):
+        if any(one.last != last or one.chain != queues[0].chain for one in queues):
             chains = np.array([one.chain for one in waiting[:count]], np.uint64).tobytes()
             everyone = yield from exchange_bytes(calls, chains)
             number = first_difference(
                 sent, [np.frombuffer(data, np.uint64).tolist() for data in everyone]
             )
             if number:
-                table = yield from self._table(waiting[number - sent - 1].describe())
                 text = (
                     f"queued write {number - sent} of {count} is not the same on all replicas; all "
                     "queued writes were dropped"
                 )
-                return FlushResult(-1, [], MismatchError(text, table))
+                return (yield from self._drop_all(text, waiting[number - sent - 1].describe()))
         if is_refused:
-            one = waiting[0]
-            table = yield from self._table(one.reason if one.x is None else "passes a value")
-            text = f"{one.describe()}: another replica rejected it; no copy was changed"
-            return FlushResult(1, [], None if one.x is None else MismatchError(text, table))
-        sums = self._sums(waiting[:count])
-        hows = [reduction(one.op, one.x.dtype) for one in sums]
+            return (yield from self._drop_refused(waiting[0]))
+        return (yield from self._reduce(self._sums(waiting[:count]), count))
+
+    def _prefix(self, waiting: list[Increment]) -> QueuePrefix:
+        rejected = (place for place, one in enumerate(waiting, 1) if one.x is None)
+        refused = self._sent + next(rejected, -self._sent) if self._refused else 0
+        block = (self.calls.epoch << 20) + self._resets
+        return QueuePrefix(self._sent + len(waiting), refused, waiting[-1].chain, block)
+
+    def _reduce(self, sums: list[Sum], count: int) -> Generator[Stage, None, FlushResult]:
+        rules = [reduction(one.op, one.x.dtype) for one in sums]
         arrays = [one.x for one in sums]
         options = ReduceOptions(self._owner.reproducible)
-        results = yield from reduce_together(calls, arrays, hows, [None] * len(sums), options)
+        results = yield from reduce_together(self.calls, arrays, rules, [None] * len(sums), options)
         return FlushResult(count, list(zip(sums, results, strict=True)))
+
+    def _drop_all(self, text: str, mine: str) -> Generator[Stage, None, FlushResult]:
+        """Return the result of a send in which the queues differ; `mine` describes this one."""
+        table = yield from self._table(mine)
+        return FlushResult(-1, [], MismatchError(text, table))
+
+    def _drop_refused(self, one: Increment) -> Generator[Stage, None, FlushResult]:
+        table = yield from self._table(one.reason if one.x is None else "passes a value")
+        text = f"{one.describe()}: another replica rejected it; no copy was changed"
+        return FlushResult(1, [], None if one.x is None else MismatchError(text, table))
 
     def _table(self, text: str) -> Generator[Stage, None, dict[int, str]]:
         data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
@@ -383,25 +365,16 @@ def queue_of(owner: VariableOwner) -> WriteQueue:
     return queue
 
 
-# -- the common prefix of the replicas' queues: pure arithmetic
-# ----------------------------------------
+# -- the common prefix of the replicas' queues: pure arithmetic ------------------------------------
 
 
 class QueuePrefix(NamedTuple):
-    """The state of one replica's queue.
+    """The state of one replica's queue."""
 
-    Args:
-        made: Number of its last write.
-        refused: Number of its first rejected write that the others do not know yet; 0 if there is
-            none.
-        chain: Digest of its writes up to the last.
-        block: Number of resets; writes of different blocks have nothing in common.
-    """
-
-    made: int
-    refused: int
-    chain: int
-    block: int = 0
+    last: int  # number of its last write
+    refused: int  # number of its first rejected write that the others do not know; 0 for none
+    chain: int  # digest of its writes up to the last
+    block: int = 0  # number of resets; writes of different blocks have nothing in common
 
 
 def pack_prefix(prefix: QueuePrefix) -> bytes:
@@ -436,7 +409,7 @@ def common_prefix(sent: int, queues: Sequence[QueuePrefix]) -> tuple[int, bool]:
         >>> common_prefix(2, rejected), common_prefix(3, rejected)
         ((3, False), (4, True))
     """
-    last = min(one.made for one in queues)
+    last = min(one.last for one in queues)
     refused = min((one.refused for one in queues if one.refused), default=0)
     if not refused or refused > last:
         return last, False

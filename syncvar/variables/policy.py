@@ -356,7 +356,7 @@ def resolve(synchronization: VariableSynchronization) -> tuple[VariableSynchroni
     return synchronization, "as requested"
 
 
-def as_member(kind: type[_E], given: Any, what: str) -> _E:
+def as_member(kind: type[_E], value: Any, label: str) -> _E:
     """Return a member of an enumeration, given by its name or as a member of another one.
 
     Raises:
@@ -366,16 +366,16 @@ def as_member(kind: type[_E], given: Any, what: str) -> _E:
         >>> as_member(VariableAggregation, "Mean", "aggregation").name
         'MEAN'
     """
-    if isinstance(given, kind):
-        return given
+    if isinstance(value, kind):
+        return value
     names = list(kind.__members__)
-    if (word := matching_word(given, names)) is not None:
+    if (word := matching_word(value, names)) is not None:
         return kind[word]
-    hint = nearest(given.upper(), names) if isinstance(given, str) else ""
+    hint = nearest(value.upper(), names) if isinstance(value, str) else ""
     if "MEAN" in names and not hint:  # of ops, for which others have words of their own
         from syncvar.core.migration_hints import op_hint, op_of
 
-        if isinstance(given, str) and op_of(given.lower()).upper() in names:
-            return kind[op_of(given.lower()).upper()]
-        hint = op_hint(given, map(str.lower, names))
-    raise ConfigError(f"{what} must be one of {', '.join(names)}, not {given!r}{hint}")
+        if isinstance(value, str) and op_of(value.lower()).upper() in names:
+            return kind[op_of(value.lower()).upper()]
+        hint = op_hint(value, map(str.lower, names))
+    raise ConfigError(f"{label} must be one of {', '.join(names)}, not {value!r}{hint}")

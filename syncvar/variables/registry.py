@@ -11,32 +11,53 @@ With one replica there is no registry.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar._native import CheckGate
+from syncvar._native.constants import WRITES_PER_DECISION
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.stage_builders import gather_objects
-from syncvar.core.errors import MismatchError
-from syncvar.variables.deferral_tuner import DeferralTuner, ProgramPoint, SampleWindow
+from syncvar.core.errors import ConfigError, MismatchError
+from syncvar.core.output_files import (
+    AUTO_LOG,
+    REQUESTED,
+    LostFile,
+    check_file,
+    report_lost_file,
+    write_error_text,
+)
+from syncvar.variables.deferral_tuner import (
+    DeferralChange,
+    DeferralTuner,
+    ProgramPoint,
+    SampleWindow,
+)
 from syncvar.variables.replica_check import CheckSchedule, compare
-from syncvar.variables.variable_state import WRITES_PER_DECISION, RegistryEntry
+from syncvar.variables.variable_state import RegistryEntry
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
     from syncvar._native import VariableCounters
+    from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
 
 _AT_ONCE = -1
-_GONE_MAX = 16  # names of variables that no longer exist, in each creation of another one
+_COLLECTED_MAX = 16  # names of variables that no longer exist, in each creation of another one
 _AGREEMENT = "counters of AUTO variables, and which variables still exist"
+_REPLAY = "recorded decisions of AUTO"
+_RESYNC = "values of variables after sv.uneven"
+_TOGETHER_BYTES = 16 << 20
 _log = logging.getLogger("syncvar")
 
 
@@ -47,10 +68,11 @@ class VariableRegistry(CheckGate):
         self._owner = weakref.ref(owner)
         self.runs = 0  # runs that have begun
         self.entries: dict[str, RegistryEntry] = {}
-        self.tuner = DeferralTuner(owner, self.entries)
+        self.tuner = DeferralTuner(owner, self.entries, DeferralLog(owner))
         self._schedule = CheckSchedule(self.entries)
         self._numbers = 0
-        self._gone: deque[str] = deque()  # names without a variable, not yet sent to the others
+        # Names without a variable, not yet sent to the others.
+        self._collected: deque[str] = deque()
         self.is_free = False  # writes are neither counted nor preceded by a comparison
         self.until = _AT_ONCE  # a write outside runs with a larger number may have to be checked
         self._is_running = False
@@ -87,16 +109,16 @@ class VariableRegistry(CheckGate):
 
     def attach(self, state: VariableState) -> RegistryEntry | None:
         """Connect a name with its variable."""
-        name, gone = state.name, self._gone
+        name, missing = state.name, self._collected
         entry = self.entries.get(name)
         if entry is not None:
-            entry.reference = weakref.ref(state, lambda _: gone.append(name))
+            entry.reference = weakref.ref(state, lambda _: missing.append(name))
         return entry
 
-    def gone(self) -> list[str]:
+    def collected(self) -> list[str]:
         """Return some names whose variables no longer exist here, each once, to send to all."""
-        count = min(len(self._gone), _GONE_MAX)
-        return [self._gone.popleft() for _ in range(count)]
+        count = min(len(self._collected), _COLLECTED_MAX)
+        return [self._collected.popleft() for _ in range(count)]
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove variables that some replica no longer has, on all at the same point."""
@@ -254,7 +276,7 @@ class VariableRegistry(CheckGate):
         point = ProgramPoint("run", run)
         checked = {entry.number for entry in self._schedule.due_at(run, check_every)}
         is_decision = run >= self.tuner.next_run
-        if is_decision and self.tuner.replay_path:
+        if is_decision and self.tuner.is_replaying:
             self.tuner.replay(point, run)
             is_decision = False
         is_decision = is_decision and self.tuner.has_candidates
@@ -263,13 +285,13 @@ class VariableRegistry(CheckGate):
 
     def after_write(self, name: str, increments: int) -> None:
         """Decide after an increment outside every scope, if a decision is due."""
-        if increments % WRITES_PER_DECISION or not (self.may_defer or self.tuner.replay_path):
+        if increments % WRITES_PER_DECISION or not (self.may_defer or self.tuner.is_replaying):
             return
         entry = self.entries.get(name)
         if entry is None or self._is_paused or entry.is_pinned:
             return
         point = ProgramPoint("write", increments, name)
-        if self.tuner.replay_path:
+        if self.tuner.is_replaying:
             self.tuner.replay(point, self.runs)
         else:
             self._agree(point, is_decision=True)
@@ -285,13 +307,13 @@ class VariableRegistry(CheckGate):
         mended: Container[int] = frozenset(),
     ) -> None:
         """Agree which variables exist and what was counted; then decide, and compare copies."""
-        asked = [
+        entries = [
             one
             for one in self.entries.values()
             if one.number in checked or (is_decision and one.is_open)
         ]
-        states = [one.state() for one in asked]  # keeps them alive until the end of this method
-        pairs = list(zip(asked, states, strict=True))
+        states = [one.state() for one in entries]  # keeps them alive until the end of this method
+        pairs = list(zip(entries, states, strict=True))
         autos = [pair for pair in pairs if pair[0].is_open] if is_decision else []
         counts = [self.tuner.sends_since(self.owner.queue)]
         counts += [int(state is None) for state in states]
@@ -306,25 +328,24 @@ class VariableRegistry(CheckGate):
             if point.at == "write":
                 raise
             # Perhaps an exception has left the run on another replica. The program must not fail
-            # here
-            # for that: the decision is tried again, and the comparison is due another time.
+            # here for that: the decision is tried again, and the comparison is due another time.
             _log.debug("the replicas have not agreed at the end of run %d: %s", point.step, error)
             return
         if checked and point.at == "write":
             self._outside = []  # a difference is reported once, not again before the next write
         for (entry, _), now in zip(autos, counted, strict=True):
             entry.counted = now
-        flags = zip(asked, largest[1:], strict=False)
-        gone = {entry.name for entry, is_gone in flags if is_gone}  # on some replica
-        self.forget(gone)
+        flags = zip(entries, largest[1:], strict=False)
+        missing = {entry.name for entry, is_missing in flags if is_missing}  # on some replica
+        self.forget(missing)
         if is_decision:
-            rows = largest[1 + len(asked) :]
+            rows = largest[1 + len(entries) :]
             samples = [
                 (state, SampleWindow(entry.nbytes, state.is_deferred, increments, breaks))
                 for (entry, state), increments, breaks in zip(
                     autos, rows[0::2], rows[1::2], strict=True
                 )
-                if state is not None and entry.name not in gone
+                if state is not None and entry.name not in missing
             ]
             self.tuner.decide(point, self.runs, samples, largest[0])
         found = [
@@ -332,15 +353,120 @@ class VariableRegistry(CheckGate):
             for one, state in pairs
             if state is not None
             and one.number in checked
-            and one.name not in gone
+            and one.name not in missing
             and one.number not in mended
         ]
         self._looks, self.until = True, _AT_ONCE  # in case `compare` reports a difference
         compare(owner, found, f"{point.at} {point.step}")
 
 
-_RESYNC = "values of variables after sv.uneven"
-_TOGETHER_BYTES = 16 << 20
+class DeferralLog:
+    """The log of AUTO's decisions of one strategy, to read and to replay."""
+
+    def __init__(self, owner: VariableOwner) -> None:
+        self._owner = weakref.ref(owner)
+        config = owner.context.config
+        self._path, self.replay_path = config.auto_log, config.auto_replay
+        self._has_begun = False
+        self._is_writing = bool(self._path) and owner.communicator.member_rank == 0
+        if self._is_writing:
+            check_file(self._path, AUTO_LOG)
+
+    @property
+    def _communicator(self) -> Communicator:
+        owner = self._owner()
+        assert owner is not None
+        return owner.communicator
+
+    def append(self, changes: list[DeferralChange]) -> None:
+        """Record changes; the first replica does so."""
+        communicator = self._communicator
+        if communicator.member_rank != 0:
+            return
+        for (at, step, _), *change in changes:
+            _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
+        if self._is_writing:  # stops after a failure: a log with a hole would mislead a replay
+            begins = not self._has_begun
+            self._is_writing = append_changes(
+                self._path, communicator.identity, changes, begins=begins
+            )
+            self._has_begun = True
+
+    def read(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
+        """Return the recorded changes, (variable, pace), by point. Collective."""
+        owner, communicator = self._owner(), self._communicator
+        assert owner is not None
+
+        def mine() -> Any:
+            is_first = communicator.member_rank == 0
+            return read_changes(self.replay_path, communicator.identity) if is_first else []
+
+        found: dict[ProgramPoint, list[tuple[str, str]]] = {}
+        for *point, name, pace in gather_objects(communicator, _REPLAY, mine, owner.timeout)[0]:
+            found.setdefault(ProgramPoint(*point), []).append((name, pace))
+        return found
+
+
+def append_changes(
+    path: str, strategy: int, changes: list[DeferralChange], *, begins: bool
+) -> bool:
+    """Append changes to a log of JSON lines, and return whether that succeeded.
+
+    A line is one change: {"strategy": …, "at": "run", "step": 12, "of": "", "variable": "w",
+    "from": "eager", "to": "deferred", "why": …}. A line {"strategy": …, "begins": true} starts the
+    record of a strategy, whose identity comes from its ranks and their order.
+    """
+    key = f"{strategy:016x}"
+    lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
+    for (at, step, of), name, before, after, reason in changes:
+        place = {"strategy": key, "at": at, "step": step, "of": of, "variable": name}
+        lines.append(place | {"from": before, "to": after, "why": reason})
+    rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    if not rest:
+        return True
+    try:  # one write to the end of the file, because several groups may share it
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, REQUESTED)
+        try:
+            while rest:  # a full disk takes a part, and raises the error for the next one
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        report_lost_file(LostFile(path, AUTO_LOG, write_error_text(error)))
+        return False
+    return True
+
+
+def read_changes(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
+    """Return a strategy's changes in the last job of a log: (at, step, of, variable, pace)."""
+    key = f"{strategy:016x}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has "
+            "made"
+        ) from error
+    found: list[tuple[str, int, str, str, str]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            if one["strategy"] != key:
+                continue
+            if one.get("begins"):
+                found.clear()
+                continue
+            record = one["at"], one["step"], str(one["of"]), one["variable"], one["to"]
+            at, step, _, variable, pace = record
+            is_known = at in ("run", "write") and pace in ("eager", "deferred")
+            if not is_known or type(step) is not int or not isinstance(variable, str):
+                raise ValueError(line)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}"
+            ) from error
+        found.append(record)
+    return found
 
 
 def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) -> None:
@@ -359,7 +485,9 @@ def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) 
     newest = ages.index(max(ages))
     _, _, registry.runs, theirs = everyone[newest]
     shared = [
-        (name, one) for name, one in variables.items() if all(name in told[3] for told in everyone)
+        (name, one)
+        for name, one in variables.items()
+        if all(name in record[3] for record in everyone)
     ]
     for part in _batches(shared):
         together = np.concatenate([_bytes_of(one) for _, one in part])

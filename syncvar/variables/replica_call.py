@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
-from syncvar.collectives.buckets import reduce_together
 from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
-from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.core.reduce_ops import quiet
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
@@ -38,106 +36,60 @@ if TYPE_CHECKING:
 _ALIKE_MAX = 256
 
 
+class ReplicaAccess(NamedTuple):
+    """One access of a variable in which all replicas take part."""
+
+    action: Action
+    communicator: Communicator
+    label: str  # its name in errors and call records
+    hint: str  # what to write instead when the replicas pass different values
+    reproducible: bool
+
+
 def request_of(
-    action: Action,
-    communicator: Communicator,
+    access: ReplicaAccess,
     x: NDArray[Any],
-    what: str,
-    hint: str,
     *,
-    reproducible: bool,
     out: NDArray[Any] | None = None,
     apply: np.ufunc | None = None,
 ) -> CollectiveSpec:
     """Return the request that carries `x`; its result combines the inputs of all replicas."""
+    action, communicator, label, hint, reproducible = access
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
         options = ReduceOptions(reproducible, apply=apply)
-        return reduce_request(communicator, x, op, out=out, name=what, options=options)
+        return reduce_request(communicator, x, op, out=out, name=label, options=options)
     if travel is Travel.FIRST:
-        return broadcast_request(communicator, x, root=communicator.present[0], name=what)
+        return broadcast_request(communicator, x, root=communicator.present[0], name=label)
     if travel is Travel.SAME:
-        return _same_request(communicator, x, what, hint)
+        return _same_request(communicator, x, label, hint)
     if travel is Travel.MEETING:
-        return _meeting_request(communicator, x, what)
-    raise InternalError(f"{what}: no request carries {travel}")
+        return _meeting_request(communicator, x, label)
+    raise InternalError(f"{label}: no request carries {travel}")
 
 
-def grouped_request(
-    communicator: Communicator,
-    name: str,
-    names: tuple[str, ...],
-    arrays: list[NDArray[Any]],
-    ops: list[str],
-    targets: list[NDArray[Any]],
-    apply: np.ufunc | None,
-    *,
-    reproducible: bool,
-    no_overlap: bool,
-) -> CollectiveSpec:
-    """Return the request that writes several variables, one transfer for each dtype and op."""
-    dtypes = [array.dtype for array in arrays]
-    if len(set(dtypes)) == len(set(ops)) == 1:
-        hows = [reduction(ops[0], dtypes[0])] * len(arrays)
-    else:
-        hows = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
-    kinds = (
-        tuple([array.shape for array in arrays]),
-        tuple([how.source for how in hows]),
-        tuple(ops),
-    )
-
-    def body() -> Generator[Stage, None, None]:
-        options = ReduceOptions(reproducible, apply=apply)
-        yield from reduce_together(
-            communicator, arrays, hows, targets, options, no_overlap=no_overlap
-        )
-
-    shown = ", ".join(map(repr, names[:3])) + (
-        f", … ({len(names)} variables)" if len(names) > 3 else ""
-    )
-    return CollectiveSpec(f"{name} of {shown}", _together(name, names, kinds, reproducible), body())
-
-
-@lru_cache(maxsize=64)
-def _together(name: str, names: tuple[str, ...], kinds: tuple[Any, ...], reproducible: bool) -> int:
-    """Return the signature of a grouped write, cached because programs repeat the same ones."""
-    return fingerprint(name, names, kinds, reproducible)
-
-
-def rows_request(
-    action: Action,
-    communicator: Communicator,
-    x: tuple[NDArray[Any], RowSelection],
-    what: str,
-    hint: str,
-    *,
-    reproducible: bool,
-) -> CollectiveSpec:
+def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CollectiveSpec:
     """Return the request that carries rows; its result is (copy to change, rows to apply)."""
+    action, communicator, label, hint, reproducible = access
     travel = action.travel
     copy, rows = x
     inputs: Any = {"indices": rows.indices, "values": rows.values}
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
-        request: CollectiveSpec = gather_request(communicator, inputs, name=what)
+        request: CollectiveSpec = gather_request(communicator, inputs, name=label)
     elif travel is Travel.FIRST_ROWS:
-        request = broadcast_request(
-            communicator,
-            inputs if communicator.rank == 0 else None,
-            root=communicator.present[0],
-            name=what,
-        )
+        mine = inputs if communicator.rank == 0 else None
+        request = broadcast_request(communicator, mine, root=communicator.present[0], name=label)
     elif travel is Travel.SAME:
         joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
-        request = _same_request(communicator, joined, what, hint)
+        request = _same_request(communicator, joined, label, hint)
     else:
-        raise InternalError(f"{what}: no request carries {travel}")
+        raise InternalError(f"{label}: no request carries {travel}")
     first = request.body
     second = None
     if action.effect is Effect.SPLIT_ANEW:
         options = ReduceOptions(reproducible)
-        second = reduce_request(communicator, copy, "sum", name=what, options=options).body
+        second = reduce_request(communicator, copy, "sum", name=label, options=options).body
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
         together = yield from first
@@ -150,7 +102,7 @@ def rows_request(
 
 
 def _same_request(
-    communicator: Communicator, x: NDArray[Any], what: str, hint: str
+    communicator: Communicator, x: NDArray[Any], label: str, hint: str
 ) -> CollectiveSpec:
     """Return the request that compares the digests of all inputs; its result is `x`."""
     record = array_record(x, digest_of(x))
@@ -163,16 +115,16 @@ def _same_request(
                 for replica, one in enumerate(records)
             }
             raise MismatchError(
-                f"{what}: the replicas pass different values, nothing was written. {hint}", table
+                f"{label}: the replicas pass different values, nothing was written. {hint}", table
             )
         return x
 
-    return CollectiveSpec(_same_label(what, x), fingerprint("same", what), body())
+    return CollectiveSpec(_same_label(label, x), fingerprint("same", label), body())
 
 
-def _same_label(what: str, x: NDArray[Any]) -> CallLabel:
-    text = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
-    return CallLabel(text, CallFields(what, "", x.dtype.name, x.shape, x.size, x.nbytes))
+def _same_label(label: str, x: NDArray[Any]) -> CallLabel:
+    text = f"{label}(same on all replicas, {x.dtype.name}{list(x.shape)})"
+    return CallLabel(text, CallFields(label, "", x.dtype.name, x.shape, x.size, x.nbytes))
 
 
 def is_compared_first(communicator: Communicator) -> bool:
@@ -180,7 +132,7 @@ def is_compared_first(communicator: Communicator) -> bool:
     return moves(communicator, "all_gather")
 
 
-def equality_request(communicator: Communicator, x: NDArray[Any], what: str) -> TransferArgs:
+def equality_request(communicator: Communicator, x: NDArray[Any], label: str) -> TransferArgs:
     """Return the request whose result is whether all replicas have the same input.
 
     A cached call can make it. If the inputs differ, another call has to exchange them.
@@ -188,21 +140,21 @@ def equality_request(communicator: Communicator, x: NDArray[Any], what: str) -> 
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
     return TransferArgs(
-        _same_label(what, x),
-        fingerprint("alike", what),
+        _same_label(label, x),
+        fingerprint("alike", label),
         gathered_layout(digest, 0, size, rank),
         arrange=lambda: gathered_blocks(digest, None, size, rank),
-        finish=lambda made: bool((made == digest).all()),
+        finish=lambda result: bool((result == digest).all()),
         general=None,
         front=lambda digest, out: gathered_blocks(digest, out, size, rank),
     )
 
 
 def are_equal(
-    communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None
+    communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
     """Return the result of `equality_request` by a cached call; None if nothing was done."""
-    key = "all_gather", "alike", what
+    key = "all_gather", "alike", label
     if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
         return None
     digest = np.array([digest_of(x)], np.uint64)
@@ -212,21 +164,21 @@ def are_equal(
         digest,
         None,
         timeout,
-        lambda _x, _out: equality_request(communicator, x, what),
+        lambda _x, _out: equality_request(communicator, x, label),
     )
     return None if found is None else bool((found == digest).all())
 
 
-def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> CollectiveSpec:
+def _meeting_request(communicator: Communicator, x: NDArray[Any], label: str) -> CollectiveSpec:
     def body() -> Generator[Stage, None, NDArray[Any]]:
         yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
         return x
 
-    return CollectiveSpec(what, fingerprint("meet", what), body())
+    return CollectiveSpec(label, fingerprint("meet", label), body())
 
 
 def combine(
-    state: VariableState, action: Action, what: str, operand: Callable[[], Any], request: Any
+    state: VariableState, action: Action, label: str, operand: Callable[[], Any], request: Any
 ) -> Any:
     """Make one collective of the replicas, and return its result.
 
@@ -236,23 +188,17 @@ def combine(
     communicator = owner.communicator
 
     def check() -> Any:
-        return request(
-            action,
-            communicator,
-            operand(),
-            what,
-            _difference_hint(state),
-            reproducible=owner.reproducible,
-        )
+        x, hint = operand(), _difference_hint(state)
+        return request(ReplicaAccess(action, communicator, label, hint, owner.reproducible), x)
 
     state.tally.collectives += 1
     is_same = action.travel is Travel.SAME and request is not rows_request
     if is_same and is_compared_first(communicator):
-        together = _same_everywhere(state, what, operand)
+        together = _same_everywhere(state, label, operand)
         if together is not None:
             return together
         state.tally.collectives += 1
-    return communicator.perform(what, check, owner.timeout)
+    return communicator.perform(label, check, owner.timeout)
 
 
 def _difference_hint(state: VariableState) -> str:
@@ -271,14 +217,14 @@ def _difference_hint(state: VariableState) -> str:
             "strategy, and is written in another strategy's run as outside of it"
         )
     is_first = aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-    taken = "replica 0's" if is_first else "each replica's own"
+    used = "replica 0's" if is_first else "each replica's own"
     return hint + (
-        f"write inside strategy.run, where aggregation {aggregation.name} takes {taken} value"
+        f"write inside strategy.run, where aggregation {aggregation.name} takes {used} value"
     )
 
 
 def _same_everywhere(
-    state: VariableState, what: str, operand: Callable[[], NDArray[Any]]
+    state: VariableState, label: str, operand: Callable[[], NDArray[Any]]
 ) -> NDArray[Any] | None:
     """Return the common input of all replicas; None, on all of them, if the inputs differ."""
     communicator, timeout = state.owner.communicator, state.owner.timeout
@@ -290,13 +236,13 @@ def _same_everywhere(
     except Exception:  # noqa: S110  (the slow path raises it again, and informs the others)
         pass
     else:
-        are_same = are_equal(communicator, inputs[0], what, timeout)
+        are_same = are_equal(communicator, inputs[0], label, timeout)
 
     def check() -> Any:
         if not inputs:
             inputs.append(operand())
-        return equality_request(communicator, inputs[0], what)
+        return equality_request(communicator, inputs[0], label)
 
     if are_same is None:
-        are_same = communicator.perform(what, check, timeout)
+        are_same = communicator.perform(label, check, timeout)
     return inputs[0] if are_same else None

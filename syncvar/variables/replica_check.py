@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 NEVER = 1 << 62
 _LOT_BYTES = 1 << 20  # comparing so much takes 0.1 to 0.2 ms, and as much again at the end of a run
-_WHAT = "comparison of the replicas' copies"
+_COMPARISON = "comparison of the replicas' copies"
 _MASK = (1 << 64) - 1
 
 
@@ -133,14 +133,13 @@ def compare(
     good: str | None = None,
     before: str = "",
 ) -> None:
-    """Compare the copies of variables. Collective.
+    """Compare the copies of variables that exist on every replica. Collective.
 
     Args:
         owner: The strategy.
-        pairs: Variables that exist on every replica, with their entries, in the same order.
+        pairs: Variables with their entries, in the same order on every replica.
         now: The point of the program: "run 7".
-        good: The point at which the present values were last written, if the copies are equal; None
-            for now.
+        good: The point at which the present values were last written; None for `now`.
         before: Description of the write that follows.
 
     Cost: each byte is read once, 0.1 to 0.2 ns each; an all-reduce of 16 bytes.
@@ -148,26 +147,22 @@ def compare(
     if not pairs:
         return
     communicator = owner.communicator
-    what = _WHAT + before
-
-    digests = _digests(pairs)
+    label = _COMPARISON + before
+    digests = np.concatenate([block_digests(state.storage.array) for _, state in pairs])
     mine = combined(digests)
     # The largest and the smallest are equal exactly if all are.
+    sides = np.array([mine, mine ^ _MASK], np.uint64)
+    description = label, fingerprint(label)
     most, least = agree(
-        communicator,
-        _WHAT,
-        "max",
-        np.array([mine, mine ^ _MASK], np.uint64),
-        owner.timeout,
-        (what, fingerprint(what)),
+        communicator, _COMPARISON, "max", sides, owner.timeout, description
     ).tolist()
     if most != least ^ _MASK:
-        what += ", part by part"
+        label += ", part by part"
 
         def request() -> CollectiveSpec:
-            return CollectiveSpec(what, fingerprint(what), _body(communicator, pairs, digests))
+            return CollectiveSpec(label, fingerprint(label), _body(communicator, pairs, digests))
 
-        found: ReplicaMismatch = communicator.perform(what, request, owner.timeout)
+        found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
         for entry, _ in pairs:
             entry.is_reported = entry is found.entry or entry.name in found.others
         raise _error(communicator, found, now)
@@ -175,54 +170,54 @@ def compare(
         entry.good = good or now
 
 
-def _digests(pairs: Sequence[Pair]) -> NDArray[np.uint64]:
-    return np.concatenate([block_digests(state.storage.array) for _, state in pairs])
-
-
 def _body(
     communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np.uint64]
 ) -> Generator[Stage, None, ReplicaMismatch]:
-    everyone = yield from exchange_bytes(communicator, digests.tobytes())
-    table = np.array([np.frombuffer(one, np.uint64) for one in everyone])
-    differs = (table != table[0]).any(axis=0)
-    found: Pair | None = None
-    blocks: list[int] = []
-    rows: Any = None
-    others: list[str] = []
+    table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
+    different: list[tuple[Pair, NDArray[np.uint64]]] = []  # with the digests of all replicas
     place = 0
     for entry, state in pairs:
-        here = slice(place, place + block_count(entry.nbytes))
-        place = here.stop
-        if not differs[here].any():
-            continue
-        if found is None:
-            found, rows, blocks = (
-                (entry, state),
-                table[:, here],
-                np.flatnonzero(differs[here]).tolist(),
-            )
-        else:
-            others.append(entry.name)
-    assert found is not None  # the combination of equal digests is equal
+        rows = table[:, place : place + block_count(entry.nbytes)]
+        place += block_count(entry.nbytes)
+        if (rows != rows[0]).any():
+            different.append(((entry, state), rows))
+    (found, rows), *others = different  # not empty: the combination of equal digests is equal
     counts = Counter(row.tobytes() for row in rows)
     # Ties go to the digests of the lowest rank.
     usual, count = counts.most_common(1)[0]
     strangers = [replica for replica, row in enumerate(rows) if row.tobytes() != usual]
-    copy = found[1].storage.array
+    first, last, values = yield from _elements(communicator, found[1].storage.array, rows)
+    names = [entry.name for (entry, _), _ in others]
+    has_majority = count * 2 > communicator.size
+    return ReplicaMismatch(*found, names, strangers, has_majority, first, last, values)
+
+
+def _elements(
+    communicator: Communicator, copy: NDArray[Any], rows: NDArray[np.uint64]
+) -> Generator[Stage, None, tuple[int, int, list[bytes]]]:
+    """Return the first and the last element that differ, and the bytes of the first one."""
+    blocks = _columns(rows)
     size = copy.dtype.itemsize
     first, last, values = -1, -1, [b""] * communicator.size
     for block in dict.fromkeys((blocks[0], blocks[-1])):
         contents = yield from exchange_bytes(communicator, block_bytes(copy, block).tobytes())
-        bytes_of = np.array([np.frombuffer(one, np.uint8) for one in contents])
-        places = np.flatnonzero((bytes_of != bytes_of[0]).any(axis=0))
-        last = (block * BLOCK_BYTES + int(places[-1])) // size
+        places = _columns(_rows(contents, np.uint8))
+        last = (block * BLOCK_BYTES + places[-1]) // size
         if first < 0:
-            first = (block * BLOCK_BYTES + int(places[0])) // size
+            first = (block * BLOCK_BYTES + places[0]) // size
             begin = first * size - block * BLOCK_BYTES
             values = [one[max(begin, 0) : begin + size] for one in contents]
-    return ReplicaMismatch(
-        *found, others, strangers, count * 2 > communicator.size, first, last, values
-    )
+    return first, last, values
+
+
+def _rows(parts: list[bytes], dtype: Any) -> NDArray[Any]:
+    return np.array([np.frombuffer(one, dtype) for one in parts])
+
+
+def _columns(table: NDArray[Any]) -> list[int]:
+    """Return the numbers of the columns in which some rows differ."""
+    found: list[int] = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
+    return found
 
 
 def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> MismatchError:
@@ -354,7 +349,7 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def _compare(
-    communicator: Communicator, arrays: list[NamedArray], what: str
+    communicator: Communicator, arrays: list[NamedArray], label: str
 ) -> Generator[Stage, None, None]:
     """Compare arrays with those of the other ranks: first one digest of all, then what differs."""
     names = [[one.name, one.array.dtype.name, list(one.array.shape)] for one in arrays]
@@ -364,37 +359,26 @@ def _compare(
     if (table == table[0]).all():
         return
     if (table[:, 0] != table[0, 0]).any():
-        everyone = [
-            unpack_object(one)
-            for one in (yield from gather_bytes(communicator, pack_object(names)))
-        ]
-        raise _different_names(communicator, everyone, what)
+        packed = yield from gather_bytes(communicator, pack_object(names))
+        raise _different_names(communicator, [unpack_object(one) for one in packed], label)
     table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
-    differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
+    differing = _columns(table)
     found = arrays[differing[0]]
     others = [arrays[number].name for number in differing[1:]]
-    blocks = _rows(
-        (yield from exchange_bytes(communicator, block_digests(found.array).tobytes())), np.uint64
-    )
-    block = int(np.flatnonzero((blocks != blocks[0]).any(axis=0))[0])
-    contents = _rows(
-        (yield from exchange_bytes(communicator, block_bytes(found.array, block).tobytes())),
-        np.uint8,
-    )
-    byte = int(np.flatnonzero((contents != contents[0]).any(axis=0))[0])
+    mine = block_digests(found.array)
+    table = _rows((yield from exchange_bytes(communicator, mine.tobytes())), np.uint64)
+    block = _columns(table)[0]
+    contents = yield from exchange_bytes(communicator, block_bytes(found.array, block).tobytes())
+    byte = _columns(_rows(contents, np.uint8))[0]
     size = found.array.itemsize
     # No element crosses two blocks, because sizes are powers of two.
     flat = (block * BLOCK_BYTES + byte) // size
     begin = flat * size - block * BLOCK_BYTES
-    values = [row[begin : begin + size].tobytes() for row in contents]
+    values = [one[begin : begin + size] for one in contents]
     raise _different_values(communicator, found, flat, values, others)
 
 
-def _rows(parts: list[bytes], dtype: Any) -> NDArray[Any]:
-    return np.array([np.frombuffer(one, dtype) for one in parts])
-
-
-def _different_names(communicator: Communicator, everyone: list[Any], what: str) -> MismatchError:
+def _different_names(communicator: Communicator, everyone: list[Any], label: str) -> MismatchError:
     longest = max(map(len, everyone))
     padded = [[*one, *[None] * (longest - len(one))] for one in everyone]
     place = next(
@@ -409,7 +393,7 @@ def _different_names(communicator: Communicator, everyone: list[Any], what: str)
             f"no array number {place}" if entry is None else f"{entry[0]}: {entry[1]}{entry[2]}"
         )
     return MismatchError(
-        f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first "
+        f"check_equal: {label!r} has other names, shapes or dtypes on some ranks; the first "
         f"difference is array number {place}. Build the same model with the same arguments on "
         "every rank",
         table,

@@ -9,6 +9,15 @@ Announce-then-look invariant: a reader takes its view before it looks for a writ
 announces itself before it looks for views. So either the writer sees the view and goes to new
 memory, or the reader sees the writer, drops its view and waits. During a collective write the
 reader cannot wait; it gets a copy, which may be partly written.
+
+A `SharedCopy` is one copy for all replicas of a host. Each replica computes the new value in
+private memory. When all have done so, each stores its part of it into the shared copy; then the
+write ends. So nobody outside of a write sees the copy change.
+
+The digest of a block is the sum of its 64-bit words, each times an odd factor of its place, modulo
+2**64. Two blocks that differ in one word always have different digests. If several words differ,
+one pair in 2**64 collides. This guards against faults, not against attackers. It compares bytes,
+not values. Source: Carter and Wegman 1979 (multilinear hashing).
 """
 
 from __future__ import annotations
@@ -19,7 +28,6 @@ import logging
 import math
 import sys
 import threading
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Never
 
@@ -39,6 +47,11 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable_owner import VariableOwner
 
+BLOCK_BYTES = 1 << 16
+_SHORT_BYTES = 4096  # longer arrays: the digest of the digests of blocks, ten times as fast
+_WORDS = BLOCK_BYTES // 8
+_MASK = (1 << 64) - 1
+_count = sys.getrefcount
 _log = logging.getLogger("syncvar")
 
 
@@ -76,9 +89,6 @@ def marked_as_written(
     finally:
         for storage in marked:
             storage.is_being_written = False
-
-
-_count = sys.getrefcount
 
 
 class Storage(CopyGuard):
@@ -140,7 +150,12 @@ class Storage(CopyGuard):
 
     def memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return new memory of the kind that copies use, with any content."""
-        array = self._resident(shape, dtype)
+        shm = self._context.shm
+        try:
+            array = None if shm is None else shm.empty(shape, dtype)
+        except SharedMemoryFull as error:
+            warn_shm_is_full(self._context, error)
+            array = None
         if array is None:
             array = np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
         return array
@@ -165,16 +180,6 @@ class Storage(CopyGuard):
         finally:
             self.moves += 1
 
-    def _resident(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-        shm = self._context.shm
-        if shm is None:
-            return None
-        try:
-            return shm.empty(shape, dtype)
-        except SharedMemoryFull as error:
-            warn_shm_is_full(self._context, error)
-            return None
-
     @property
     def is_exposed(self) -> bool:
         """Whether a view that a read returned is alive."""
@@ -191,7 +196,7 @@ class Storage(CopyGuard):
         del view
         return self._exposed_beside_a_write()
 
-    def read(self, copy: bool) -> NDArray[Any]:
+    def read(self, copy: bool) -> NDArray[Any]:  # noqa: FBT001  (as the cached reads of C)
         """Return what `expose` returns; without `copy`, a view valid until the next write."""
         return self.expose() if copy else self.view
 
@@ -239,7 +244,10 @@ def _view_of(array: NDArray[Any]) -> NDArray[Any]:
 
 
 class SharedCopy(Storage):
-    """The copy that this process shares with the other replicas of its host."""
+    """The copy that this process shares with the other replicas of its host.
+
+    Reads return copies, because a process cannot see whether another one holds a view.
+    """
 
     __slots__ = ("_part", "_staged", "is_staging")
 
@@ -288,7 +296,7 @@ class SharedCopy(Storage):
         self._staged = None
 
 
-@contextmanager
+@contextlib.contextmanager
 def write_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
     """Make the writes in the block, which all replicas make, change each shared copy once."""
     shared = [storage for storage in storages if isinstance(storage, SharedCopy)]
@@ -334,12 +342,6 @@ def shared_copy(
     )
 
 
-BLOCK_BYTES = 1 << 16
-_SHORT_BYTES = 4096  # longer arrays: the digest of the digests of blocks, ten times as fast
-_WORDS = BLOCK_BYTES // 8
-_MASK = (1 << 64) - 1
-
-
 @lru_cache(maxsize=1)
 def _factors() -> NDArray[np.uint64]:
     """Return the odd factors by place: splitmix64 of the place."""
@@ -347,9 +349,9 @@ def _factors() -> NDArray[np.uint64]:
         mixed = (np.arange(1, _WORDS + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        made: NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-    made.flags.writeable = False
-    return made
+        factors: NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    factors.flags.writeable = False
+    return factors
 
 
 def block_count(nbytes: int) -> int:
@@ -391,26 +393,21 @@ def block_digests(array: NDArray[Any]) -> NDArray[np.uint64]:
 def combined(digests: NDArray[np.uint64]) -> int:
     """Return one digest of many; it depends on their order."""
     factors = _factors()
-    return int(
-        np.dot(
-            digests,
-            factors[: digests.size]
-            if digests.size <= factors.size
-            else np.resize(factors, digests.size),
-        )
-    )
+    count = digests.size
+    row = factors[:count] if count <= factors.size else np.resize(factors, count)
+    return int(np.dot(digests, row))
 
 
 def digest_of(array: NDArray[Any]) -> int:
     """Return the 64-bit digest of dtype, shape and bytes."""
-    made = _begun(array.dtype, array.shape).copy()
+    digest = _begin_digest(array.dtype, array.shape).copy()
     flat = np.ascontiguousarray(array)
     short = flat.nbytes <= _SHORT_BYTES
     data = flat.reshape(-1).view(np.uint8) if short else block_digests(flat)
-    made.update(data)  # type: ignore[arg-type]
-    return int.from_bytes(made.digest(), "little")
+    digest.update(data)  # type: ignore[arg-type]
+    return int.from_bytes(digest.digest(), "little")
 
 
 @lru_cache(maxsize=256)
-def _begun(dtype: np.dtype[Any], shape: tuple[int, ...]) -> hashlib.blake2b:
+def _begin_digest(dtype: np.dtype[Any], shape: tuple[int, ...]) -> hashlib.blake2b:
     return hashlib.blake2b(f"{dtype.name}{shape}".encode(), digest_size=8)

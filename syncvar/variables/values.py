@@ -1,4 +1,9 @@
-"""Values of variables."""
+"""What a program passes to variables, and what acts as an array.
+
+`PerReplica` and `Mirrored` hold this process's part of a value; `ArrayProtocol` makes a variable
+behave like the array that reading returns. `operand_array` and `check_rows` convert the operands of
+writes.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +45,11 @@ class DistributedValues:
         return f"{type(self).__name__}({self._value!r})"
 
 
-def _meaningless(what: str) -> Callable[..., NoReturn]:
+def _meaningless(label: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         del self, args, kwargs
         raise UsageError(
-            f"{what} of a PerReplica has no single meaning, since every replica holds another "
+            f"{label} of a PerReplica has no single meaning, since every replica holds another "
             "value. Pass it to strategy.run(fn, args=(x,)), combine it with "
             "strategy.reduce('SUM', x, axis=None), or take this process's part with "
             "strategy.experimental_local_results(x)"
@@ -99,7 +104,7 @@ class Mirrored(DistributedValues, NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
         array = np.asarray(self._value, dtype=dtype)
         return array.copy() if copy and array is self._value else array
 
@@ -148,11 +153,11 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         """Return the name."""
         raise NotImplementedError
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:
+    def read_value(self, *, copy: bool = True) -> NDArray[Any]:
         """Return the value; see `Variable.read_value`."""
         raise NotImplementedError
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
         value = self.read_value()
         if dtype is not None and value.dtype != dtype:
             if copy is False:
@@ -185,11 +190,9 @@ class ArrayProtocol(NDArrayOperatorsMixin):
                 f"NumPy's DLPack does not know {value.dtype}: write np.asarray(v), or "
                 "torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
             )
-        options = (
-            {"stream": stream}
-            if max_version is None
-            else {"max_version": max_version, "dl_device": dl_device}
-        )
+        options = {"stream": stream}
+        if max_version is not None:
+            options = {"max_version": max_version, "dl_device": dl_device}
         return value.copy().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -263,60 +266,55 @@ class ArrayProtocol(NDArrayOperatorsMixin):
 
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
-_PLAIN_NUMBERS = frozenset(_PYTHON_NUMBERS)
+_NUMBER_TYPES = frozenset(_PYTHON_NUMBERS)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
+_NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
+_WIDE = {"b": "bool", "i": "int64", "u": "uint64", "f": "float32", "c": "complex64"}
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:
     """Return `dtype` as a dtype that can be communicated."""
     try:
-        made: np.dtype[Any] = np.dtype(dtype)
+        result: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise ConfigError(
             f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for "
             "instance"
         ) from None
-    if not made.isnative:
-        made = made.newbyteorder("=")
-    dtype_index(made)
-    return made
+    if not result.isnative:
+        result = result.newbyteorder("=")
+    dtype_index(result)
+    return result
 
 
-def initial_array(value: Any, dtype: np.dtype[Any] | None, what: str) -> NDArray[Any]:
-    """Return an initial value as an array of its own.
-
-    Python floats make float32, ints int64, bools bool; arrays keep their dtype.
-    """
-    array = plain_array(value, f"{what}: the value")
+def initial_array(value: Any, dtype: np.dtype[Any] | None, label: str) -> NDArray[Any]:
+    """Return an initial value as an array of its own; Python floats make float32."""
+    array = plain_array(value, f"{label}: the value")
+    is_weak = _is_weak(value)
     if dtype is None:
-        dtype = (
-            np.dtype(np.float32) if _is_weak(value) and array.dtype == np.float64 else array.dtype
-        )
-    return _cast(array, dtype, what, weak=_is_weak(value))
+        is_float = is_weak and array.dtype == np.float64
+        dtype = np.dtype(np.float32) if is_float else array.dtype
+    return _cast(array, dtype, label, weak=is_weak)
 
 
 def operand_array(
-    value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str
+    value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], label: str
 ) -> NDArray[Any]:
     """Return an operand as an array of exactly this shape and dtype.
 
     NumPy's same_kind rule casts arrays. Python numbers (and lists of them) are weak: they take the
     dtype if it can hold them.
-
-    Raises:
-        ConfigError: Wrong shape or dtype, or no value at all.
-        UsageError: A PerReplica: reduce it first.
     """
     number = None if shape else number_array(value, dtype)
     if number is not None:
         return number
-    array = plain_array(value, f"{what}: the value")
+    array = plain_array(value, f"{label}: the value")
     if array.shape != shape:
         raise ConfigError(
-            f"{what}: the value has shape {array.shape}, the variable {shape}; nothing is "
+            f"{label}: the value has shape {array.shape}, the variable {shape}; nothing is "
             f"broadcast. Write np.broadcast_to(x, {shape}) if that is meant"
         )
-    return _cast(array, dtype, what, weak=_is_weak(value))
+    return _cast(array, dtype, label, weak=_is_weak(value))
 
 
 def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
@@ -349,44 +347,40 @@ def _limits(dtype: np.dtype[Any]) -> dict[type, tuple[Any, Any]]:
     return {float: (-largest, largest), int: (-most, most)}
 
 
-def plain_array(value: Any, what: str) -> NDArray[Any]:
-    """Return any value except a PerReplica as an array.
-
-    Raises:
-        ConfigError: Not an array.
-        UsageError: A PerReplica.
-    """
+def plain_array(value: Any, label: str) -> NDArray[Any]:
+    """Return any value except a PerReplica as an array."""
     if isinstance(value, PerReplica):
         raise UsageError(
-            f"{what}: a PerReplica holds one value for each replica; reduce it first: x = "
+            f"{label}: a PerReplica holds one value for each replica; reduce it first: x = "
             "strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, args=(x,))"
         )
     if value is None:
         raise ConfigError(
-            f"{what} must be an array or a number, not None. Every replica passes one: write "
+            f"{label} must be an array or a number, not None. Every replica passes one: write "
             "np.zeros(shape), or 0.0, where a replica has nothing to bring"
         )
     if isinstance(value, str | bytes):
         raise ConfigError(
-            f"{what} must be an array or a number, not {value!r:.80}: write 0.0, or np.zeros(shape)"
+            f"{label} must be an array or a number, not {value!r:.80}: write 0.0, or "
+            "np.zeros(shape)"
         )
-    return as_array(value.values[0] if isinstance(value, Mirrored) else value, what)
+    return as_array(value.values[0] if isinstance(value, Mirrored) else value, label)
 
 
 def _is_weak(value: Any) -> bool:
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))  # few, where the parts are many
-        return kinds <= _PLAIN_NUMBERS or all(_is_weak(part) for part in value)
+        return kinds <= _NUMBER_TYPES or all(_is_weak(part) for part in value)
     return isinstance(value, _PYTHON_NUMBERS) and not isinstance(value, np.generic)
 
 
-def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -> NDArray[Any]:
+def _cast(array: NDArray[Any], dtype: np.dtype[Any], label: str, *, weak: bool) -> NDArray[Any]:
     if array.dtype == dtype:
         return array
     if not weak:
         if not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ConfigError(
-                f"{what}: {array.dtype.name} does not go into {dtype.name} (NumPy's same_kind "
+                f"{label}: {array.dtype.name} does not go into {dtype.name} (NumPy's same_kind "
                 f"rule). Write x.astype('{dtype.name}') if that is meant"
             )
         return array.astype(dtype)
@@ -394,7 +388,7 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
         return array.astype(dtype)
     if _ORDER[array.dtype.kind] > _ORDER[dtype.kind]:
         raise ConfigError(
-            f"{what}: a Python {_NAMES[array.dtype.kind]} does not go into {dtype.name}. Write "
+            f"{label}: a Python {_NAMES[array.dtype.kind]} does not go into {dtype.name}. Write "
             f"np.asarray(x).astype('{dtype.name}') if that is meant, or make the variable with "
             f"dtype='{_WIDE[array.dtype.kind]}'"
         )
@@ -402,24 +396,20 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
         limits = np.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise ConfigError(
-                f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not "
+                f"{label}: {dtype.name} holds {limits.min} to {limits.max}, not "
                 f"{array.tolist()!s:.120}. Make the variable with "
                 f"dtype='{'uint64' if int(array.max()) > np.iinfo(np.int64).max else 'int64'}'"
             )
     with np.errstate(over="ignore"):
-        made = array.astype(dtype)
-    if dtype.kind not in "biu" and bool(
-        np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))
-    ):
+        cast = array.astype(dtype)
+    if dtype.kind in "biu":
+        return cast
+    if bool(np.any(np.isinf(cast.astype(np.complex128)) & np.isfinite(array))):
         raise ConfigError(
-            f"{what}: {dtype.name} cannot hold {array.tolist()!s:.120}. Make the variable with "
+            f"{label}: {dtype.name} cannot hold {array.tolist()!s:.120}. Make the variable with "
             f"dtype='{'complex128' if dtype.kind == 'c' else 'float64'}'"
         )
-    return made
-
-
-_NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
-_WIDE = {"b": "bool", "i": "int64", "u": "uint64", "f": "float32", "c": "complex64"}
+    return cast
 
 
 _ROW_UFUNCS: dict[AccessKind, np.ufunc] = {
@@ -434,15 +424,10 @@ _OF_BOOLS = (AccessKind.SCATTER_UPDATE, AccessKind.SCATTER_MIN, AccessKind.SCATT
 
 
 class RowSelection(NamedTuple):
-    """Rows of a variable.
+    """Rows of a variable."""
 
-    Args:
-        indices: int64[k], each in [0, rows).
-        values: The variable's dtype, shape (k, *row).
-    """
-
-    indices: NDArray[Any]
-    values: NDArray[Any]
+    indices: NDArray[Any]  # int64[k], each in [0, rows)
+    values: NDArray[Any]  # the variable's dtype, shape (k, *row)
 
 
 def check_rows(
@@ -451,50 +436,42 @@ def check_rows(
     values: Any,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    what: str,
+    label: str,
 ) -> RowSelection:
-    """Return the checked operand of a scatter operation.
-
-    Raises:
-        RowOutOfRange: An index outside [0, rows); negative ones too.
-        ConfigError: A scalar variable, indices that are not integers, values of a wrong shape or
-            dtype.
-    """
+    """Return the checked operand of a scatter operation."""
     if not shape:
         raise ConfigError(
-            f"{what}: a scalar has no rows; write v.assign(x), v.assign_add(x) or v.assign_sub(x)"
+            f"{label}: a scalar has no rows; write v.assign(x), v.assign_add(x) or v.assign_sub(x)"
         )
     if dtype.kind == "b" and operation not in _OF_BOOLS:
         raise ConfigError(
-            f"{what}: bool has no sum or product; use scatter_update, scatter_min or scatter_max"
+            f"{label}: bool has no sum or product; use scatter_update, scatter_min or scatter_max"
         )
     if dtype.kind == "c" and operation in (AccessKind.SCATTER_MIN, AccessKind.SCATTER_MAX):
-        raise ConfigError(f"{what}: complex numbers have no order")
+        raise ConfigError(f"{label}: complex numbers have no order")
     try:
-        rows = plain_array(indices, f"{what}: indices")
+        rows = plain_array(indices, f"{label}: indices")
     except ConfigError:
         if (row := _beyond(indices)) is None:
             raise
         raise RowOutOfRange(
-            f"{what}: row {row} is outside the variable's {_inside(shape[0])}"
+            f"{label}: row {row} is outside the variable's {_inside(shape[0])}"
         ) from None
     if rows.dtype.kind not in "iu" and rows.size:
-        raise ConfigError(f"{what}: indices must be integers, not {rows.dtype.name}")
-    parts = operand_array(values, (*rows.shape, *shape[1:]), dtype, f"{what}: values")
-    given = rows.reshape(-1)
-    outside = given[(given < 0) | (given >= shape[0])]
-    flat = given.astype(np.int64)
+        raise ConfigError(f"{label}: indices must be integers, not {rows.dtype.name}")
+    parts = operand_array(values, (*rows.shape, *shape[1:]), dtype, f"{label}: values")
+    value = rows.reshape(-1)
+    outside = value[(value < 0) | (value >= shape[0])]
+    flat = value.astype(np.int64)
     if outside.size:
         row, count = int(outside[0]), shape[0]
         fix = (
-            f"Negative rows do not count from the end: write rows % {count}"
-            if row < 0 < count
-            else (
-                f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], "
-                "values[keep])"
-            )
+            f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], "
+            "values[keep])"
         )
-        raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(count)}. {fix}")
+        if row < 0 < count:
+            fix = f"Negative rows do not count from the end: write rows % {count}"
+        raise RowOutOfRange(f"{label}: row {row} is outside the variable's {_inside(count)}. {fix}")
     return RowSelection(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))
 
 
@@ -515,18 +492,18 @@ def apply_rows(
     """Return a copy with the rows applied one by one; half types are rounded once."""
     half = copy.dtype.itemsize == 2 and copy.dtype.kind in "fV"
     dtype = reduction("sum", copy.dtype).accumulate if half else copy.dtype
-    made = np.array(copy, dtype=dtype, copy=True)
+    result = np.array(copy, dtype=dtype, copy=True)
     values = rows.values.astype(dtype)
     if divisor > 1:
         values = values / np.asarray(divisor, dtype)
     if operation is AccessKind.SCATTER_UPDATE:
-        made[rows.indices] = values  # of rows named twice, the last remains
+        result[rows.indices] = values  # of rows named twice, the last remains
     elif operation is AccessKind.SCATTER_DIV and dtype.kind in "iu":
         for row, value in zip(rows.indices, values, strict=True):
-            made[row] = _truncated(made[row], value)
+            result[row] = _truncated(result[row], value)
     else:
-        _ROW_UFUNCS[operation].at(made, rows.indices, values)
-    return made if made.dtype == copy.dtype else made.astype(copy.dtype)
+        _ROW_UFUNCS[operation].at(result, rows.indices, values)
+    return result if result.dtype == copy.dtype else result.astype(copy.dtype)
 
 
 def _truncated(dividend: NDArray[Any], divisor: NDArray[Any]) -> NDArray[Any]:

@@ -1,4 +1,7 @@
-"""The public class of replicated variables. Its reads and writes follow the table in `policy`."""
+"""The public class of replicated variables, and its explanation.
+
+Its reads and writes follow the table in `policy`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from syncvar._native.constants import StoreResult
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.migration_hints import MigrationHintsMixin
@@ -15,7 +19,7 @@ from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variab
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
 from syncvar.variables.values import ArrayProtocol
 from syncvar.variables.variable_owner import current_owner, current_scope
-from syncvar.variables.variable_state import UNPREPARED, VariableState, WriteResult
+from syncvar.variables.variable_state import UNPREPARED, VariableState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,9 +61,7 @@ class Explanation:
             f"rule: {self.rule}",
             "numbers: " + ", ".join(f"{name} {value}" for name, value in self.numbers.items()),
         ]
-        lines += [
-            f"step {step}: {before} -> {after}, {why}" for step, before, after, why in self.changes
-        ]
+        lines += ["step {}: {} -> {}, {}".format(*change) for change in self.changes]
         lines += [f"now: {self.reason}"] if self.reason else []
         return "\n".join(lines)
 
@@ -110,7 +112,7 @@ COPIED = "syncvar: functions to call with each copied variable"
 """Key of a deep copy's memo: functions that optimizers want called with (variable, copy)."""
 
 _ASSIGN, _ADD, _SUB = AccessKind.ASSIGN, AccessKind.ASSIGN_ADD, AccessKind.ASSIGN_SUB
-_STORED: int = WriteResult.STORED
+_STORED: int = StoreResult.STORED
 _PACES = ("eager", "deferred")
 
 
@@ -165,10 +167,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         aggregation: Any = VariableAggregation.NONE,
         shape: Any = None,
     ) -> None:
-        wanted = VariableSpec(
-            initial_value, trainable, name, dtype, synchronization, aggregation, shape
-        )
-        self._init_from(agree_on_variable(current_owner(), wanted, stacklevel=2))
+        mode = synchronization, aggregation
+        spec = VariableSpec(initial_value, trainable, name, dtype, *mode, shape)
+        self._init_from(agree_on_variable(current_owner(), spec, stacklevel=2))
 
     def _init_from(self, init: VariableInit) -> None:
         state = self._state = VariableState(init)
@@ -181,9 +182,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     @classmethod
     def from_init(cls, init: VariableInit) -> Variable:
         """Return a variable with values that the replicas have agreed on; for this package only."""
-        made = Variable.__new__(Variable)
-        made._init_from(init)  # noqa: SLF001  (its own class)
-        return made
+        variable = Variable.__new__(Variable)
+        variable._init_from(init)  # noqa: SLF001  (its own class)
+        return variable
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:
+    def read_value(self, copy: bool = True) -> NDArray[Any]:  # noqa: FBT001, FBT002  (public signature)
         """Return the value, read-only. Later writes of the variable do not change it.
 
         Collective for ON_READ outside `run`; never for ON_WRITE and NONE. Reading copies no bytes.
@@ -443,8 +444,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
                     "v.pin(None)"
                 )
 
-        what = f"pin variable {self.name!r} to {mode}"
-        meet(owner.communicator, what, ("pin", self.name, mode), owner.timeout, check)
+        label = f"pin variable {self.name!r} to {mode}"
+        meet(owner.communicator, label, ("pin", self.name, mode), owner.timeout, check)
         if mode == (state.pace if state.is_pinned else None):
             return
         state.is_pinned = mode is not None
@@ -456,16 +457,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Variable:
         state = self._state
         state.flush()
-        wanted = VariableSpec(
-            state.storage.expose(),
-            self.trainable,
-            self.name,
-            None,
-            self._requested,
-            self._aggregation,
-        )
-        made = Variable.from_init(agree_on_variable(state.owner, wanted, own=True))
-        memo[id(self)] = made
+        value, mode = state.storage.expose(), (self._requested, self._aggregation)
+        spec = VariableSpec(value, self.trainable, self.name, None, *mode)
+        copied = memo[id(self)] = Variable.from_init(agree_on_variable(state.owner, spec, own=True))
         for note in memo.get(COPIED, ()):
-            note(self, made)
-        return made
+            note(self, copied)
+        return copied

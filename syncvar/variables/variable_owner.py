@@ -1,4 +1,8 @@
-"""The protocols of what variables need from above: strategy, registry, remote optimizer."""
+"""The owner of variables: protocols of a strategy, and the entered scopes that name the owner.
+
+A scope stack has the entered scopes, runs and merges of one thread. Strategies push to it;
+variables only read it.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,14 @@ if TYPE_CHECKING:
 
     from syncvar._native import VariableCounters
     from syncvar.bootstrap.context import ProcessContext
-    from syncvar.bootstrap.context import ProcessContext as Joined
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.policy import VariableSynchronization
 
 
 class ScopeFrames(Protocol):
-    """The entered scopes of the calling thread, the innermost last."""
+    """The entered scopes of the calling thread."""
 
-    stack: list[Any]
+    stack: list[Any]  # the innermost last
 
 
 class ReplicaRegistry(Protocol):
@@ -47,7 +50,7 @@ class ReplicaRegistry(Protocol):
     def attach(self, state: Any) -> Any:
         """Connect a name with its variable, and return its entry."""
 
-    def gone(self) -> list[str]:
+    def collected(self) -> list[str]:
         """Return names whose variables no longer exist in this process."""
 
     def forget(self, names: Iterable[str]) -> None:
@@ -158,14 +161,14 @@ class ScopeStack(threading.local):
 _before_joining = ScopeStack()
 
 
-def stacks_of(joined: Joined) -> ScopeStack:
+def stacks_of(joined: ProcessContext) -> ScopeStack:
     """Return the scope stacks of a job, the same object as long as the job lasts."""
     extras = joined.extras
     found: ScopeStack | None = extras.get("scope_stacks")
     return extras.setdefault("scope_stacks", ScopeStack()) if found is None else found
 
 
-def scope_stack(joined: Joined | None = None) -> list[ScopeEntry]:
+def scope_stack(joined: ProcessContext | None = None) -> list[ScopeEntry]:
     """Return this thread's scope stack in a job (None: the current one), without joining a job."""
     return (current_stacks() if joined is None else stacks_of(joined)).stack
 
@@ -176,7 +179,7 @@ def current_stacks() -> ScopeStack:
     return _before_joining if context is None else stacks_of(context)
 
 
-def keep_scopes_when_joining(joined: Joined) -> None:
+def keep_scopes_when_joining(joined: ProcessContext) -> None:
     """Keep scopes that were entered before joining; for strategies that work without joining."""
     joined.extras["scope_stacks"] = _before_joining
 
@@ -193,12 +196,12 @@ def current_owner() -> VariableOwner:
     return default_owner() if place is None else place.owner
 
 
-def context_of(owner: VariableOwner, what: str) -> CallContext:
+def context_of(owner: VariableOwner, label: str) -> CallContext:
     """Return the context of an access to a variable of `owner`."""
     context = context_here(owner)
     if context is None:
         raise UsageError(
-            f"{what}: the variable belongs to another strategy than the scope it is used in; use "
+            f"{label}: the variable belongs to another strategy than the scope it is used in; use "
             "it under `with variable.strategy.scope():`, or outside every scope"
         )
     return context

@@ -67,11 +67,11 @@ def read_from(state: VariableState, rank: int) -> NDArray[Any]:
     """Return the copy of one replica."""
     action = state.decide(AccessKind.READ_FROM)
     state.flush()
-    what = f"read_from({rank!r}) of variable {state.name!r}"
-    replica = checked_replica(rank, state.replicas, what)
+    label = f"read_from({rank!r}) of variable {state.name!r}"
+    replica = checked_replica(rank, state.replicas, label)
     state.count_read()
     if action.travel is Travel.QUESTION and replica != state.owner.communicator.home_rank:
-        return fetch(state.owner, state.namespace, state.name, replica, what)
+        return fetch(state.owner, state.namespace, state.name, replica, label)
     return state.storage.expose()
 
 
@@ -84,7 +84,7 @@ def _read_together(
     array, held = state.storage.held()  # while `held` is referenced, nobody writes to `array`
     action = state.decide(operation)
     travel = action.travel
-    what = (
+    label = (
         f"{operation.value} of {state.synchronization.name} variable {state.name!r} (collective on "
         "every replica; local_value() is not)"
     )
@@ -96,20 +96,20 @@ def _read_together(
 
     is_on_read = state.synchronization is VariableSynchronization.ON_READ
     if communicator.uneven is not None and is_on_read:
-        communicator.roll(what, owner.timeout)
+        communicator.roll(label, owner.timeout)
         if len(communicator.whole) > communicator.size:
             together = combine_with_absent(
-                owner, state.namespace, state.name, operand(), travel, what
+                owner, state.namespace, state.name, operand(), travel, label
             )
             return read_only(together)
-    value = combine(state, action, what, operand, request_of)
+    value = combine(state, action, label, operand, request_of)
     del held
     if travel is Travel.MEETING:
         return state.storage.expose()
     if travel in _SUMS:
         op = "sum" if travel is Travel.SUM else "mean"
         options = ReduceOptions(owner.reproducible)
-        call = persistent_reduction(communicator, array, op, what, options)
+        call = persistent_reduction(communicator, array, op, label, options)
         if call is not None:
             cached, look = cached_reads(owner, state.storage, state.tally, call)
             state.reading[where] = cached
@@ -136,7 +136,9 @@ def _advise_reader(state: VariableState, operation: AccessKind, error: SyncvarEr
         error.args = (text + advice,)
 
 
-def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: str) -> NDArray[Any]:
+def fetch(
+    owner: VariableOwner, namespace: Any, name: str, replica: int, label: str
+) -> NDArray[Any]:
     """Return another replica's copy, read-only.
 
     Raises:
@@ -148,21 +150,21 @@ def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: s
     engine = communicator.engine
     assert engine is not None
     rank = communicator.whole[replica]
-    answer = engine.ask(rank, copy_key(namespace, name), what, owner.timeout)
+    answer = engine.ask(rank, copy_key(namespace, name), label, owner.timeout)
     if answer is None:
         raise UsageError(
-            f"{what}: replica {replica} (rank {rank}) has no variable of this name and mode now. "
+            f"{label}: replica {replica} (rank {rank}) has no variable of this name and mode now. "
             "Make it there too (a NONE variable may exist on some replicas only), under the same "
             f"name: name={name!r}"
         )
     index, shape = unpack_object(answer[0])
-    made: NDArray[Any] = np.frombuffer(answer[1], dtype_from_index(index)).reshape(shape)
-    made.flags.writeable = False
-    return made
+    result: NDArray[Any] = np.frombuffer(answer[1], dtype_from_index(index)).reshape(shape)
+    result.flags.writeable = False
+    return result
 
 
 def combine_with_absent(
-    owner: VariableOwner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str
+    owner: VariableOwner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, label: str
 ) -> NDArray[Any]:
     """Return the aggregate of all copies, where some replicas have left a block of sv.uneven.
 
@@ -171,28 +173,28 @@ def combine_with_absent(
     communicator = owner.communicator
 
     def check() -> CollectiveSpec:
-        return gather_request(communicator, mine[np.newaxis], name=what)
+        return gather_request(communicator, mine[np.newaxis], name=label)
 
-    gathered = communicator.perform(what, check, owner.timeout)
+    gathered = communicator.perform(label, check, owner.timeout)
     copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, gathered, strict=True))
     for replica in [0] if travel is Travel.FIRST else range(len(communicator.whole)):
         if replica not in copies:
-            copies[replica] = fetch(owner, namespace, name, replica, what)
+            copies[replica] = fetch(owner, namespace, name, replica, label)
     if travel is Travel.FIRST:
         return copies[0].copy()
     ordered = [copies[replica] for replica in sorted(copies)]
     return tree_combined(ordered, "sum" if travel is Travel.SUM else "mean")
 
 
-def checked_replica(rank: Any, count: int, what: str) -> int:
+def checked_replica(rank: Any, count: int, label: str) -> int:
     """Return a replica's number."""
     try:
         replica = operator.index(rank)
     except TypeError:
-        raise ConfigError(f"{what}: rank must be an integer, not {rank!r}") from None
+        raise ConfigError(f"{label}: rank must be an integer, not {rank!r}") from None
     if isinstance(rank, bool | np.bool_) or not 0 <= replica < count:
         raise ConfigError(
-            f"{what}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not "
+            f"{label}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not "
             f"{rank!r}"
         )
     return replica

@@ -1,17 +1,22 @@
 """The state of one variable on this replica: copy, counters, cached accesses, deferral.
 
 `Variable` is the public class. All other modules of this package work on its `VariableState`.
+
+Cached writes and reads are the fast path of an access that all replicas have made before. Caching
+fixes what cannot change for a variable: the collective, its description and its signature, and the
+memory. Each cached access still checks what can change: scope, form of the operand, channel of the
+group, a due comparison of the copies, views of the copy.
 """
 
 from __future__ import annotations
 
 import weakref
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from syncvar._native import VariableCounters, access, which
+from syncvar._native import AccessScope, LocalCopy, VariableCounters, access, which
+from syncvar._native.constants import WRITES_PER_DECISION, StoreResult
 from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object
@@ -30,17 +35,13 @@ from syncvar.variables.policy import (
 from syncvar.variables.variable_owner import context_here, context_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from syncvar.variables.create import VariableInit
-
-if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
     from syncvar._native import CheckGate
     from syncvar.runtime.communicator import PreparedCall
+    from syncvar.variables.create import VariableInit
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable_owner import VariableOwner
 
@@ -48,18 +49,7 @@ if TYPE_CHECKING:
     Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
-
-
-class WriteResult(IntEnum):
-    """What a cached write has done; `_native/variable_access.c` returns the same numbers."""
-
-    FALLBACK = 0  # nothing: the write has to follow the policy table
-    STORED = 1
-    STORED_AND_SAMPLE = 2  # stored, and AUTO's next decision is due
-
-
-_FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
+_FALLBACK, _STORED, _SAMPLE = (int(result) for result in StoreResult)
 
 
 def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
@@ -68,7 +58,7 @@ def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
     return _FALLBACK
 
 
-def uncached_look(_copy: bool) -> None:
+def uncached_look(*_: object) -> None:
     """Stand for a local read that is not cached."""
 
 
@@ -76,7 +66,7 @@ def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters)
     """Return a cached local read; its result is None if the policy table has to decide."""
     local, is_default = owner.places, owner.is_default
 
-    def look(copy: bool) -> NDArray[Any] | None:
+    def look(copy: bool) -> NDArray[Any] | None:  # noqa: FBT001  (as in C)
         stack = local.stack
         if stack and stack[-1].owner is not owner and not is_default:
             return None
@@ -89,12 +79,12 @@ def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters)
 
     if storage.is_shared or which(owner.context.config.call_runner) == "python":
         return look
-    form = storage.array.dtype, storage.array.shape
-    made: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
-    return made
+    local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
+    result: Look = access("Look", look, AccessScope(local, owner, is_default), local_copy)
+    return result
 
 
-def cached_write(
+def cached_write(  # noqa: C901  (one closure, because each call takes a microsecond)
     owner: VariableOwner,
     storage: Storage,
     tally: VariableCounters,
@@ -102,51 +92,37 @@ def cached_write(
     *,
     counts: bool,
 ) -> Write:
-    """Return a cached write: a function of the operand that returns a `WriteResult`.
+    """Return a cached write: a function of the operand that returns a `StoreResult`.
 
     With `is_seen=True` the caller has checked whether a comparison of the copies is due.
     """
-    local, registry, is_default, communicator = (
-        owner.places,
-        owner.registry,
-        owner.is_default,
-        owner.communicator,
-    )
-    channel, shape, dtype, ndarray, replica = (
-        communicator.channel,
-        storage.array.shape,
-        storage.array.dtype,
-        np.ndarray,
-        CallContext.REPLICA,
-    )
+    local, registry, is_default = owner.places, owner.registry, owner.is_default
+    communicator = owner.communicator
+    channel, ndarray, replica = communicator.channel, np.ndarray, CallContext.REPLICA
+    dtype, shape = storage.array.dtype, storage.array.shape
 
     def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
-        if (
-            type(x) is not ndarray
-            or (x.dtype is not dtype and x.dtype != dtype)
-            or x.shape != shape
-        ):
+        is_plain = type(x) is ndarray and x.shape == shape
+        if not is_plain or (x.dtype is not dtype and x.dtype != dtype):
             return _FALLBACK
         stack = local.stack
-        if not stack:
-            if not is_default:
-                return _FALLBACK
-        else:
+        if stack:
             place = stack[-1]
-            if place.owner is not owner or place.context is not replica:
-                return _FALLBACK
-        if communicator.channel is not channel:  # in a block of sv.uneven, or after shutdown
+            is_here = place.owner is owner and place.context is replica
+        else:
+            is_here = is_default
+        # The channel is another one in a block of sv.uneven, and after shutdown.
+        if not is_here or communicator.channel is not channel:
             return _FALLBACK
         is_counted = registry is not None and not registry.is_free
-        if is_counted and not is_seen and tally.steps >= registry.until:  # type: ignore[union-attr]
-            return _FALLBACK
-        if not storage.mark():  # another thread is writing
+        is_unsure = is_counted and not is_seen and tally.steps >= registry.until  # type: ignore[union-attr]
+        if is_unsure or not storage.mark():  # another thread is writing
             return _FALLBACK
         try:
-            is_made = call(x, storage.writable(), None, owner.timeout) is not None
+            result = call(x, storage.writable(), None, owner.timeout)
         finally:
             storage.is_being_written = False
-        if not is_made:
+        if result is None:
             return _FALLBACK
         if is_counted:
             registry.count(tally)  # type: ignore[union-attr]
@@ -160,20 +136,14 @@ def cached_write(
 
     if which(owner.context.config.call_runner) == "python":
         return write
-    where = (local, owner, communicator, channel, replica)
-    made: Write = access(
-        "Write",
-        write,
-        where,
-        storage,
-        tally,
-        (dtype, shape),
-        call=call,
-        watch=cast("CheckGate | None", registry),
-        is_default=is_default,
-        is_increment=counts,
+
+    scope = AccessScope(local, owner, is_default, communicator, channel, replica)
+    local_copy = LocalCopy(storage, tally, dtype, shape)
+    gate = cast("CheckGate | None", registry)
+    native: Write = access(
+        "Write", write, scope, local_copy, call=call, watch=gate, is_increment=counts
     )
-    return made
+    return native
 
 
 def cached_reads(
@@ -187,7 +157,7 @@ def cached_reads(
     communicator = owner.communicator
     channel = communicator.channel
 
-    def read(_copy: bool) -> NDArray[Any] | None:
+    def read(*_: object) -> NDArray[Any] | None:
         if communicator.channel is not channel or communicator.uneven is not None:
             return None
         array, held = storage.held()  # as long as the second lives, the first is not written
@@ -198,13 +168,17 @@ def cached_reads(
         tally.collectives += 1
         return read_only(value)
 
-    where = owner, communicator, channel, CallContext.REPLICA
-    form = storage.array.dtype, storage.array.shape
-    made: Read = access("Read", read, (None, *where), storage, tally, form, call=call)
-    look: Look = access(
-        "Read", uncached_look, (owner.places, *where), storage, tally, form, call=call
+    scope = AccessScope(
+        owner.places,
+        owner,
+        communicator=communicator,
+        channel=channel,
+        replica=CallContext.REPLICA,
     )
-    return made, look
+    local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
+    known: Read = access("Read", read, scope._replace(places=None), local_copy, call=call)
+    look: Look = access("Read", uncached_look, scope, local_copy, call=call)
+    return known, look
 
 
 def read_only(value: NDArray[Any]) -> NDArray[Any]:
@@ -226,19 +200,6 @@ class RegistryEntry:
 
     All fields but `reference` and `counted` are equal on all replicas.
     """
-
-    __slots__ = (
-        "counted",
-        "good",
-        "is_auto",
-        "is_pinned",
-        "is_reported",
-        "lot",
-        "name",
-        "nbytes",
-        "number",
-        "reference",
-    )
 
     def __init__(
         self, name: str, number: int, nbytes: int, lot: int, good: str, *, is_auto: bool
@@ -280,7 +241,7 @@ class VariableState:
         self.groups: dict[tuple[AccessKind, int], Any] = {}
         self.pace = "eager"
         self.is_pinned = False
-        self.are_parts = False  # copies are parts of a whole; see `in_place_update.make_beside`
+        self.are_parts = False  # copies are parts of a whole; see `create_for_strategy`
         self.prepared: dict[AccessKind, Write] = dict(UNPREPARED)
         self.reading: dict[tuple[AccessKind, CallContext | None], Read] = {}
         self.queue: WriteQueue | None = None  # while increments are deferred
@@ -303,12 +264,7 @@ class VariableState:
     # -- policy ------------------------------------------------------------------------------------
 
     def decide(self, operation: AccessKind) -> Action:
-        """Return what the policy table says about an access here and now.
-
-        Raises:
-            UsageError: The access has no meaning, or the scope belongs to another strategy.
-            NoAggregation: The access needs an aggregation.
-        """
+        """Return what the policy table says about an access here and now."""
         context = context_here(self.owner)
         if context is None:
             context = context_of(self.owner, self.describe(operation))  # raises
@@ -326,11 +282,11 @@ class VariableState:
         """Return an access in words, for errors and call records."""
         return f"{operation.value} of variable {self.name!r}"
 
-    def check_sum(self, what: str) -> None:
+    def check_sum(self, label: str) -> None:
         """Raise ConfigError if the variable's dtype has no sum."""
         if self.dtype.kind == "b":
             raise ConfigError(
-                f"{what}: bool has no {self.aggregation.name.lower()}; make the variable with "
+                f"{label}: bool has no {self.aggregation.name.lower()}; make the variable with "
                 "dtype='int64', or with aggregation=sv.VariableAggregation.ONLY_FIRST_REPLICA"
             )
 
@@ -348,10 +304,8 @@ class VariableState:
 
     def _prepared_look(self) -> Look:
         """Return a cached read of the local copy, if reading never communicates."""
-        actions = [
-            decide(self.synchronization, self.aggregation, context, AccessKind.READ)
-            for context in CallContext
-        ]
+        mode = self.synchronization, self.aggregation
+        actions = [decide(*mode, context, AccessKind.READ) for context in CallContext]
         is_own = all(action.travel is Travel.NOTHING and action.error is None for action in actions)
         return cached_look(self.owner, self.storage, self.tally) if is_own else uncached_look
 
@@ -403,19 +357,18 @@ class VariableState:
         if self.owner.registry is not None:
             self.owner.registry.after_write(self.name, self.tally.added)
 
-    def change_pace(self, pace: str, step: int, why: str) -> None:
+    def change_pace(self, pace: str, step: int, reason: str) -> None:
         """Change to "eager" or "deferred" at the same point on all replicas, and record it."""
-        self.changes.append((step, self.pace, pace, why))
-        self.pace, self.decided = pace, (step, why)
+        self.changes.append((step, self.pace, pace, reason))
+        self.pace, self.decided = pace, (step, reason)
         self.set_deferred(is_deferred=pace == "deferred" and self.replicas > 1)
 
     def set_deferred(self, *, is_deferred: bool) -> None:
         """Start or stop deferring increments, without recording it."""
         self.queue = queue_of(self.owner) if is_deferred else None
         self.prepared.update(UNPREPARED)  # deferred writes are not cached
-        self.look = (
-            uncached_look if is_deferred else self._prepared_look()
-        )  # a read flushes the queue
+        # A read flushes the queue.
+        self.look = uncached_look if is_deferred else self._prepared_look()
 
     def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
         """Apply the sum of all replicas' increments to the copy; called by the queue."""

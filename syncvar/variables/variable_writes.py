@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native.constants import StoreResult
 from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
@@ -28,7 +29,7 @@ from syncvar.variables.values import (
     operand_array,
 )
 from syncvar.variables.variable_owner import context_here, context_of
-from syncvar.variables.variable_state import UFUNCS, WriteResult, cached_write, uncached_write
+from syncvar.variables.variable_state import UFUNCS, cached_write, uncached_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +43,7 @@ _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it
 
 def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> None:
     """Finish a write that the cached write has not finished."""
-    if result == WriteResult.STORED_AND_SAMPLE:
+    if result == StoreResult.STORED_AND_SAMPLE:
         state.sample_deferral()
         return
     queue = state.queue
@@ -59,20 +60,20 @@ def checked_operand(
     target: Any, operation: AccessKind, x: Any, *, is_reduced: bool
 ) -> NDArray[Any]:
     """Return the operand of a write as an array of the variable's shape and dtype."""
-    what = f"{operation.value} of variable {target.name!r}"
+    label = f"{operation.value} of variable {target.name!r}"
     dtype, shape = target.dtype, target.shape
     is_bool = dtype.kind == "b"
     if type(x) is np.ndarray and x.dtype == dtype and x.shape == shape and not is_bool:
-        check_finite(x, what)
+        check_finite(x, label)
         return x
     if is_bool and operation is not AccessKind.ASSIGN:
         raise ConfigError(
-            f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
+            f"{label}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
         )
     if is_reduced:
-        target.check_sum(what)
-    array = operand_array(_value_of(x), shape, dtype, what)
-    check_finite(array, what)
+        target.check_sum(label)
+    array = operand_array(_value_of(x), shape, dtype, label)
+    check_finite(array, label)
     return array
 
 
@@ -128,7 +129,7 @@ class ReplicaWrite:
     def __init__(self, state: VariableState, operation: AccessKind) -> None:
         self.state, self.operation = state, operation
         self.action = state.decide(operation)
-        self.what = state.describe(operation)
+        self.label = state.describe(operation)
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
@@ -147,7 +148,7 @@ class ReplicaWrite:
         state, action, storage = self.state, self.action, self.state.storage
         is_on_read = state.synchronization is VariableSynchronization.ON_READ
         if is_on_read and action.travel is not Travel.NOTHING:
-            state.owner.communicator.require_all(self.what)
+            state.owner.communicator.require_all(self.label)
         if isinstance(storage, SharedCopy) and not storage.is_staging:
             with write_once(state.owner, [storage]):
                 self.execute()
@@ -165,7 +166,7 @@ class ReplicaWrite:
             with storage:
                 together = self._combine()
         else:
-            with marked_as_written(state.owner.communicator, self.what, (storage,)):
+            with marked_as_written(state.owner.communicator, self.label, (storage,)):
                 together = self._combine()
         if not is_local:
             state.count_step()
@@ -173,7 +174,7 @@ class ReplicaWrite:
         state.tally.writes += 1
 
     def _combine(self) -> Any:
-        return combine(self.state, self.action, self.what, self.operand, self.request())
+        return combine(self.state, self.action, self.label, self.operand, self.request())
 
 
 class WriteOp(ReplicaWrite):
@@ -194,12 +195,12 @@ class WriteOp(ReplicaWrite):
         cached = state.prepared[operation]
         if self.is_direct and cached is not uncached_write:
             array = self._plain_operand()
-            result: int = WriteResult.FALLBACK
+            result: int = StoreResult.FALLBACK
             if array is not None:
                 result = cached(array, is_seen=True)
-            if result == WriteResult.STORED_AND_SAMPLE:
+            if result == StoreResult.STORED_AND_SAMPLE:
                 state.sample_deferral()
-            if result != WriteResult.FALLBACK:
+            if result != StoreResult.FALLBACK:
                 return
         self.execute()
         if not self.is_direct:
@@ -216,7 +217,9 @@ class WriteOp(ReplicaWrite):
         state = self.state
         owner, storage = state.owner, state.storage
         options = ReduceOptions(owner.reproducible, apply=self._ufunc)
-        call = persistent_reduction(owner.communicator, storage.array, self._op, self.what, options)
+        call = persistent_reduction(
+            owner.communicator, storage.array, self._op, self.label, options
+        )
         if call is not None:
             state.prepared[self.operation] = cached_write(
                 owner, storage, state.tally, call, counts=is_counted
@@ -247,7 +250,7 @@ class WriteOp(ReplicaWrite):
         """Return the checked input of this replica."""
         state = self.state
         if state.dtype.kind == "b" and self.action.effect is Effect.SHARE:
-            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+            raise ConfigError(f"{self.label}: {_NO_SHARE}")
         array = checked_operand(state, self.operation, self._x, is_reduced=self._is_reduced)
         if self.is_direct or not self._is_reduced:
             return array
@@ -289,10 +292,10 @@ class ScatterOp(ReplicaWrite):
         """Return the checked input of this replica."""
         state = self.state
         if self._is_split and state.dtype.kind == "b":
-            raise ConfigError(f"{self.what}: {_NO_SHARE}")
+            raise ConfigError(f"{self.label}: {_NO_SHARE}")
         copy = state.storage.expose() if self._is_split else state.storage.array
         rows = check_rows(
-            self.operation, self._indices, self._values, state.shape, state.dtype, self.what
+            self.operation, self._indices, self._values, state.shape, state.dtype, self.label
         )
         return copy, rows
 

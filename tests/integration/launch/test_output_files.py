@@ -128,7 +128,7 @@ def test_logs_events_and_traces_that_are_lost_are_named(launch, disk, hosts):
 EVERY_FILE = """
 import numpy as np, sys
 import probe, syncvar as sv
-from syncvar.variables import deferral_tuner as decisions
+from syncvar.variables import deferral_tuner as decisions, registry
 checkpoint = sv.Checkpoint(w=sv.Variable(np.ones(3)))
 with sv.CheckpointManager(checkpoint, sys.argv[1] + "/runs/a") as manager:
     manager.save(1)
@@ -136,7 +136,7 @@ with sv.CheckpointManager(checkpoint, sys.argv[1] + "/runs/a") as manager:
     if sv.rank() == 0:
         sv.save(sys.argv[1] + "/saved/model.safetensors", {"w": 1})
         change = decisions.DeferralChange(decisions.ProgramPoint("begin", 1, "step"), "w", "a", "b", "")
-        decisions.append_changes(sys.argv[1] + "/auto", 1, [change], begins=True)
+        registry.append_changes(sys.argv[1] + "/auto", 1, [change], begins=True)
 print("done")
 probe.note("ready")
 probe.gate("look")

@@ -14,7 +14,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.parameter_server.session import LocalServers
 from syncvar.testing import run_ranks
-from syncvar.variables.assign_all import replace_copy
+from syncvar.variables.grouped_writes import replace_copy
 
 OPT = sv.optimizers
 MAKERS = {

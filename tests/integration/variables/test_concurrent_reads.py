@@ -11,7 +11,7 @@ import pytest
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.testing import run_ranks
-from syncvar.variables.assign_all import change_copies
+from syncvar.variables.grouped_writes import change_copies
 
 KEPT = 20
 FAILED = 1 << 60

@@ -113,7 +113,7 @@ def test_any_counts_give_a_choice_for_each_with_a_reason(rows, runs, sends, left
         [SampleWindow(*row) for row in rows], runs, sends, Hysteresis(max(left, 4), left), costs
     )
     assert len(choices) == len(rows)
-    assert all(choice.why for choice in choices)
+    assert all(choice.reason for choice in choices)
     assert 0 <= bar.left <= max(bar.length, left)
 
 

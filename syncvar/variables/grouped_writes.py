@@ -1,4 +1,15 @@
-"""Writing many variables in one call: what has to travel travels together."""
+"""Writing many variables in one call: sums and means travel together, in few transfers.
+
+Small variables that are often written together are a flat bucket: a grouped write is one all-reduce
+of one flat array. After the first one, each replica keeps the copies of these variables one after
+another in one piece of memory, which the call changes in place. If a view of a copy is alive, the
+result is copied to each variable instead. From time to time the copies then move into a new flat
+array.
+
+`change_copies` is a local change of several copies, for optimizers and checkpoints only. `assign`
+compares or combines what the replicas pass, because it may differ. A step has combined the
+gradients already, so every copy changes in the same way.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +17,34 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.buckets import owns_itself
+from syncvar.collectives.buckets import owns_itself, reduce_together
 from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.persistent_reduce import prepare_reduction
 from syncvar.variables.create import VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, Action, CallContext, Effect, Travel
-from syncvar.variables.replica_call import grouped_request
 from syncvar.variables.storage import marked_as_written, refuse_overlap, write_once
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_state import UFUNCS, state_of
 from syncvar.variables.variable_writes import checked_operand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar._native import VariableCounters
+    from syncvar.runtime.request import Stage
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
@@ -81,11 +94,11 @@ class PyFlatBucket:
                 return False
         for storage, moves in zip(self._storages, self._moves, strict=True):
             if storage.moves != moves or storage.is_exposed:
-                self.end(False)
+                self.end(is_done=False)
                 return False
         return True
 
-    def end(self, is_done: bool) -> None:
+    def end(self, is_done: bool) -> None:  # noqa: FBT001  (as in C)
         """Remove the marks, and count the write if it was made."""
         for storage in self._storages:
             storage.is_being_written = False
@@ -111,54 +124,38 @@ class FlatBucket:
         self._storages = tuple([state.storage for state in states])
         self._tallies = tuple([state.tally for state in states])
         shapes = tuple([state.shape for state in states])
-        ends = list(accumulate(storage.array.size for storage in self._storages))
-        self._places = [
-            (end - storage.array.size, end)
-            for end, storage in zip(ends, self._storages, strict=True)
-        ]
+        ends = [0, *accumulate(storage.array.size for storage in self._storages)]
+        self._places = list(pairwise(ends))
         self._staging = self._memory(ends[-1])
         self._scratch = np.empty_like(self._staging)
         self._flat = self._scratch  # the copies, while they lie one after another
+        parts = [self._staging[start:stop] for start, stop in self._places]
         self._parts = tuple(
-            [
-                self._staging[start:stop].reshape(shape)
-                for (start, stop), shape in zip(self._places, shapes, strict=True)
-            ]
+            [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         )
         references = tuple([weakref.ref(one) for one in variables])
-        group = None
-        if which(owner.context.config.call_runner) == "c":
-            group = group_of(references, self._storages, self._tallies, self._parts)
-        self._group: Any = group or PyFlatBucket(
-            references, self._storages, self._tallies, self._parts
-        )
+        members = references, self._storages, self._tallies, self._parts
+        is_native = which(owner.context.config.call_runner) == "c"
+        self._group: Any = (group_of(*members) if is_native else None) or PyFlatBucket(*members)
         self._failures = 0
         self._turn = threading.Lock()  # held by the thread that uses `_staging`
         communicator = owner.communicator
         self._communicator, self._channel = communicator, communicator.channel
         names = tuple([state.name for state in states])
-        shown = ", ".join(map(repr, names[:3])) + (
-            f", … ({len(names)} variables)" if len(names) > 3 else ""
-        )
-        self._what = f"{name} of {shown}"
-        self._digest = fingerprint(
-            name, names, shapes, self._staging.dtype.name, op, owner.reproducible
-        )
-        how = reduction_of(self._staging, op)
+        staging = self._staging
+        self._label = _label(name, names)
+        self._digest = fingerprint(name, names, shapes, staging.dtype.name, op, owner.reproducible)
+        rule = reduction_of(staging, op)
         self._call = prepare_reduction(
-            communicator, how, self._staging.shape, self._digest, self._what, ufunc
+            communicator, rule, staging.shape, self._digest, self._label, ufunc
         )
 
     @staticmethod
     def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:
         """Return whether variables can be written so; the same answer on every replica."""
         communicator = owner.communicator
-        if (
-            communicator.channel is None
-            or communicator.size == 1
-            or len(states) < 2
-            or communicator.uneven is not None
-        ):
+        is_alone = communicator.size == 1 or len(states) < 2
+        if is_alone or communicator.channel is None or communicator.uneven is not None:
             return False
         storages = [state.storage for state in states]
         sizes = [storage.array.nbytes for storage in storages]
@@ -184,12 +181,11 @@ class FlatBucket:
         """Make a cached write; False if nothing was done, and the policy table has to make it."""
         owner, call = self._owner, self._call
         stack, registry = owner.places.stack, owner.registry
-        if call is None or self._communicator.channel is not self._channel:
-            return False
-        if not stack:
-            if not owner.is_default:
-                return False
-        elif stack[-1].owner is not owner or stack[-1].context is not _REPLICA:
+        if stack:
+            is_here = stack[-1].owner is owner and stack[-1].context is _REPLICA
+        else:
+            is_here = owner.is_default
+        if call is None or not is_here or self._communicator.channel is not self._channel:
             return False
         tally = self._tallies[0]
         is_counted = registry is not None and not registry.is_free
@@ -229,7 +225,7 @@ class FlatBucket:
                 out=self._gathered(),
                 options=ReduceOptions(owner.reproducible, apply=self._ufunc),
             )
-            return CollectiveSpec(self._what, self._digest, request.body)
+            return CollectiveSpec(self._label, self._digest, request.body)
 
         if not self._turn.acquire(blocking=False):
             refuse_overlap(owner.communicator, name)
@@ -335,85 +331,113 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
         if prepared is not None and prepared.write(chosen):
             return
     variables = _checked_variables(name, chosen)
-    owner: VariableOwner = variables[0].strategy
-    strangers = [variable for variable in variables if variable.strategy is not owner]
-    if strangers:
-        raise UsageError(
-            f"{name}: {strangers[0].name!r} belongs to another strategy than "
-            f"{variables[0].name!r}; call it for each"
-        )
-    if (elsewhere := variables[0].stepper) is not None:
-        with elsewhere.transaction():
+    if (remote := variables[0].stepper) is not None:
+        with remote.transaction():
             for variable, x in chosen:
                 getattr(variable, operation.value)(x)
         return
-    states = [state_of(variable) for variable in variables]
-    kinds = [state.kind for state in states]
-    op_of = {
-        kind: _op(states[kinds.index(kind)].decide(operation)) for kind in dict.fromkeys(kinds)
-    }
-    ops = [op_of[kind] for kind in kinds]
-    together, apart = chosen, []
-    if not all(op_of.values()):
-        apart = [pair for pair, op in zip(chosen, ops, strict=True) if not op]
-        together = [pair for pair, op in zip(chosen, ops, strict=True) if op]
-        variables = [pair[0] for pair in together]
-        states = [state_of(variable) for variable in variables]
-        ops = [op for op in ops if op]
-    if together:
+    GroupedWrite(operation, name, chosen).execute()
+
+
+class GroupedWrite:
+    """One write of several variables: sums and means travel together, the others one by one."""
+
+    def __init__(self, operation: AccessKind, name: str, pairs: list[tuple[Variable, Any]]) -> None:
+        self._operation, self._name = operation, name
+        states = [state_of(variable) for variable, _ in pairs]
+        self._owner = states[0].owner
+        op_of: dict[str, str] = {}
+        for state in states:
+            if state.kind not in op_of:
+                op_of[state.kind] = _op(state.decide(operation))
+        found = [
+            (pair, state, op_of[state.kind]) for pair, state in zip(pairs, states, strict=True)
+        ]
+        self._single = [pair for pair, _, op in found if not op]
+        self._together = [pair for pair, _, op in found if op]
+        self._states = [state for _, state, op in found if op]
+        self._ops = [op for *_, op in found if op]
+
+    def execute(self) -> None:
+        """Make the write."""
+        if self._together:
+            self._write_together()
+        for variable, x in self._single:
+            getattr(variable, self._operation.value)(x)
+
+    def _operand(self, number: int) -> NDArray[Any]:
+        x = self._together[number][1]
+        return checked_operand(self._states[number], self._operation, x, is_reduced=True)
+
+    def _write_together(self) -> None:
+        owner, name, states = self._owner, self._name, self._states
         first, registry = states[0], owner.registry
         if registry is not None and not registry.is_free and registry.is_due(first.tally):
             registry.before_write(states)
-
-        def operand(number: int) -> Any:
-            return checked_operand(states[number], operation, together[number][1], is_reduced=True)
-
-        if not apart and FlatBucket.takes(owner, states, ops):
-            group = _group(owner, operation, name, variables, ops[0])
-            group.perform(name, operand)
+        if not self._single and FlatBucket.takes(owner, states, self._ops):
+            self._bucket().perform(name, self._operand)
             first.count_step()
             return
         storages = [state.storage for state in states]
-
-        def check() -> CollectiveSpec:
-            arrays = [operand(number) for number in range(len(states))]
-            for variable, x in apart:
-                checked_operand(variable, operation, x, is_reduced=False)
-            targets = [storage.writable() for storage in storages]
-            names = tuple([state.name for state in states])
-            # An array that owns its memory cannot overlap a copy.
-            no_overlap = all(map(owns_itself, arrays))
-            return grouped_request(
-                owner.communicator,
-                name,
-                names,
-                arrays,
-                ops,
-                targets,
-                UFUNCS[operation],
-                reproducible=owner.reproducible,
-                no_overlap=no_overlap,
-            )
-
         with marked_as_written(owner.communicator, name, storages), write_once(owner, storages):
-            owner.communicator.perform(name, check, owner.timeout)
+            owner.communicator.perform(name, self._request, owner.timeout)
         first.count_step()
         for state in states:
             state.count_write()
-    for variable, x in apart:
-        getattr(variable, operation.value)(x)
+
+    def _bucket(self) -> FlatBucket:
+        """Return the flat bucket of these variables; create it at their first grouped write."""
+        operation, states = self._operation, self._states
+        groups, key = states[0].groups, (operation, len(states))
+        found: FlatBucket | None = groups.get(key)
+        if found is None or not found.is_of(states):
+            variables = [variable for variable, _ in self._together]
+            found = groups[key] = FlatBucket(
+                self._owner, variables, self._name, self._ops[0], UFUNCS[operation]
+            )
+        return found
+
+    def _request(self) -> CollectiveSpec:
+        """Return the request that writes the variables, one transfer for each dtype and op."""
+        owner, ops, apply = self._owner, self._ops, UFUNCS[self._operation]
+        arrays = [self._operand(number) for number in range(len(self._states))]
+        for variable, x in self._single:
+            checked_operand(variable, self._operation, x, is_reduced=False)
+        targets = [state.storage.writable() for state in self._states]
+        names = tuple([state.name for state in self._states])
+        # An array that owns its memory cannot overlap a copy.
+        no_overlap = all(map(owns_itself, arrays))
+        dtypes = [array.dtype for array in arrays]
+        if len(set(dtypes)) == len(set(ops)) == 1:
+            rules = [reduction(ops[0], dtypes[0])] * len(arrays)
+        else:
+            rules = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
+        shapes = tuple([array.shape for array in arrays])
+        kinds = shapes, tuple([rule.source for rule in rules]), tuple(ops)
+
+        def body() -> Generator[Stage, None, None]:
+            yield from reduce_together(
+                owner.communicator,
+                arrays,
+                rules,
+                targets,
+                ReduceOptions(owner.reproducible, apply=apply),
+                no_overlap=no_overlap,
+            )
+
+        digest = _signature(self._name, names, kinds, owner.reproducible)
+        return CollectiveSpec(_label(self._name, names), digest, body())
 
 
-def _group(
-    owner: VariableOwner, operation: AccessKind, name: str, variables: list[Variable], op: str
-) -> FlatBucket:
-    """Return the flat bucket of these variables; create it at their first grouped write."""
-    groups = state_of(variables[0]).groups
-    key = operation, len(variables)
-    found: FlatBucket | None = groups.get(key)
-    if found is None or not found.is_of([state_of(one) for one in variables]):
-        found = groups[key] = FlatBucket(owner, variables, name, op, UFUNCS[operation])
-    return found
+@lru_cache(maxsize=64)
+def _signature(*parts: Any) -> int:
+    """Return the signature of a grouped write, cached because programs repeat the same ones."""
+    return fingerprint(*parts)
+
+
+def _label(name: str, names: tuple[str, ...]) -> str:
+    more = f", … ({len(names)} variables)" if len(names) > 3 else ""
+    return f"{name} of {', '.join(map(repr, names[:3]))}{more}"
 
 
 def _op(action: Action) -> str:
@@ -424,24 +448,14 @@ def _op(action: Action) -> str:
 
 
 def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
-    """Return the variables of pairs.
-
-    Raises:
-        ConfigError: These are no pairs of a variable and a value, or a variable is named twice.
-    """
-    if set(map(type, pairs)) == {tuple} and set(map(len, pairs)) == {2}:
-        variables = [variable for variable, _ in pairs]
-        if set(map(type, variables)) == {Variable} and len(set(map(id, variables))) == len(
-            variables
-        ):
-            return variables
+    """Return the variables of pairs, which are of one strategy and each named once."""
+    is_plain = set(map(type, pairs)) == {tuple} and set(map(len, pairs)) == {2}
+    kinds = {type(variable) for variable, _ in pairs} if is_plain else set()
+    is_checked = kinds == {Variable} and len({id(one) for one, _ in pairs}) == len(pairs)
     seen: set[int] = set()
-    for pair in pairs:
-        if (
-            not isinstance(pair, list | tuple)
-            or len(pair) != 2
-            or not isinstance(pair[0], Variable)
-        ):
+    for pair in () if is_checked else pairs:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], Variable):
             raise ConfigError(
                 f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], "
                 f"not {pair!r:.100}"
@@ -451,7 +465,14 @@ def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
                 f"{name}: the variable {pair[0].name!r} is named twice; combine its values first"
             )
         seen.add(id(pair[0]))
-    return [variable for variable, _ in pairs]
+    first, *others = variables = [variable for variable, _ in pairs]
+    stranger = next((one for one in others if one.strategy is not first.strategy), None)
+    if stranger is not None:
+        raise UsageError(
+            f"{name}: {stranger.name!r} belongs to another strategy than {first.name!r}; call it "
+            "for each"
+        )
+    return variables
 
 
 def change_copies(
@@ -461,13 +482,8 @@ def change_copies(
 
     This sends nothing; if the replicas of a host share copies, they meet, and each shared copy
     changes once. A view that a program has read before does not change; a one-sided read sees the
-    whole change or nothing.
-
-    Args:
-        variables: Each at most once, always in the same order (their locks are taken in it).
-        change: Must do the same on every replica for replicated variables, and must not keep the
-            arrays.
-        arguments: For `change`.
+    whole change or nothing. `change` must do the same on every replica for replicated variables,
+    and must not keep the arrays. Locks are taken in the order of the variables.
 
     Example:
         >>> import syncvar as sv
@@ -481,10 +497,8 @@ def change_copies(
         state.flush()
     storages = [state.storage for state in states]
     shared = next((state for state in states if state.storage.is_shared), None)
-    with (
-        write_once(shared.owner, storages) if shared is not None else nullcontext(),
-        ExitStack() as changing,
-    ):
+    gate = nullcontext() if shared is None else write_once(shared.owner, storages)
+    with gate, ExitStack() as changing:
         for storage in storages:
             changing.enter_context(storage)
         change([storage.writable() for storage in storages], *arguments)
@@ -513,6 +527,6 @@ def create_for_strategy(
     With `parts` the copies are parts of a whole: restored on another number of replicas, each takes
     the mean.
     """
-    made = Variable.from_init(agree_on_variable(owner, spec, stacklevel=2))
-    state_of(made).are_parts = parts
-    return made
+    result = Variable.from_init(agree_on_variable(owner, spec, stacklevel=2))
+    state_of(result).are_parts = parts
+    return result
