@@ -35,7 +35,7 @@ from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts
 from syncvar.runtime.p2p_endpoints import EndpointTable
 from syncvar.runtime.progress import ProgressEngine
-from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.runtime.state import send_queued
 from syncvar.shm.channel_table import ChannelTable
 from syncvar.shm.group_channel import GroupChannel
@@ -215,11 +215,7 @@ class ProcessContext:
 
             check_folder(config.trace, "SYNCVAR_TRACE")
         self.recorder = Recorder(
-            me.rank,
-            me.world_size,
-            generation,
-            job=me.job_id,
-            host=me.host,
+            RecordIdentity(me.rank, me.world_size, generation, me.job_id, me.host),
             folder=me.flight_dir,
             trace=config.trace,
             stats=me.stats_dir,
@@ -239,15 +235,7 @@ class ProcessContext:
             answer = join_handshake(me, config, transport, control, generation, self.without_shm)
             self._adopt(answer)
             self.engine = ProgressEngine(
-                self.rank,
-                self.world_size,
-                generation,
-                transport,
-                control,
-                config,
-                answer["hosts"],
-                self.shm,
-                self.recorder,
+                self.recorder, transport, control, config, answer["hosts"], self.shm
             )
             if self._channels is not None:
                 self.post = EndpointTable(
@@ -321,10 +309,9 @@ class ProcessContext:
         created = Communicator(
             identity,
             members,
-            self.rank,
+            self.recorder,
             self.engine,
             channel,
-            recorder=self.recorder,
             forced=self._forced,
             hosts=self._hosts_of(identity, members) if shares else None,
         )

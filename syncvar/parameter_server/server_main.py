@@ -40,7 +40,7 @@ from syncvar.parameter_server.same_host_links import lender_of
 from syncvar.parameter_server.server_links import ServerLinks
 from syncvar.parameter_server.server_machine import Server
 from syncvar.runtime.call_record import CallInfo, size_class
-from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.shm.segment_file import bytes_in_words
 
 if TYPE_CHECKING:
@@ -176,11 +176,13 @@ class Serving:
         self._environment = environment
         self._index = environment.rank
         self._recorder = Recorder(
-            server_number(environment.rank),
-            environment.world_size,
-            environment.generation,
-            job=environment.job_id,
-            host=environment.host,
+            RecordIdentity(
+                server_number(environment.rank),
+                environment.world_size,
+                environment.generation,
+                environment.job_id,
+                environment.host,
+            ),
             folder=environment.flight_dir,
         )
         self._call_infos: dict[tuple[str, int], CallInfo] = {}

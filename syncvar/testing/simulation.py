@@ -20,6 +20,7 @@ from syncvar.parameter_server.request_client import Client
 from syncvar.parameter_server.server_machine import Server
 from syncvar.protocol.frame import HEADER_NBYTES, parse_header
 from syncvar.runtime.communicator import CollectiveSpec, Communicator
+from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.runtime.request import RequestState
 from syncvar.transports.base import Frame
 
@@ -75,7 +76,8 @@ class Simulation:
         self._overtake_max = overtake_max
         self._async_depth = async_depth
         self._groups = [
-            _Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)
+            _Recorder(_GROUP, range(world_size), Recorder(RecordIdentity(rank, world_size)), None)
+            for rank in range(world_size)
         ]
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size

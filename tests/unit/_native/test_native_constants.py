@@ -6,7 +6,6 @@ import pytest
 
 from syncvar._native import constants
 from syncvar.shm import channel_table, segment_file
-from syncvar.variables import variable_state
 
 
 def test_the_header_is_generated_from_the_python_module():
@@ -30,7 +29,6 @@ def test_numbers_that_c_reads_as_64_bits_are_written_so():
         (channel_table.SPREAD, constants.SPREAD),
         (segment_file.LINE_BYTES, constants.LINE),
         (segment_file.PAGE_BYTES, constants.PAGE),
-        (variable_state.WRITES_PER_DECISION, constants.WRITES_PER_DECISION),
     ],
 )
 def test_other_rooms_have_the_same_numbers(here, there):
