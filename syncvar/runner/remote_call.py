@@ -181,11 +181,9 @@ def play(data: bytes) -> bytes:
         patience_s = float("inf")  # until all have left; the driver may end it earlier
         end = End(result, has_met=has_met)
     except BaseException as error:  # the engine would report a different error
-        failure = failure_of(error)
+        fault = failure_of(error)
         raised = pack_exception(error)
-        end = End(
-            b"", failure.error, failure.message, failure.text, failure.exit_code, has_met, raised
-        )
+        end = End(b"", fault.error, fault.message, fault.text, fault.exit_code, has_met, raised)
     leave(patience_s)
     _release_port()
     return packed(end)
