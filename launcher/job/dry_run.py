@@ -38,9 +38,9 @@ def dry_run(job: Job) -> str:
     if options.output.log_dir is None:
         hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
     # Without --env-clear ranks inherit all variables, and only the added ones are shown.
-    kept = job.base_environment() if options.program.env_clear else {}
+    inherited = job.base_environment() if options.program.env_clear else {}
     environments = [
-        kept
+        inherited
         | job.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch)
         | hidden
         for rank in range(options.ranks.workers)

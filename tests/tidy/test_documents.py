@@ -11,6 +11,8 @@ import pytest
 
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES
+from syncvar.core.environment import PREFIX
+from syncvar_launcher.options.option_table import ASIDE, LAUNCH_PREFIX, OPTIONS, WORKERS
 from syncvar_launcher.options.parse_options import parse
 from tests.support.paths import REPOSITORY
 
@@ -58,6 +60,34 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports():
     if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
         path.write_text(text := marked.sub(lambda found: found[1] + picture + found[3], text))
     assert marked.search(text)[2] == picture, (
+        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    )
+
+
+def options_text():
+    """Return the options of syncvar-launch, as tables of Markdown."""
+    groups = {}
+    for option in OPTIONS:
+        group = WORKERS if option.group == ASIDE else option.group
+        prefix, name = (PREFIX, option.setting) if option.setting else (LAUNCH_PREFIX, option.key)
+        table = "runtime" if option.setting else "launch"
+        key = f"`{name}` in [{table}]" if option.setting or option.in_file else "none"
+        words = (f"`{option.usage}`", key, f"`{prefix}{name.upper()}`", option.description)
+        row = " | ".join(one.replace("|", "\\|") for one in words)
+        groups.setdefault(group, []).append(f"| {row} |\n")
+    head = "| option | key of a file | variable | meaning |\n|---|---|---|---|\n"
+    return "\n".join(f"## {group}\n\n{head}{''.join(rows)}" for group, rows in groups.items())
+
+
+def test_the_options_of_the_launcher_stand_in_their_page():
+    path = REPOSITORY / "docs" / "launcher.md"
+    begin, end = "<!-- options: from the table of options -->\n", "<!-- end of options -->"
+    before, _, rest = path.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    page = f"{before}{begin}{options_text()}{end}{after}"
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        path.write_text(page)
+    assert path.read_text() == page, (
         "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
     )
 
