@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.errors import SyncvarError
     from syncvar_launcher.local.worker_start import ForkServer
-    from syncvar_launcher.options.host_selection import Allocation
-    from syncvar_launcher.options.launch_options import LaunchOptions
+    from syncvar_launcher.options.launch_options import Allocation, LaunchOptions
 
 
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # by default; they kill a process without handler
@@ -185,15 +184,15 @@ def _launch(arguments: list[str], ahead: ForkServer | None) -> int:
 
 def _warn_about_other_launcher() -> None:
     """Warn if another launcher, such as mpirun, has started several of this one."""
-    from syncvar.bootstrap.launch_env.detection import started_with_others, wants_world_of_one
+    from syncvar.bootstrap.launch_env.detection import started_with_others
+    from syncvar.core.environment import wants_world_of_one
 
     seen = None if wants_world_of_one(os.environ) else started_with_others(os.environ)
     if seen is not None:
         sys.stderr.write(
             f"syncvar-launch: {seen[0]}, and each starts a job of its own beside the others; "
-            "where one job is meant, start "
-            "syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are "
-            "meant)\n"
+            "for one job start syncvar-launch without that launcher "
+            "(SYNCVAR_WORLD_SIZE=1 turns this warning off)\n"
         )
 
 
@@ -243,14 +242,14 @@ def _launch_here(chosen: LaunchOptions, arguments: list[str], ahead: ForkServer 
 def _end(number: int, _frame: object) -> None:
     """End at once, because no worker runs yet; a fork server ends with this process."""
     name = signal.Signals(number).name
-    write_error(f"{name} came before the ranks began; nothing was started")
+    write_error(f"received {name} before the ranks began; nothing was started")
     os._exit(128 + number)
 
 
 def _drop(number: int, _frame: object) -> None:
     """Report a signal to forward, and drop it, because no rank runs yet."""
     name = signal.Signals(number).name
-    os.write(2, f"syncvar-launch: {name} came before the ranks began, and is dropped\n".encode())
+    os.write(2, f"syncvar-launch: {name} was dropped: no rank has begun\n".encode())
 
 
 def _open_streams() -> None:

@@ -33,7 +33,7 @@ from syncvar_launcher.local.local_workers import (
 )
 
 if TYPE_CHECKING:
-    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.job_private import JobDirectory
     from syncvar_launcher.io.output import Stream
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.attempt_workers import AttemptStart
@@ -45,15 +45,7 @@ _PAUSE_S = 0.01
 
 
 class Attempt:
-    """One start of all ranks.
-
-    Args:
-        job: The job.
-        console: What the launcher reads and writes.
-        directory: The private directory of this attempt.
-        start: How the attempt begins.
-        server: The process from which workers are forked; None for fresh processes.
-    """
+    """One start of all ranks; workers are forked from `server`, or fresh processes without one."""
 
     def __init__(
         self,
@@ -78,7 +70,7 @@ class Attempt:
 
     def run(self) -> JobOutcome:
         """Start the ranks, and return when all have ended."""
-        self.console.drop_passing("before the ranks began")
+        self.console.drop_passing("no rank has begun")
         try:
             if self.set.server is None:
                 self.set.start()
@@ -209,7 +201,7 @@ class Attempt:
     def _forward_signals(self) -> None:
         """Forward signals to the ranks and their children, as mpirun does."""
         if not self.workers.workers:
-            self.console.drop_passing("before the ranks began")
+            self.console.drop_passing("no rank has begun")
         while self.watch.passing:
             number = self.watch.passing.popleft()
             self.console.log_signal("signal_forwarded", number)
@@ -218,7 +210,7 @@ class Attempt:
                 self.set.show_spared(Spared(number, spared))
             elif self.options.output.verbose:
                 name = exit_status.signal_name(number) or number
-                self.console.show(f"{name} passed on to all ranks")
+                self.console.show(f"{name} forwarded to all ranks")
 
     def _stop(self) -> None:
         """Stop all ranks and this process, as Ctrl-Z asks; continue them after SIGCONT.
@@ -246,8 +238,8 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        asked = self.store.coordinator.stalls.asked
-        self.set.states.watch([rank for rank in running if rank in asked], now)
+        questioned = self.store.coordinator.stalls.pinged
+        self.set.states.watch([rank for rank in running if rank in questioned], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"
             reason = "its process is stopped (state T)" if stopped else ""

@@ -48,37 +48,37 @@ if TYPE_CHECKING:
 
 _OUTCOME_FILE = "SYNCVAR_OUTCOME_FILE"  # `sv.run` reads the failure from this file
 _LOST_PEER = ("PeerLost", "GroupBroken")  # errors that follow from the failure of another rank
+_BUSY_SHARE = 0.2  # of a core
+_SHOWN_RANKS = 4  # ranks that a sentence names
+SOCKET = "inquiries"
+_REQUEST_MAX = 4096
+_OPEN_MAX = 8
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_PATIENCE_S = 10.0  # with a client that asks nothing, or does not read the answer
 
 
 class JobConsole(NamedTuple):
-    """What the launcher reads and writes while it runs a job.
+    """What the launcher reads and writes while it runs a job."""
 
-    Args:
-        outlets: The standard streams of the launcher.
-        forwarder: Shows the output of the ranks.
-        events: The log of events.
-        watch: The signals that the launcher has received.
-    """
-
-    outlets: Outlets
-    forwarder: OutputForwarder
-    events: EventLog
-    watch: SignalWatch
+    outlets: Outlets  # standard streams of the launcher
+    forwarder: OutputForwarder  # shows the output of the ranks
+    events: EventLog  # log of events
+    watch: SignalWatch  # signals that the launcher has received
 
     def show(self, sentence: str) -> None:
         """Show a sentence of the launcher."""
-        self.forwarder.say(f"syncvar: {sentence}\n")
+        self.forwarder.write_text(f"syncvar: {sentence}\n")
 
     def log_signal(self, event: str, number: int) -> None:
         """Add an event about a signal."""
         self.events.add(event, signal=number, name=exit_status.signal_name(number))
 
-    def drop_passing(self, when: str) -> None:
+    def drop_passing(self, reason: str) -> None:
         """Drop signals to forward, because no rank runs, and show that."""
         while self.watch.passing:
             number = self.watch.passing.popleft()
             name = exit_status.signal_name(number) or number
-            self.show(f"{name} came {when}, and is dropped")
+            self.show(f"{name} was dropped: {reason}")
 
 
 class AttemptReport:
@@ -137,7 +137,7 @@ class AttemptReport:
             error = cause.error
         return Ending(
             exit_code=outcome.exit_code,
-            why=sentence,
+            failure=sentence,
             error=error,
             was_end_requested=outcome.interrupted != 0 or bool(self._watch.pending),
             had_met=had_met,
@@ -166,7 +166,7 @@ class AttemptReport:
         places = self._others(-1) if self._positions and has_reader else []
         raised = [one for one in self._raised(_LOST_PEER) if one.is_own]
         name = exit_status.signal_name(number)
-        self._forwarder.say(interrupted_block(name, places, raised, is_whole=self._is_whole))
+        self._forwarder.write_text(interrupted_block(name, places, raised, is_whole=self._is_whole))
 
     def _show_failure(
         self, outcome: JobOutcome, cause: FailureCause, records: str, *, is_last: bool
@@ -184,7 +184,7 @@ class AttemptReport:
             is_whole=self._is_whole,
         )
         if not outcome_file or not is_last:
-            self._forwarder.say(text)
+            self._forwarder.write_text(text)
             return
         failure = {
             "rank": cause.rank,
@@ -274,17 +274,8 @@ class AttemptReport:
         return cause.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]
 
 
-_BUSY_SHARE = 0.2  # of a core
-_SHOWN_RANKS = 4  # ranks that a sentence names
-
-
 class RankStates:
-    """Describes the processes of an attempt.
-
-    Args:
-        workers: The workers.
-        starting: The ranks that have not reached their script.
-    """
+    """Describes the processes of an attempt; `starting` ranks have not reached their script."""
 
     def __init__(self, workers: Workers, starting: Container[int]) -> None:
         self._workers = workers
@@ -328,13 +319,6 @@ class RankStates:
         return f", CPU {'busy' if is_busy else 'idle'} (state {letter})"
 
 
-SOCKET = "inquiries"
-_REQUEST_MAX = 4096
-_OPEN_MAX = 8
-_CREDENTIALS = struct.Struct("=iII")  # process, user, group
-_PATIENCE_S = 10.0  # with a client that asks nothing, or does not read the answer
-
-
 @dataclass(slots=True, eq=False)
 class _Inquiry:
     """One connection."""
@@ -346,14 +330,13 @@ class _Inquiry:
 
 
 class StatusSocket:
-    """The launcher's side.
+    """Answers questions about a running job over a socket in its private folder.
 
-    Args:
-        directory: The private folder of the job.
-        about: Returns the description of the job.
-        workers: The workers, which answer with their stacks.
-        position: Returns what a rank or server is doing, also after its process has ended.
-        processes: The numbers of the ranks and servers.
+    One message asks, one map answers, and the connection closes. The loop of the launcher never
+    waits for the client, whatever the client sends or leaves unread. Clients of other users get no
+    answer, although the folder would admit root.
+
+    `about` returns the description of the job, `position` what a rank or server is doing.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ import syncvar
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core import exit_status
 from syncvar.core.exit_status import STARTED
-from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
+from syncvar.transports.zeromq_sockets import tcp_endpoint
 from syncvar_launcher.job.attempt_report import AttemptReport, RankStates
 from syncvar_launcher.job.failure_report import SecondaryFailure, spared_block
 from syncvar_launcher.job.start_progress import StartProgress, clock
@@ -40,7 +40,7 @@ from syncvar_launcher.local.worker_start import ForkUnsupported, ServerEnded, St
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.job_private import JobDirectory
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.workers import WorkersFactory
@@ -56,33 +56,17 @@ class _Interrupted(Exception):  # noqa: N818  (no error)
 
 
 class AttemptStart(NamedTuple):
-    """How an attempt begins.
+    """How an attempt begins."""
 
-    Args:
-        generation: The first generation of the membership that ranks may join.
-        restarts: How often the launcher has started all ranks again before.
-        job_began: When the job began, in seconds of the clock.
-        has_met: Whether all ranks have met in an earlier attempt.
-        make_workers: Makes the workers.
-    """
-
-    generation: int
-    restarts: int
-    job_began: float
-    has_met: bool
-    make_workers: WorkersFactory
+    generation: int  # first generation of the membership that ranks may join
+    restarts: int  # how often the launcher has started all ranks again before
+    job_began: float  # when the job began, in seconds of the clock
+    has_met: bool  # whether all ranks have met in an earlier attempt
+    make_workers: WorkersFactory  # makes the workers
 
 
 class WorkerSet:
-    """The workers of one attempt: starts them, handles their events, does what the supervisor says.
-
-    Args:
-        job: The job.
-        console: What the launcher reads and writes.
-        directory: The private directory of the attempt.
-        start: How the attempt begins.
-        server: The process from which workers are forked; None for fresh processes.
-    """
+    """The workers of an attempt: starts them, handles their events, obeys the supervisor."""
 
     def __init__(
         self,
@@ -170,7 +154,7 @@ class WorkerSet:
             bound = f" | {job.binding.reason}" if is_local else ""
             transport, _ = self.workers.describe()
             text = f"syncvar {syncvar.__version__} | {job.summary()} | {transport}{bound}\n"
-            self.console.forwarder.say(text)
+            self.console.forwarder.write_text(text)
         if is_local and is_verbose:
             self.console.show(f"workers are {job.beginning}")
         self.handle_all(self.workers.start())
@@ -208,7 +192,7 @@ class WorkerSet:
             if refusal is None or not refusal.is_certain:
                 refusal = None
                 self.start()
-                clock.enter(f"lets the ranks begin that {server.describe()} has forked")
+                clock.enter(f"releases the ranks that {server.describe()} has forked")
                 server.release()
         except ServerEnded as ended:
             refusal = ForkUnsupported(ended.sentence, is_certain=True, status=ended.status)
@@ -297,7 +281,7 @@ class WorkerSet:
     def show_spared(self, event: Spared) -> None:
         """Show which ranks got no signal because it would have ended them, and what they do."""
         places = [SecondaryFailure(rank, self.report.position(rank)) for rank in event.ranks]
-        self.console.forwarder.say(spared_block(event.number, places, os.getpid()))
+        self.console.forwarder.write_text(spared_block(event.number, places, os.getpid()))
 
     def _log_end(self, rank: int, code: int | None, number: int | None) -> None:
         self.progress.reached(rank, self.watch.now())

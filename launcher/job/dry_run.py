@@ -27,7 +27,7 @@ _UNITS = {"timeout": "s"}
 def dry_run(job: Job) -> str:
     """Return the text of `--dry-run` for a job on this machine."""
     from syncvar import _native
-    from syncvar.bootstrap.job_directory import runtime_directory
+    from syncvar.bootstrap.job_private import runtime_directory
     from syncvar_launcher.local.shm_service import make_shm_service
 
     options = job.options
@@ -38,9 +38,9 @@ def dry_run(job: Job) -> str:
     if options.output.log_dir is None:
         hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
     # Without --env-clear ranks inherit all variables, and only the added ones are shown.
-    kept = job.base_environment() if options.program.env_clear else {}
+    inherited = job.base_environment() if options.program.env_clear else {}
     environments = [
-        kept
+        inherited
         | job.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch)
         | hidden
         for rank in range(options.ranks.workers)
@@ -71,7 +71,7 @@ def dry_run(job: Job) -> str:
 
 def _checked_start(method: StartMethod) -> StartMethod:
     """Return how workers would start, after the checks that need NumPy."""
-    from syncvar.bootstrap.prefork.preloaded_imports import unsupported_blas_reason
+    from syncvar.bootstrap.preloaded_imports import unsupported_blas_reason
 
     doubt = unsupported_blas_reason() if method.may_change else ""
     return method._replace(is_forked=False, reason=doubt, may_change=False) if doubt else method

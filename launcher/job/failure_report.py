@@ -34,68 +34,40 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
 class FailureReport(NamedTuple):
-    """The first failure of a job.
+    """The first failure of a job."""
 
-    Args:
-        rank: The rank that failed, or -1 for the job as a whole.
-        status: The exit code, or minus the signal, or None before the process ends.
-        host: The host; empty is not shown.
-        reason: What is known beyond the status, for instance "out of memory (kernel)"; may be
-            empty.
-        call: The call in progress, for instance "all_reduce #12 at train.py:40"; may be empty.
-        elapsed_s: The time since the start of the job, or None.
-        traceback: The traceback of the exception, or an empty text.
-        last_lines: The last lines that the rank wrote, shown without a traceback.
-        stands_above: Whether the launcher has just shown these lines.
-    """
-
-    rank: int
-    status: int | None
-    host: str = ""
+    rank: int  # rank that failed, or -1 for the job as a whole
+    status: int | None  # exit code, or minus the signal, or None before the process ends
+    host: str = ""  # host; empty is not shown
+    # what is known beyond the status, for instance "out of memory (kernel)"; may be empty
     reason: str = ""
-    call: str = ""
-    elapsed_s: float | None = None
-    traceback: str = ""
-    last_lines: Sequence[str] = ()
-    stands_above: bool = False
+    call: str = ""  # call in progress, for instance "all_reduce #12 at train.py:40"; may be empty
+    elapsed_s: float | None = None  # time since the start of the job, or None
+    traceback: str = ""  # traceback of the exception, or an empty text
+    last_lines: Sequence[str] = ()  # last lines that the rank wrote, shown without a traceback
+    stands_above: bool = False  # whether the launcher has just shown these lines
 
 
 class WorkerTraceback(NamedTuple):
-    """An exception that ended a rank, the first one of the job or another.
+    """An exception that ended a rank, the first one of the job or another."""
 
-    Args:
-        rank: The rank.
-        traceback: The traceback, or the rank's last text.
-        is_own: Whether it does not follow from the failure of another rank.
-    """
-
-    rank: int
-    traceback: str
-    is_own: bool = True
+    rank: int  # rank
+    traceback: str  # traceback, or the rank's last text
+    is_own: bool = True  # whether it does not follow from the failure of another rank
 
 
 class SecondaryFailure(NamedTuple):
-    """What another rank did when the first one failed.
+    """What another rank did when the first one failed."""
 
-    Args:
-        rank: The rank.
-        activity: A text such as "waiting in all_reduce #12 at train.py:40".
-    """
-
-    rank: int
-    activity: str
+    rank: int  # rank
+    activity: str  # text such as "waiting in all_reduce #12 at train.py:40"
 
 
 class EvidenceFiles(NamedTuple):
-    """Where more of the evidence is.
+    """Where more of the evidence is."""
 
-    Args:
-        log_dir: The folder with the whole output of the ranks, or an empty text.
-        records: The text that names the flight records, or an empty text.
-    """
-
-    log_dir: str = ""
-    records: str = ""
+    log_dir: str = ""  # folder with the whole output of the ranks, or an empty text
+    records: str = ""  # text that names the flight records, or an empty text
 
 
 _NO_FILES = EvidenceFiles()
@@ -210,12 +182,12 @@ def ending_sentence(number: int, grace_s: float) -> str:
         >>> ending_sentence(2, 10.0)
         'ending the ranks, up to 10 s; Ctrl-C again kills them'
         >>> ending_sentence(15, 0.5)
-        'SIGTERM came: ending the ranks, up to 0.5 s; a second signal kills them'
+        'received SIGTERM: ending the ranks, up to 0.5 s; a second signal kills them'
     """
     if number == _CTRL_C:
         return f"ending the ranks, up to {grace_s:g} s; Ctrl-C again kills them"
     ending = f"ending the ranks, up to {grace_s:g} s; a second signal kills them"
-    return f"{signal_name(number)} came: {ending}"
+    return f"received {signal_name(number)}: {ending}"
 
 
 def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int) -> str:
@@ -232,10 +204,10 @@ def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int)
     have = "has" if len(places) == 1 else "have"
     they = "it does" if len(places) == 1 else "they do"
     name = signal_name(number) or number
-    why = f"{name} would end {ranks}, which {have} no handler for it"
+    reason = f"{name} would end {ranks}, which {have} no handler for it"
     where = "it is" if len(places) == 1 else "they are"
     lines = [
-        f"syncvar: {why}: {they} not get it. What {they}:",
+        f"syncvar: {reason}: {they} not get it. What {they}:",
         *_others(places),
         f"syncvar: `syncvar stacks {launcher}` shows where {where} in the script",
     ]
@@ -285,10 +257,10 @@ def _evidence(
         return [f"evidence: {process_name(failure.rank)} wrote nothing"]
     else:
         return []
-    who = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
+    process = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
     if failure.stands_above:
-        return [f"evidence: {title}{who}, above"]
-    return [f"evidence: {title}{who}", *_shown(lines)]
+        return [f"evidence: {title}{process}, above"]
+    return [f"evidence: {title}{process}", *_shown(lines)]
 
 
 def _groups(
@@ -334,8 +306,12 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:
         head = min(_HEAD_LINES, limit // 2)
-        gone = len(lines) - limit
-        lines = [*lines[:head], f"  ({gone} lines left out; -v shows them)", *lines[head - limit :]]
+        hidden = len(lines) - limit
+        lines = [
+            *lines[:head],
+            f"  ({hidden} lines left out; -v shows them)",
+            *lines[head - limit :],
+        ]
     title = f"evidence: {'traceback' if calls else 'last words'} of {_ranks(group)}"
     if different:
         title += f", with the message of {_ranks(alike)}"

@@ -79,13 +79,9 @@ class HostGroup(Protocol):
 
 
 class Job:
-    """One launch.
+    """One launch; without a host group the launcher starts all workers on this machine.
 
-    Args:
-        chosen: The options.
-        arguments: The command line, for advice in messages.
-        environ: The environment of the launcher.
-        host_group: The hosts whose agents start the workers; None for this machine alone.
+    `arguments` are the command line, for advice in messages.
     """
 
     def __init__(
@@ -111,48 +107,38 @@ class Job:
         self.lost_files = LostFiles()
         self.usable = usable_cores()
         self.core_count = core_count()
-        self.binding = (
-            Binding((), "")
-            if host_group is not None
-            else plan_binding(
-                chosen.ranks.workers,
-                self.usable,
-                os.cpu_count() or 1,
-                chosen.ranks.bind,
-                chosen.ranks.cores_per_worker,
+        ranks, program = chosen.ranks, chosen.program
+        self.binding = Binding((), "")
+        if host_group is None:
+            online = os.cpu_count() or 1
+            self.binding = plan_binding(
+                ranks.workers, self.usable, online, ranks.bind, ranks.cores_per_worker
             )
-        )
-        variables = {**self.base_environment(), **chosen.program.env}
         self.beginning = plan_start(
-            chosen.ranks.start_method,
-            chosen.program.kind,
-            chosen.program.target,
-            chosen.ranks.workers,
-            str(chosen.program.cwd),
-            variables,
+            ranks.start_method,
+            program.kind,
+            program.target,
+            ranks.workers,
+            str(program.cwd),
+            {**self.base_environment(), **program.env},
         )
 
     # -- what a worker gets ------------------------------------------------------------------------
 
     def command(self) -> list[str]:
         """Return the command line of a worker, or of the fork server."""
-        chosen = self.options
-        return self.beginning.command(
-            chosen.program.kind, chosen.program.target, chosen.program.args
-        )
+        program = self.options.program
+        return self.beginning.command(program.kind, program.target, program.args)
 
     def fresh_command(self) -> list[str]:
         """Return the command line of a worker that is not forked."""
-        chosen = self.options
-        return worker_command(
-            chosen.program.kind, chosen.program.target, chosen.program.args, is_forked=False
-        )
+        program = self.options.program
+        return worker_command(program.kind, program.target, program.args, is_forked=False)
 
     def server_command(self, number: int) -> list[str]:
         """Return the command line of a server, by the number of its process."""
-        return server_command(
-            self.options.program.kind, self.options.program.target, number - SERVER_0
-        )
+        program = self.options.program
+        return server_command(program.kind, program.target, number - SERVER_0)
 
     @property
     def servers(self) -> range:
@@ -172,20 +158,16 @@ class Job:
 
     def host_of(self, number: int) -> int:
         """Return the index of the host of a rank or server."""
-        return (
-            self.server_hosts[number - SERVER_0]
-            if is_server(number)
-            else self.hosts.host_of(number)
-        )
+        if is_server(number):
+            return self.server_hosts[number - SERVER_0]
+        return self.hosts.host_of(number)
 
     def binding_of(self, host: int) -> Binding:
         """Return the cores of the workers of a host with an agent."""
         assert self.host_group is not None
-        site, chosen = self.host_group.sites[host], self.options
-        cores, cpu_count = site.facts["cores"], site.facts["cpu_count"]
-        return plan_binding(
-            site.workers, cores, cpu_count, chosen.ranks.bind, chosen.ranks.cores_per_worker
-        )
+        site, ranks = self.host_group.sites[host], self.options.ranks
+        cores, online = site.facts["cores"], site.facts["cpu_count"]
+        return plan_binding(site.workers, cores, online, ranks.bind, ranks.cores_per_worker)
 
     def summary(self) -> str:
         """Return the number of ranks and their hosts, for messages."""
@@ -206,11 +188,9 @@ class Job:
 
     def processor_of(self, host: int) -> str:
         """Return the processor type of a host, as `os.uname` names it."""
-        return (
-            os.uname().machine
-            if self.host_group is None
-            else str(self.host_group.sites[host].facts["processor"])
-        )
+        if self.host_group is None:
+            return os.uname().machine
+        return str(self.host_group.sites[host].facts["processor"])
 
     def own_environment(
         self,
@@ -224,30 +204,23 @@ class Job:
     ) -> dict[str, str]:
         """Return the variables that the launcher sets for a rank or server.
 
-        Args:
-            rank: The rank, or the number of the server's process.
-            rendezvous: The address at which the ranks meet.
-            directory: The private folder of its host; empty if an agent sets it.
-            torch: The variables of `--torch-env`; empty without.
-            generation: The first generation of the membership that it may join.
-            restarts: How often the launcher has started all ranks again.
-            incarnation: How often it has started this one again alone.
+        `directory` is the private folder of its host; empty if an agent sets it. `torch` has the
+        variables of `--torch-env`. The launcher has started all ranks again `restarts` times, and
+        this one alone `incarnation` times.
         """
         chosen = self.options
-        host, serves = self.host_of(rank), is_server(rank)
+        host, host_count, serves = self.host_of(rank), len(self.hosts.sizes), is_server(rank)
         if torch:
-            torch = {
-                **torch,
-                "GROUP_RANK": str(host),
-                "GROUP_WORLD_SIZE": str(len(self.hosts.sizes)),
-            }
+            torch = {**torch, "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(host_count)}
+        has_totals = chosen.output.stats and self.host_group is None
+        folder = os.path.dirname(rendezvous.removeprefix("ipc://"))
         contract = RankEnvironment(
             rank=rank - SERVER_0 if serves else rank,
             world_size=chosen.ranks.workers,
             local_rank=0 if serves else self.hosts.local_rank(rank),
             local_world_size=self.hosts.sizes[host],
             host_index=host,
-            host_count=len(self.hosts.sizes),
+            host_count=host_count,
             generation=generation,
             rendezvous=rendezvous,
             job_id=self.job_id,
@@ -257,9 +230,7 @@ class Job:
             host_directory=directory,
             host_address=self._address_of(host),
             restarts=restarts,
-            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://"))
-            if chosen.output.stats and self.host_group is None
-            else "",
+            stats_dir=folder if has_totals else "",
             servers=chosen.ranks.servers,
             server_replicas=chosen.ranks.server_replicas,
             incarnation=incarnation,
@@ -289,10 +260,8 @@ class Job:
         chosen = self.options
         workers, cores = chosen.ranks.workers, self.core_count
         if self.host_group is not None:
-            workers, cores = (
-                self.host_group.sites[host].workers,
-                self.host_group.sites[host].facts["core_count"],
-            )
+            site = self.host_group.sites[host]
+            workers, cores = site.workers, site.facts["core_count"]
         threads = blas_threads(workers, cores, chosen.ranks.cores_per_worker)
         return {
             **blas_environment(threads, {**self.environ, **chosen.program.env}),
@@ -306,23 +275,20 @@ class Job:
 
         `ahead` is as in `run`; a server that does not fit ends.
         """
-        chosen = self.options
+        program = self.options.program
         is_needed = self.host_group is None and self.beginning.is_forked
         environ: dict[str, str] = {}
         if is_needed:
-            environ = {**self.base_environment(), **self._settings(), **chosen.program.env}
-        if ahead is not None and not (is_needed and ahead.suits(environ, chosen.program.cwd)):
+            environ = {**self.base_environment(), **self._settings(), **program.env}
+        if ahead is not None and not (is_needed and ahead.suits(environ, program.cwd)):
             ahead.close()
             ahead = None
         if not is_needed:
             return None
         argv = self.command()
         try:
-            server = ahead or ForkServer(argv, environ, chosen.program.cwd, self.pass_fds())
+            server = ahead or ForkServer(argv, environ, program.cwd, self.pass_fds())
         except OSError as error:
             raise cannot_start(argv[0], error) from error
-        server.order(
-            worker_arguments(chosen.program.kind, chosen.program.target, chosen.program.args),
-            environ,
-        )
+        server.order(worker_arguments(program.kind, program.target, program.args), environ)
         return server

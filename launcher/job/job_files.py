@@ -56,10 +56,7 @@ _LOST_FILES_SHOWN = 20
 class FlightRecords:
     """The folder in which the workers of a job leave flight records; it need not exist.
 
-    Args:
-        log_dir: The folder for the output of the ranks, or None for a folder of the job's own.
-        environ: The environment, which names the folder of all jobs.
-        job_id: The identity of the job.
+    It is the folder for the output of the ranks, or one of the job's own.
     """
 
     def __init__(self, log_dir: Path | None, environ: Mapping[str, str], job_id: str) -> None:
@@ -199,7 +196,7 @@ class EventLog:
                 break
             self.flush()
         if self._dropped and self._writer is not None:
-            self._warn(f"some events were dropped, for nobody read {self._path}")
+            self._warn(f"some events were dropped, because nobody read {self._path}")
         self._give_up()
 
     def _write(self, data: bytes) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, write_error_text
@@ -54,10 +54,7 @@ if TYPE_CHECKING:
 def run(job: Job, server: ForkServer | None, make_workers: WorkersFactory = DirectWorkers) -> int:
     """Run the job, with restarts, and return the exit code.
 
-    Args:
-        job: The job.
-        server: The fork server of the first attempt; None for fresh processes.
-        make_workers: Makes the workers of each attempt.
+    `server` is the fork server of the first attempt; None for fresh processes.
     """
     chosen = job.options
     clock.enter("looks at the files that it is to write")
@@ -71,7 +68,9 @@ def run(job: Job, server: ForkServer | None, make_workers: WorkersFactory = Dire
         stack.callback(outlets.close)
         forwarder = _make_forwarder(chosen, job.servers, outlets)
         events = EventLog(
-            chosen.output.events, job.job_id, lambda text: forwarder.say(f"syncvar: {text}\n")
+            chosen.output.events,
+            job.job_id,
+            lambda text: forwarder.write_text(f"syncvar: {text}\n"),
         )
         stack.callback(events.close)
         signals = parse_signals(chosen.limits.forward_signals)
@@ -184,14 +183,15 @@ class _RestartLoop:
         ending = attempt.report.ending(outcome, had_met=has_met)
         decision = self.restarting.after(ending)
         attempt.report.show(outcome, is_last=not decision.restarts)
-        self.culprit = _culprit(outcome, ending.why)
+        self.culprit = _culprit(outcome, ending.failure)
         if self.code == exit_status.PREEMPTED and outcome.cause is None:
             console.events.add("preempted", signal=outcome.interrupted or None)
         if not decision.restarts:
             if decision.reason and not outcome.interrupted:
                 console.show(f"not started again: {decision.reason}")
             return False
-        console.show(f"{decision.reason}, in {decision.pause_s:g} s, as generation {generation}")
+        attempt_name = f"attempt {self.restarting.number + 1}"
+        console.show(f"{decision.reason}, in {decision.pause_s:g} s, as {attempt_name}")
         console.events.add(
             "restart",
             number=self.restarting.number,
@@ -204,8 +204,8 @@ class _RestartLoop:
             return False
         dropped = console.outlets.renew()
         if dropped:
-            console.show(f"{dropped} bytes of output were dropped, for nobody read them")
-        console.forwarder.begin(f"syncvar: {decision.reason}, generation {generation}")
+            console.show(f"{dropped} bytes of output were dropped, because nobody read them")
+        console.forwarder.begin(f"syncvar: {decision.reason}, {attempt_name}")
         self.start = self.start._replace(
             generation=generation, restarts=self.restarting.number, has_met=has_met
         )
@@ -222,7 +222,7 @@ class _RestartLoop:
                     128 + number, f"syncvar: interrupted by {name} before the restart\n"
                 )
                 return False
-            self.console.drop_passing("between two starts of the ranks")
+            self.console.drop_passing("no rank runs between two attempts")
             now = self.watch.now()
             if now >= self.limit:
                 limit_s = self.options.limits.timeout_s
@@ -242,7 +242,7 @@ class _RestartLoop:
     def _end_in_pause(self, code: int, text: str) -> None:
         self.code = self.code if self.code == exit_status.PREEMPTED else code
         self.culprit = {"rank": None, "why": text.split("\n", 1)[0]}
-        self.console.forwarder.say(text)
+        self.console.forwarder.write_text(text)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class _RestartLoop:
         job, watch = self.job, self.watch
         outlets, forwarder, events, _ = self.console
         for line in self.restarting.summary():
-            forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
+            forwarder.write_text(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
         forwarder.finish()
         if self.options.output.stats:
             job.lost_files.add(self._show_totals())
@@ -295,7 +295,7 @@ class _RestartLoop:
         rows = merge_totals(self.totals)
         missing = [number for number in everybody if number not in self.totals]
         if not isinstance(file, Path):
-            self.console.forwarder.say(totals_table(rows, missing))
+            self.console.forwarder.write_text(totals_table(rows, missing))
             return []
         import json
 
@@ -337,8 +337,8 @@ def _digest(chosen: LaunchOptions) -> str:
 
 def _make_forwarder(chosen: LaunchOptions, servers: range, outlets: Outlets) -> OutputForwarder:
     sinks = [
-        Sink(outlet, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
-        for stream, outlet in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
+        Sink(writer, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
+        for stream, writer in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
     ]
     return OutputForwarder(
         sinks[0],

@@ -17,8 +17,6 @@ import select
 import signal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.core.process_ids import process_list
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from types import FrameType
@@ -113,17 +111,11 @@ clock = StartClock()
 
 
 class Overdue(NamedTuple):
-    """A start that makes no progress.
+    """A start that makes no progress."""
 
-    Args:
-        missing: The processes that have not reached their script.
-        waited_s: The seconds since the last process reached its script.
-        has_failed: Whether the deadline has passed.
-    """
-
-    missing: tuple[int, ...]
-    waited_s: float
-    has_failed: bool
+    missing: tuple[int, ...]  # processes that have not reached their script
+    waited_s: float  # seconds since the last process reached its script
+    has_failed: bool  # whether the deadline has passed
 
     def sentence(self, states: Iterable[str], joined: Collection[int]) -> str:
         """Return the sentence to show.
@@ -136,6 +128,8 @@ class Overdue(NamedTuple):
             >>> overdue.sentence(["process 77 (state S)"], [0]).partition(": ")[2]
             'rank 1 has not reached its script (process 77 (state S)); rank 0 waits'
         """
+        from syncvar.core.process_ids import process_list
+
         has = "has not reached its" if len(self.missing) == 1 else "have not reached their"
         shown = list(states)[:_SHOWN_MISSING]
         if len(self.missing) > _SHOWN_MISSING:

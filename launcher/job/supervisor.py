@@ -39,31 +39,18 @@ _REPORTED_BY_ENGINE = ("DeadlineExceeded",)
 
 
 class FailureCause(NamedTuple):
-    """Why a rank counts as failed.
+    """Why a rank counts as failed."""
 
-    Args:
-        rank: The rank, or -1 for the job as a whole.
-        weight: How likely it is the cause of other failures.
-        status: The exit status, None before the process ends.
-        exit_code: The exit code of the launcher if this is the first cause.
-        reason: The sentence for the other ranks.
-        error: The name of the exception, or an empty text.
-        traceback: The traceback, or an empty text.
-        brief: The traceback without frames that do not help the script's author.
-        beyond: What the launcher knows beyond the status, or an empty text.
-        at: When the launcher first learned it, in seconds of the clock.
-    """
-
-    rank: int
-    weight: Severity
-    status: int | None
-    exit_code: int
-    reason: str
-    error: str = ""
-    traceback: str = ""
-    brief: str = ""
-    beyond: str = ""
-    at: float | None = None
+    rank: int  # rank, or -1 for the job as a whole
+    weight: Severity  # how likely it is the cause of other failures
+    status: int | None  # exit status, None before the process ends
+    exit_code: int  # exit code of the launcher if this is the first cause
+    reason: str  # sentence for the other ranks
+    error: str = ""  # name of the exception, or an empty text
+    traceback: str = ""  # traceback, or an empty text
+    brief: str = ""  # traceback without frames that do not help the script's author
+    beyond: str = ""  # what the launcher knows beyond the status, or an empty text
+    at: float | None = None  # when the launcher first learned it, in seconds of the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,42 +96,26 @@ Action = NotifyPeerLost | Terminate | Kill | DropServer | RestartServer
 
 
 class JobOutcome(NamedTuple):
-    """How the job ended.
+    """How the job ended."""
 
-    Args:
-        exit_code: The exit code of the launcher; 75 without a cause: the ranks stopped and ask for
-            another run.
-        cause: The first failure by cause, or None.
-        interrupted: The number of the signal that ended the job, or 0.
-    """
-
+    # exit code of the launcher; 75 without a cause: the ranks stopped and ask for another run
     exit_code: int
-    cause: FailureCause | None
-    interrupted: int
+    cause: FailureCause | None  # first failure by cause, or None
+    interrupted: int  # number of the signal that ended the job, or 0
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """The state of a job's workers.
+    """The state of a job's workers."""
 
-    Args:
-        workers: The number of workers.
-        config: The settings, of which this uses the graces.
-        is_command: Whether the workers are arbitrary commands, which need not report their end.
-        now: The time in seconds of a monotonic clock.
-        timeout_s: The time limit of the job in seconds; infinite for none.
-        mirrors: For each server the servers that hold copies of its variables; empty without
-            servers.
-        restarts: How often workers may start again alone.
-    """
-
-    workers: int
-    config: RuntimeConfig
-    is_command: bool
-    now: float
-    timeout_s: float = float("inf")
+    workers: int  # number of workers
+    config: RuntimeConfig  # settings, of which this uses the graces
+    is_command: bool  # whether the workers are arbitrary commands, which need not report their end
+    now: float  # time in seconds of a monotonic clock
+    timeout_s: float = float("inf")  # time limit of the job in seconds; infinite for none
+    # for each server the servers that hold copies of its variables; empty without servers
     mirrors: Sequence[Sequence[int]] = ()
-    restarts: int = 0
+    restarts: int = 0  # how often workers may start again alone
     running: set[int] = field(default_factory=set)
     causes: dict[int, FailureCause] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)

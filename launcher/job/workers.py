@@ -19,6 +19,7 @@ from syncvar_launcher.local.host_resources import cannot_start
 from syncvar_launcher.local.local_workers import (
     Event,
     LocalWorkers,
+    WorkerSpec,
     WorkerStarted,
     secret_descriptor,
     write_secret,
@@ -118,7 +119,7 @@ class Workers(Protocol):
     def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
         """Request the stack of a rank."""
 
-    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
+    def answer(self, request: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
         """Return the answer to a request; None before it arrives, empty without a request."""
 
     def place_now(self, rank: int) -> str:
@@ -149,16 +150,7 @@ class WorkersFactory(Protocol):
 
 
 class DirectWorkers:
-    """Workers that the launcher starts itself, without agents; implements `job.workers.Workers`.
-
-    Args:
-        job: The job.
-        processes: The processes, none of which is started yet.
-        folder: The private folder of the attempt.
-        rendezvous: The address at which the ranks meet.
-        generation: The first generation of the membership that ranks may join.
-        restarts: How often the launcher has started all ranks again before.
-    """
+    """Workers that the launcher starts itself, without agents; implements `Workers`."""
 
     def __init__(
         self,
@@ -260,16 +252,18 @@ class DirectWorkers:
             elif self._secret:
                 named[KEY_FD] = secret_descriptor(self._secret, self._folder)
             self._processes.start(
-                number,
-                argv,
-                job.base_environment() | own,
-                job.options.program.cwd,
-                None if serves else job.binding.cores[number],
-                stdin=0 if reads and not incarnation else null,
-                outputs=(1, 2) if has_terminal else None,
-                pass_fds=job.pass_fds(),
-                named=named,
-                is_fresh=serves or incarnation > 0,
+                WorkerSpec(
+                    number,
+                    argv,
+                    job.base_environment() | own,
+                    job.options.program.cwd,
+                    None if serves else job.binding.cores[number],
+                    stdin=0 if reads and not incarnation else null,
+                    outputs=(1, 2) if has_terminal else None,
+                    pass_fds=job.pass_fds(),
+                    named=named,
+                    is_fresh=serves or incarnation > 0,
+                )
             )
         except OSError as error:
             raise cannot_start(argv[0], error) from error

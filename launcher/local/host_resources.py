@@ -1,4 +1,4 @@
-"""Decides which cores each worker may use, and how many BLAS threads it may start.
+"""What workers may use of this host: cores, BLAS threads, memory, open files and processes.
 
 Without binding, workers that share cores make slow small calls. BLAS libraries that each start a
 thread per core slow each other down.
@@ -22,24 +22,30 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 BLAS_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
 )
+
+OUT_OF_MEMORY = "out of memory (kernel)"
+_COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
+# Between the count and the end of a large process, whose memory the system takes back first.
+_RECENT_S = 10.0
+_SIGKILL = 9
+
+# Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
+_FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
+_COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.zeromq_sockets`
+_TASKS_OF_A_RANK = 4  # the script, two threads of ZeroMQ, and the one that makes progress
+_TASKS = 5  # the launcher with its threads, the cleanup process, and the fork server
+OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class Binding(NamedTuple):
-    """The cores of each worker of one host.
+    """The cores of each worker of one host."""
 
-    Args:
-        cores: For each local rank the cores that it may use, or None without binding.
-        reason: The reason, in one sentence.
-    """
-
+    # for each local rank the cores that it may use, or None without binding
     cores: tuple[tuple[int, ...] | None, ...]
-    reason: str
+    reason: str  # reason, in one sentence
 
 
 def plan_binding(
@@ -86,26 +92,17 @@ def plan_binding(
     unbound: tuple[None, ...] = (None,) * workers
     if mode == "none":
         return Binding(unbound, "not bound: --bind none")
+    sharing = f"{_count(workers, 'worker')} share {_count(usable, 'usable core')}"
     if mode == "auto" and workers > usable and workers % usable:
-        return Binding(
-            unbound, f"not bound: {_count(workers, 'worker')} share {_count(usable, 'usable core')}"
-        )
+        return Binding(unbound, f"not bound: {sharing}")
     if mode == "auto" and cores_per_worker is None and usable != online_cores:
-        return Binding(
-            unbound,
-            f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} "
-            "usable)",
-        )
+        share = f"{usable} of {_count(online_cores, 'core')} usable"
+        return Binding(unbound, f"not bound: an affinity is set already ({share})")
     if workers > usable:
         shared = tuple((usable_cores[worker % usable],) for worker in range(workers))
-        return Binding(
-            shared,
-            f"bound in turn: {_count(workers, 'worker')} share {_count(usable, 'usable core')}",
-        )
+        return Binding(shared, f"bound in turn: {sharing}")
     size = cores_per_worker or usable // workers
-    cores = tuple(
-        tuple(usable_cores[worker * size : (worker + 1) * size]) for worker in range(workers)
-    )
+    cores = tuple(tuple(usable_cores[size * one : size * (one + 1)]) for one in range(workers))
     return Binding(cores, f"bound: {_count(size, 'core')} of its own for each worker")
 
 
@@ -135,30 +132,22 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-OUT_OF_MEMORY = "out of memory (kernel)"
-_COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
-# between the count and the end of a large process, whose memory the system takes back first
-_RECENT_S = 10.0
-_SIGKILL = 9
-
-
 class OutOfMemory:
-    """The kills that the groups of the workers have counted.
+    """Detects by control group that the system killed a worker because memory ran out.
 
-    Args:
-        now: The time in seconds of a monotonic clock.
-        root: The mount point of the control groups.
+    Such a kill looks like any SIGKILL. Before it, the kernel counts it in the worker's group:
+    "oom_kill" in `memory.events`, or in `memory.oom_control` for version 1. So a worker ran out of
+    memory if SIGKILL ended it just after its group counted a kill.
     """
 
     def __init__(self, now: float, root: str = CONTROL_GROUPS) -> None:
         self._root = root
-        self._files: dict[bytes, str] = {}  # by what a process says of its groups
+        self._files: dict[bytes, str] = {}  # by the text of /proc/<pid>/cgroup
         self._of_rank: dict[int, str] = {}
         self._counted: dict[str, int] = {}
         self._unexplained: dict[str, list[float]] = {}
-        self._count(
-            self._file(read_file("/proc/self/cgroup")), now
-        )  # workers begin in the launcher's own group
+        # Workers begin in the launcher's own group.
+        self._count(self._file(read_file("/proc/self/cgroup")), now)
 
     def look(self, pids: Mapping[int, int], now: float) -> None:
         """Note the group of each worker (rank -> process), and the counters of the groups."""
@@ -203,18 +192,9 @@ class OutOfMemory:
             return
         count = named_number(read_file(file), b"oom_kill")
         risen = count - self._counted.get(file, count)
-        self._counted[file] = max(
-            count, self._counted.get(file, 0)
-        )  # a group that has been removed reads as 0
+        # A group that has been removed reads as 0.
+        self._counted[file] = max(count, self._counted.get(file, 0))
         self._unexplained.setdefault(file, []).extend([now] * max(0, risen))
-
-
-# Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
-_FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
-_COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.zeromq_sockets`
-_TASKS_OF_A_RANK = 4  # the script, two threads of ZeroMQ, and the one that makes progress
-_TASKS = 5  # the launcher with its threads, the cleanup process, and the fork server
-OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class LimitTooLow(ConfigError):
@@ -228,11 +208,8 @@ class TimePassed(HostUnreachable):
 def needed_files(workers: int, hosts: int, *, has_logs: bool, are_linked: bool) -> tuple[int, str]:
     """Return the open files that a process of the job needs at most, and which process that is.
 
-    Args:
-        workers: The ranks of the job.
-        hosts: The number of hosts as which this machine poses.
-        has_logs: Whether the launcher writes two files for each rank.
-        are_linked: Whether ranks have connections, because they share no memory.
+    This machine poses as `hosts`. With logs the launcher writes two files for each rank. Linked
+    ranks have connections, because they share no memory.
 
     Example:
         >>> needed_files(16, 1, has_logs=False, are_linked=False)
@@ -280,17 +257,13 @@ def tasks_left(groups: str | None = None, mounts: Path = Path("/sys/fs/cgroup"))
 def check_limits(options: LaunchOptions) -> None:
     """Raise LimitTooLow for a job that exceeds a limit of the system."""
     workers = options.ranks.workers
-    are_linked = options.ranks.fake_hosts > 1 or options.runtime.transport == "zmq"
-    needed, whose = needed_files(
-        workers,
-        options.ranks.fake_hosts,
-        has_logs=options.output.log_dir is not None,
-        are_linked=are_linked,
-    )
+    hosts, has_logs = options.ranks.fake_hosts, options.output.log_dir is not None
+    are_linked = hosts > 1 or options.runtime.transport == "zmq"
+    needed, process = needed_files(workers, hosts, has_logs=has_logs, are_linked=are_linked)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _is_below(soft, needed):
         raise LimitTooLow(
-            f"{whose} needs {needed} open files for {_ranks(workers)}, and {soft} are allowed: "
+            f"{process} needs {needed} open files for {_ranks(workers)}, and {soft} are allowed: "
             f"{_remedy('n', needed, hard)}, or start fewer ranks"
         )
     left = tasks_left()

@@ -3,6 +3,10 @@
 Each worker leads its own session. Its output comes through two pipes, its status messages through a
 third, its exit through a pidfd. Nothing here blocks: the owner polls the descriptors and calls
 `readable`.
+
+A worker gets the job's secret in an open file without a name. The secret never stands on a command
+line or in a variable. Programs of `--no-python` get it as a file in the private folder of the job,
+because a wrapper may close inherited descriptors.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
 _tgkill = getattr(libc, "tgkill", None)  # not in every libc
+_HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
+_FILE_NAME = "key"
 
 
 class WorkerOutput(NamedTuple):
@@ -91,10 +98,28 @@ class Spared(NamedTuple):
 
 Event = WorkerOutput | WorkerStatus | WorkerStarted | WorkerExited | WorkerUnreachable | Spared
 
-_HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
 
-_Role = Literal["pidfd", "out", "err", "word"]
-_ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "word")
+_Role = Literal["pidfd", "out", "err", "status"]
+_ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "status")
+
+
+class WorkerSpec(NamedTuple):
+    """What starts as one worker."""
+
+    rank: int  # rank, or the number of the server's process
+    argv: Sequence[str]  # command line
+    environ: Mapping[str, str]  # whole environment; `start` adds the descriptor of the status pipe
+    cwd: Path  # folder in which it starts
+    cores: Sequence[int] | None  # cores that it may use, or None for all
+    stdin: int  # descriptor of its standard input
+    # Descriptors of its standard output and error (of a debugged rank); None for pipes to here.
+    outputs: tuple[int, int] | None = None
+    # descriptor that reads what it writes to `outputs`; -1 for none. `start` takes ownership
+    source: int = -1
+    pass_fds: Sequence[int] = ()  # descriptors that it inherits
+    # more of them, by the variable that gets the number
+    named: Mapping[str, int] = MappingProxyType({})
+    is_fresh: bool = False  # whether it is a fresh process, even beside forked ones
 
 
 @dataclass(slots=True)
@@ -107,22 +132,15 @@ class WorkerProcess:
     pidfd: int
     out: int
     err: int
-    word: int
-    said: bytearray = field(default_factory=bytearray)
+    status_pipe: int
+    unread: bytearray = field(default_factory=bytearray)  # the begin of a status message
     status: int | None = None
-    takes_notice: bool = (
-        False  # SIGTERM asks it to save and to end in order, see `syncvar.core.exit_status`
-    )
+    # Whether SIGTERM asks it to save and to end in order, see `syncvar.core.exit_status`.
+    takes_notice: bool = False
 
 
 class LocalWorkers:
-    """The worker processes of this host.
-
-    Args:
-        directory: The private directory of the job.
-        lock: The descriptor of its lock, which the cleanup process holds, too.
-        server: The fork server; None for fresh processes.
-    """
+    """The worker processes of this host; `lock` is that of the directory."""
 
     def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
         self._server = server
@@ -130,18 +148,12 @@ class LocalWorkers:
         self._pid = os.getpid()
         self._memory = OutOfMemory(time.monotonic())
         self._owner: dict[int, tuple[WorkerProcess, _Role]] = {}
-        read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
+        read, self._cleanup_pipe = os.pipe2(os.O_CLOEXEC)
         try:
-            # Run by path and isolated (-I -S): it must start in milliseconds,
-            # whatever site-packages hold.
-            self._guardian = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    str(Path(__file__).with_name("process_sessions.py")),
-                    str(directory),
-                ],
+            # By path and isolated: it must start in milliseconds, whatever site-packages hold.
+            program = str(Path(__file__).with_name("process_sessions.py"))
+            self._cleanup = subprocess.Popen(
+                [sys.executable, "-I", "-S", program, str(directory)],
                 stdin=read,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -152,73 +164,28 @@ class LocalWorkers:
         finally:
             os.close(read)
 
-    def start(
-        self,
-        rank: int,
-        argv: Sequence[str],
-        environ: Mapping[str, str],
-        cwd: Path,
-        cores: Sequence[int] | None,
-        *,
-        stdin: int,
-        outputs: tuple[int, int] | None = None,
-        source: int = -1,
-        pass_fds: Sequence[int] = (),
-        named: Mapping[str, int] | None = None,
-        is_fresh: bool = False,
-    ) -> None:
+    def start(self, spec: WorkerSpec) -> None:
         """Start a worker.
 
         Call it from a thread that lives as long as the launcher: its death ends the worker.
 
         A forked worker begins after its server's `release` and `close`. The server already has
         command line, folder and `pass_fds`.
-
-        Args:
-            rank: The rank, or the number of the server's process.
-            argv: The command line.
-            environ: The whole environment; this adds the descriptor of the status pipe.
-            cwd: The folder in which it starts.
-            cores: The cores that it may use, or None for all.
-            stdin: The descriptor of its standard input.
-            outputs: The descriptors of its standard output and error (of a debugged rank); None for
-                pipes to here.
-            source: The descriptor that reads what it writes to `outputs`; -1 for none. This takes
-                ownership.
-            pass_fds: Descriptors that it inherits.
-            named: More of them, by the variable that gets the number.
-            is_fresh: Whether it is a fresh process, even beside forked ones.
         """
-        word, word_end = os.pipe2(os.O_CLOEXEC)
-        ends = [word_end]
-        out, err = source, -1
-        streams = {"stdin": stdin}
-        inherited = {**(named or {}), "SYNCVAR_STATUS_FD": word_end}
-        process: subprocess.Popen[bytes] | ForkedWorker
+        pipe, pipe_end = os.pipe2(os.O_CLOEXEC)
+        ends = [pipe_end]
+        out, err = spec.source, -1
+        inherited = {**spec.named, "SYNCVAR_STATUS_FD": pipe_end}
         try:
-            if outputs is not None:
-                streams |= {"stdout": outputs[0], "stderr": outputs[1]}
-            else:
+            outputs = spec.outputs
+            if outputs is None:
                 out, out_end = os.pipe2(os.O_CLOEXEC)
                 err, err_end = os.pipe2(os.O_CLOEXEC)
                 ends += [out_end, err_end]
-                streams |= {"stdout": out_end, "stderr": err_end}
-            if self._server is not None and not is_fresh:
-                process = self._server.fork(environ, cores, streams | inherited)
-            else:
-                process = subprocess.Popen(
-                    list(argv),
-                    env={**environ, **{name: str(number) for name, number in inherited.items()}},
-                    cwd=cwd,
-                    stdin=stdin,
-                    stdout=streams["stdout"],
-                    stderr=streams["stderr"],
-                    pass_fds=(*inherited.values(), *pass_fds),
-                    start_new_session=True,
-                    preexec_fn=child_of(self._pid, cores),  # noqa: PLW1509  (this process has no Python threads)
-                )
+                outputs = out_end, err_end
+            process = self._spawn(spec, outputs, inherited)
         except BaseException:
-            for descriptor in (word, out, err):
+            for descriptor in (pipe, out, err):
                 if descriptor >= 0:
                     os.close(descriptor)
             raise
@@ -226,14 +193,35 @@ class LocalWorkers:
             for descriptor in ends:
                 os.close(descriptor)
         started = start_time(process.pid)
-        self._tell_guardian(f"+{process.pid} {started}\n")
-        worker = WorkerProcess(rank, process, started, os.pidfd_open(process.pid), out, err, word)
-        self.workers[rank] = worker
-        for descriptor, role in zip((worker.pidfd, out, err, word), _ROLES, strict=True):
+        self._inform_cleanup(f"+{process.pid} {started}\n")
+        pidfd = os.pidfd_open(process.pid)
+        worker = WorkerProcess(spec.rank, process, started, pidfd, out, err, pipe)
+        self.workers[spec.rank] = worker
+        for descriptor, role in zip((pidfd, out, err, pipe), _ROLES, strict=True):
             if descriptor >= 0:
                 if role != "pidfd":
                     os.set_blocking(descriptor, False)
                 self._owner[descriptor] = (worker, role)
+
+    def _spawn(
+        self, spec: WorkerSpec, outputs: tuple[int, int], inherited: dict[str, int]
+    ) -> subprocess.Popen[bytes] | ForkedWorker:
+        """Start the process; `inherited` are descriptors by the variable that gets the number."""
+        if self._server is not None and not spec.is_fresh:
+            streams = {"stdin": spec.stdin, "stdout": outputs[0], "stderr": outputs[1]}
+            return self._server.fork(spec.environ, spec.cores, streams | inherited)
+        numbers = {name: str(number) for name, number in inherited.items()}
+        return subprocess.Popen(
+            list(spec.argv),
+            env={**spec.environ, **numbers},
+            cwd=spec.cwd,
+            stdin=spec.stdin,
+            stdout=outputs[0],
+            stderr=outputs[1],
+            pass_fds=(*inherited.values(), *spec.pass_fds),
+            start_new_session=True,
+            preexec_fn=child_of(self._pid, spec.cores),  # noqa: PLW1509  (this process has no Python threads)
+        )
 
     def start_fresh(self) -> None:
         """Start each further worker as a fresh process."""
@@ -259,13 +247,11 @@ class LocalWorkers:
         worker, role = found
         if role == "pidfd":
             yield from self._reap(worker)
-        elif role == "word":
+        elif role == "status":
             yield from self._listen(worker)
         else:
-            if role == "err" and worker.word in self._owner:
-                yield from self._listen(
-                    worker
-                )  # it tells what it is going to write, before it does
+            if role == "err" and worker.status_pipe in self._owner:
+                yield from self._listen(worker)  # it announces a traceback before it writes one
             if descriptor in self._owner:
                 yield from self._read(worker, descriptor, role)
 
@@ -365,13 +351,13 @@ class LocalWorkers:
             worker, role = self._owner[descriptor]
             if role == "out" or role == "err":  # noqa: PLR1714  (mypy narrows this)
                 yield from self._read(worker, descriptor, role, last=True)
-            elif role == "word":
+            elif role == "status":
                 yield from self._listen(worker)
         for descriptor in list(self._owner):
             self._drop(descriptor)
-        self._tell_guardian(".\n")
-        os.close(self._guardian_pipe)
-        self._guardian.wait()
+        self._inform_cleanup(".\n")
+        os.close(self._cleanup_pipe)
+        self._cleanup.wait()
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -381,32 +367,32 @@ class LocalWorkers:
             return
         if worker.pidfd in self._owner:
             self._drop(worker.pidfd)
-        if worker.word in self._owner:
+        if worker.status_pipe in self._owner:
             yield from self._listen(worker)
         if worker.status is None:
             worker.status = status
-            yield WorkerExited(
-                worker.rank, status, self._memory.ended(worker.rank, status, time.monotonic())
-            )  # first, because the other ranks may be waiting for this one
+            beyond = self._memory.ended(worker.rank, status, time.monotonic())
+            # First of all, because the other ranks may be waiting for this one.
+            yield WorkerExited(worker.rank, status, beyond)
             # What the worker started in its session ends with it.
             kill_sessions({worker.process.pid: worker.started})
-            self._tell_guardian(f"-{worker.process.pid}\n")
+            self._inform_cleanup(f"-{worker.process.pid}\n")
 
     def _listen(self, worker: WorkerProcess) -> Iterator[Event]:
         while True:
             try:
-                data = os.read(worker.word, _CHUNK)
+                data = os.read(worker.status_pipe, _CHUNK)
             except BlockingIOError:
                 break
             if not data:
-                self._drop(worker.word)
+                self._drop(worker.status_pipe)
                 break
-            worker.said += data
-            if len(worker.said) > _RECORD_MAX:
-                self._drop(worker.word)
+            worker.unread += data
+            if len(worker.unread) > _RECORD_MAX:
+                self._drop(worker.status_pipe)
                 return
         unpacker = msgpack.Unpacker(raw=False, max_buffer_size=_RECORD_MAX, strict_map_key=True)
-        unpacker.feed(bytes(worker.said))
+        unpacker.feed(bytes(worker.unread))
         end = 0
         try:
             for record in unpacker:
@@ -418,8 +404,8 @@ class LocalWorkers:
                         worker.takes_notice = bool(record.get("on"))
                     yield WorkerStatus(worker.rank, record)
         except (ValueError, msgpack.UnpackException):
-            end = len(worker.said)
-        del worker.said[:end]
+            end = len(worker.unread)
+        del worker.unread[:end]
 
     def _read(
         self,
@@ -446,12 +432,9 @@ class LocalWorkers:
         self._owner.pop(descriptor, None)
         os.close(descriptor)
 
-    def _tell_guardian(self, line: str) -> None:
+    def _inform_cleanup(self, line: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._guardian_pipe, line.encode())
-
-
-_FILE_NAME = "key"
+            os.write(self._cleanup_pipe, line.encode())
 
 
 def secret_descriptor(secret: bytes, directory: Path) -> int:

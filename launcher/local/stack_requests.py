@@ -43,38 +43,22 @@ _INSIST_TICKS = 5  # of processor time that it has used meanwhile, if it does no
 
 @dataclass(slots=True, eq=False)
 class StackRequest:
-    """A request to one rank.
+    """A request to one rank."""
 
-    Args:
-        rank: The rank.
-        start: The offset of its answer in its file; -1 if no signal was sent.
-        instead: Why no signal was sent, as text; else empty.
-        all_threads: Whether the answer has all threads, not only the main thread.
-        at: The time of the request, in monotonic seconds.
-        ticks: The processor time of its main thread by then.
-        insisted: Whether its fault handler got a signal, too.
-    """
-
-    rank: int
-    start: int
-    instead: str = ""
-    all_threads: bool = False
-    at: float = 0.0
-    ticks: int = 0
-    insisted: bool = False
+    rank: int  # rank
+    start: int  # offset of its answer in its file; -1 if no signal was sent
+    instead: str = ""  # why no signal was sent, as text; else empty
+    all_threads: bool = False  # whether the answer has all threads, not only the main thread
+    at: float = 0.0  # time of the request, in monotonic seconds
+    ticks: int = 0  # processor time of its main thread by then
+    insisted: bool = False  # whether its fault handler got a signal, too
 
 
 class StackCollector:
     """Requests and reads the stacks of ranks.
 
-    Args:
-        agent: The worker processes.
-        directory: Returns the private folder in which a rank answers.
-        folder: The folder in which the ranks started; paths are relative to it.
-        is_command: Whether the workers are programs that need not be Python.
-
-    Attributes:
-        places: Where each rank that answered stood when `note` asked it, in one line.
+    `directory` returns the private folder in which a rank answers. Paths in answers are relative to
+    `folder`. With `is_command` the workers are programs that need not be Python.
     """
 
     def __init__(
@@ -99,23 +83,23 @@ class StackCollector:
         """Wait for these stacks: a process that has ended answers no more."""
         until = time.monotonic() + limit_s
         while (
-            any(self.answer(asked) is None for asked in self._noted.values())
+            any(self.answer(request) is None for request in self._noted.values())
             and time.monotonic() < until
         ):
             time.sleep(_PAUSE_S)
 
     def read_noted(self) -> None:
         """Read the answers; call it before the private folder is removed."""
-        for rank, asked in self._noted.items():
-            if asked.start >= 0 or asked.instead == STOPPED:
-                self.places[rank] = self.line(asked)
+        for rank, request in self._noted.items():
+            if request.start >= 0 or request.instead == STOPPED:
+                self.places[rank] = self.line(request)
 
     def place_now(self, rank: int) -> str:
         """Return where a rank stands, after a moment; empty without an answer."""
-        asked, until = self.ask(rank), time.monotonic() + _MOMENT_S
-        while self.answer(asked) is None and time.monotonic() < until:
+        request, until = self.ask(rank), time.monotonic() + _MOMENT_S
+        while self.answer(request) is None and time.monotonic() < until:
             time.sleep(_PAUSE_S)
-        return self.line(asked) if asked.start >= 0 else ""
+        return self.line(request) if request.start >= 0 else ""
 
     # -- at any time -------------------------------------------------------------------------------
 
@@ -134,65 +118,65 @@ class StackCollector:
         start = _size_if_held(pid, path) if _has(status, "SigCgt", number) else -1
         if start < 0:
             return StackRequest(
-                rank, -1, "it shows no stack: its script has not begun, or has taken the means away"
+                rank, -1, "no stack: its script has not begun, or has replaced our signal handler"
             )
-        asked = StackRequest(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
+        request = StackRequest(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
         self._agent.send([rank], number)
-        return asked
+        return request
 
-    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
+    def answer(self, request: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
         """Return the answer to a request; None before it arrives, empty without a request.
 
         `is_last` matters only for ranks of other hosts (`RemoteWorkers.answer`).
         """
-        if asked.start < 0:
+        if request.start < 0:
             return []
-        worker = self._agent.workers[asked.rank]
-        text = self._text(asked)
+        worker = self._agent.workers[request.rank]
+        text = self._text(request)
         answer, is_whole, _ = text.partition(f"{END}\n")
         threads = parse_stacks(answer)
         if not is_whole and worker.status is None:
             # The second stack of the fault handler begins when the first is complete.
             is_whole = "whole" if len(threads) > 1 else ""
             if not is_whole:
-                self._insist(asked, worker.process.pid)
-        if asked.all_threads and any(thread.ident for thread in threads):
+                self._insist(request, worker.process.pid)
+        if request.all_threads and any(thread.ident for thread in threads):
             threads = [thread for thread in threads if thread.ident]
         else:
             threads = threads[:1]
         return threads if threads and (is_whole or worker.status is not None) else None
 
-    def _insist(self, asked: StackRequest, pid: int) -> None:
+    def _insist(self, request: StackRequest, pid: int) -> None:
         """Send a signal to the fault handler of a rank in a call that does not return.
 
         It sleeps although it has a signal, or it has computed for a while without a step of Python.
         """
-        if asked.insisted or time.monotonic() - asked.at < _INSIST_S:
+        if request.insisted or time.monotonic() - request.at < _INSIST_S:
             return
         state, ticks = _main_thread(pid)
-        if state in ("S", "D") or ticks - asked.ticks >= _INSIST_TICKS:
-            asked.insisted = True
+        if state in ("S", "D") or ticks - request.ticks >= _INSIST_TICKS:
+            request.insisted = True
             status = _status(pid)
             if _has(status, "SigCgt", WITHOUT_PYTHON) and not _has(
                 status, "SigPnd", WITHOUT_PYTHON
             ):
                 # Twice: a handler is not interrupted by its own signal.
-                self._agent.send([asked.rank, asked.rank], WITHOUT_PYTHON)
+                self._agent.send([request.rank, request.rank], WITHOUT_PYTHON)
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process; -1 before it starts."""
         worker = self._agent.workers.get(rank)
         return -1 if worker is None else worker.process.pid
 
-    def line(self, asked: StackRequest) -> str:
+    def line(self, request: StackRequest) -> str:
         """Return an answer in one line: where the main thread stands, or why that is unknown."""
-        threads = self.answer(asked)
-        return asked.instead if not threads else stack_text(threads[0].frames, self._folder)
+        threads = self.answer(request)
+        return request.instead if not threads else stack_text(threads[0].frames, self._folder)
 
-    def _text(self, asked: StackRequest) -> str:
-        path = stack_path(self._directory(asked.rank), asked.rank)
+    def _text(self, request: StackRequest) -> str:
+        path = stack_path(self._directory(request.rank), request.rank)
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            file.seek(asked.start)
+            file.seek(request.start)
             return file.read().decode("utf-8", "replace")
         return ""
 

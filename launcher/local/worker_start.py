@@ -1,6 +1,6 @@
 """How workers start: forked from one process with NumPy imported, or as fresh processes.
 
-`ForkServer` is the launcher's side of `syncvar.bootstrap.prefork.fork_server`. An interpreter takes
+`ForkServer` is the launcher's side of `syncvar.bootstrap.fork_server`. An interpreter takes
 as long to start as the launcher to read its options. So the launcher may start the server first and
 send the order when it knows the options. A server without an order has imported nothing. The code
 that starts it must not wait for imports; later code imports what it needs.
@@ -24,6 +24,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+# The start of workers on hosts, as far as it is known before their agents run.
+ON_HOSTS = {
+    "auto": "forked on each host that has several, where that is possible, else fresh processes",
+    "spawn": "fresh processes: --start-method spawn",
+    "fork": "forked: --start-method fork",
+}
+_SCRIPT_MAX = 4 << 20
+SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
+_PR_SET_CHILD_SUBREAPER = 36
+_FORK_FD = "SYNCVAR_FORK_FD"
+_ANSWER_MAX = 4096
+_LENGTH_BYTES = 8
+_PART = 1 << 16  # command lines may be longer than what a socket takes at once
+_SERVER = "the process that workers are forked from"
+_LOOK_S = 0.1  # between two looks at what may end a wait for an answer
+
+# Prefixes of options that rule out a server with our variables and our folder.
+_NOT_AHEAD = (
+    *("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python"),
+    *("--join", "--listen", "-H", "--host", "--env-clear", "--cwd"),
+)
+
+# Prefixes of variables that an interpreter and its libraries read only when they start.
+_AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ", "HOME"),
+    *("COV", "ASAN_", "LSAN_", "UBSAN_"),
+)
+
 
 def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
     """Return the command line of a worker, or of the fork server if `is_forked`.
@@ -38,7 +66,7 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
     """
     if kind == "command":
         return [target, *args]
-    module = "prefork.fork_server" if is_forked else "worker_main"
+    module = "fork_server" if is_forked else "worker_main"
     return [*command_of(f"syncvar.bootstrap.{module}"), *worker_arguments(kind, target, args)]
 
 
@@ -61,32 +89,12 @@ def server_command(kind: str, target: str, server: int) -> list[str]:
     return [*command, "server", str(server), *program]
 
 
-ON_HOSTS = {
-    "auto": (
-        "forked on each host that has several, where nothing speaks against it, "
-        "else fresh processes"
-    ),
-    "spawn": "fresh processes: --start-method spawn",
-    "fork": "forked: --start-method fork",
-}
-"""What is known before the hosts have been asked."""
-
-_SCRIPT_MAX = 4 << 20
-SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
-
-
 class StartMethod(NamedTuple):
-    """How the workers of a host start.
+    """How the workers of a host start."""
 
-    Args:
-        is_forked: Whether they are forked from one process; else each is a fresh interpreter.
-        reason: The reason, in one sentence without a subject.
-        may_change: Whether the fork server may still decide for fresh processes.
-    """
-
-    is_forked: bool
-    reason: str
-    may_change: bool = False
+    is_forked: bool  # whether they are forked from one process; else each is a fresh interpreter
+    reason: str  # reason, in one sentence without a subject
+    may_change: bool = False  # whether the fork server may still decide for fresh processes
 
     def command(self, kind: str, target: str, args: Sequence[str]) -> list[str]:
         """Return the command line of a worker, or of the fork server."""
@@ -101,14 +109,8 @@ def plan_start(
 ) -> StartMethod:
     """Decide how the workers of a host start.
 
-    Args:
-        method: One of `START_METHODS`.
-        kind: "script", "module" or "command".
-        target: The script, module or command. A script or module in the folder is searched for
-            variables that NumPy reads only at import.
-        workers: The number of workers on this host.
-        cwd: The folder in which they start.
-        environ: Their variables.
+    A script or module in the folder `cwd` is searched for variables that NumPy reads only when it
+    is imported.
 
     Example:
         >>> print(plan_start("auto", "command", "/bin/true", 4, "/", {}))
@@ -140,7 +142,7 @@ def plan_start(
 
 def _named_in(kind: str, target: str, cwd: str) -> list[str]:
     """Return the variables in a script's text that NumPy reads once, sorted."""
-    from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE
+    from syncvar.bootstrap.preloaded_imports import READ_ONCE
 
     path = os.path.join(cwd, target.replace(".", os.sep) if kind == "module" else target)
     for name in (f"{path}.py",) * (kind == "module") + (path, os.path.join(path, "__main__.py")):
@@ -150,9 +152,6 @@ def _named_in(kind: str, target: str, cwd: str) -> list[str]:
         except OSError:
             continue
     return []
-
-
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], None]:
@@ -174,33 +173,8 @@ def adopt_orphans(*, is_on: bool) -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
-_FORK_FD = "SYNCVAR_FORK_FD"
-_ANSWER_MAX = 4096
-_LENGTH_BYTES = 8
-_PART = 1 << 16  # command lines may be longer than what a socket takes at once
-_SERVER = "the process that workers are forked from"
-_LOOK_S = 0.1  # between two looks at what may end a wait for an answer
-
-# Prefixes of options that rule out a server with our variables and our folder.
-_NOT_AHEAD = (
-    *("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python"),
-    *("--join", "--listen", "-H", "--host", "--env-clear", "--cwd"),
-)
-
-# Prefixes of variables that an interpreter and its libraries read only when they start.
-_AT_START = (
-    *("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ", "HOME"),
-    *("COV", "ASAN_", "LSAN_", "UBSAN_"),
-)
-
-
 class ServerEnded(Exception):
-    """The server has ended, or does not answer, before all workers were forked.
-
-    Args:
-        status: The exit code, or minus the signal; 69 without an answer.
-        sentence: The text; by default that it has ended.
-    """
+    """The server has ended (its status), or does not answer (69), before all were forked."""
 
     def __init__(self, status: int, sentence: str = "") -> None:
         self.status = status
@@ -209,18 +183,12 @@ class ServerEnded(Exception):
 
 
 class ForkUnsupported(NamedTuple):
-    """The reason not to fork workers from a server.
+    """The reason not to fork workers from a server."""
 
-    Args:
-        reason: A sentence.
-        is_certain: Whether forking cannot work; else workers might lack something that fresh
-            processes have.
-        status: The status of an ended server, as in `ServerEnded`; None while it runs.
-    """
-
-    reason: str
+    reason: str  # sentence
+    # whether forking cannot work; else workers might lack something that fresh processes have
     is_certain: bool
-    status: int | None = None
+    status: int | None = None  # Status of an ended server, as in `ServerEnded`; None while it runs.
 
 
 class ForkedWorker:
@@ -306,12 +274,7 @@ class ForkServer:
         return is_whole and self._cwd == str(cwd)
 
     def order(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Let the server import what workers need.
-
-        Args:
-            arguments: The arguments of `syncvar.bootstrap.worker_main`.
-            environ: The environment of all workers.
-        """
+        """Let the server import what workers need, by the arguments of `worker_main`."""
         order = _packed({"arguments": list(arguments), "environ": self._beyond(environ)})
         self._environ = environ
         message = len(order).to_bytes(_LENGTH_BYTES, "little") + order
@@ -356,11 +319,8 @@ class ForkServer:
     ) -> ForkedWorker:
         """Fork a worker, which begins after `release` and `close`.
 
-        Args:
-            environ: Its whole environment.
-            cores: The cores that it may use, or None for all.
-            descriptors: Its "stdin", "stdout" and "stderr", and others by the variable that gets
-                their number.
+        `descriptors` are its "stdin", "stdout" and "stderr", and others by the variable that gets
+        their number.
         """
         self._has_forked = True
         adopt_orphans(is_on=True)
@@ -427,16 +387,14 @@ class ForkServer:
 def start_early(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkServer | None:
     """Start a server before the launcher has read its options; None if they seem to need none.
 
-    Args:
-        arguments: The command line of the launcher, which the server shows as its own.
-        environ: The environment of the launcher.
+    The server shows the command line of the launcher as its own.
     """
     is_ruled_out = any(one.startswith(_NOT_AHEAD) for one in arguments)
     if not arguments or is_ruled_out or not WITHHELD.isdisjoint(environ):
         return None
     if any(environ.get(name) for name in SHOW_IMPORTS):  # its text would stand among the workers'
         return None
-    argv = [*command_of("syncvar.bootstrap.prefork.fork_server"), *arguments]
+    argv = [*command_of("syncvar.bootstrap.fork_server"), *arguments]
     try:
         return ForkServer(argv, dict(environ), os.getcwd())  # noqa: PTH109
     except OSError:  # later code tries once more, and shows the reason

@@ -1,4 +1,4 @@
-"""Reading the command line: our options, and the program with its arguments.
+"""Reading the command line: our options, and the program with its arguments; texts of `--help`.
 
 argparse reads values and prints errors. This module finds the border between our options and those
 of the program: `argparse.REMAINDER` treats `--` and options before it differently between versions.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from syncvar.core import exit_status
 from syncvar.core.errors import ConfigError
-from syncvar.core.settings import RuntimeConfig, nearest
+from syncvar.core.settings import nearest
 from syncvar_launcher.options.option_table import (
     BY_FLAG,
     BY_OFF_FLAG,
@@ -68,19 +68,27 @@ in -H, as for mpirun, one for each time that the host is named.
 """
 
 _HOSTS_FOOTER = """
-Each host is logged in to by ssh, without a password (with --listen none is: each
-runs --join), and needs this version of syncvar for the same Python, the script at
-the same path or --stage, and open ports above 1023 to the others. Links between
-hosts are encrypted; --encryption control-only leaves the data as it is, and still
-lets nobody else in. What is wrong with any host is told before anything is started.
+The launcher logs in to each host by ssh, without a password; with --listen each
+host runs --join instead. A host needs this version of syncvar for the same Python,
+the script at the same path or --stage, and open ports above 1023 to the others.
+Links between hosts are encrypted; --encryption control-only sends data in plain,
+and still admits members only. The launcher checks all hosts before it starts ranks.
 """
 
 _AFTER_GROUP = {
     RUN: f"  {'-h, --help, --version':<27}show this help, or the version\n",
     WORKERS: (
         f"  {'--hostfile FILE, -H a:2,b:2':<27} workers on several hosts; see --help-hosts\n"
-        "  Forked, they begin sooner with NumPy imported: set BLAS variables by --env.\n"
+        "  Forked ones start sooner, with NumPy imported: set BLAS variables by --env.\n"
     ),
+}
+
+
+_FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)
+_NOTHING_TO_RUN = {
+    "script": "nothing to run: give a script, -m module or --no-python command",
+    "module": "-m needs the name of a module",
+    "command": "--no-python needs a command",
 }
 
 
@@ -114,45 +122,23 @@ def _group_text(group: str) -> str:
 
 
 def _option_line(option: Option) -> str:
-    names = option.spelling or f"{', '.join(option.flags)} {option.metavar}".rstrip()
-    text = option.text
-    if option.choices:
-        text += f": {', '.join(option.choices)}"
-    if isinstance(option.default, int | str) and not option.is_switch:
-        text += f" [{option.default}]"
-    if option.setting and not option.is_switch:
-        settings = RuntimeConfig.runtime_settings()
-        default = next(one.default for one in settings if one.name == option.setting)
-        text += f" [{default}]" if isinstance(default, str) else f" [{default:g} s]"
-    return f"  {names:<27}{text}\n"
+    return f"  {option.usage:<27}{option.description}\n"
 
 
-_FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)
 _TEXTS: dict[str, Callable[[], str]] = {
     "-h": help_text,
     "--help": help_text,
     "--help-hosts": hosts_help_text,
     "--version": version_text,
 }
-_NOTHING_TO_RUN = {
-    "script": "nothing to run: give a script, -m module or --no-python command",
-    "module": "-m needs the name of a module",
-    "command": "--no-python needs a command",
-}
 
 
 class CommandLine(NamedTuple):
-    """A command line in its parts.
+    """A command line in its parts."""
 
-    Args:
-        values: The checked values of the options on it, by key.
-        kind: "script", "module" or "command".
-        words: The script, module or command with its arguments; may be empty.
-    """
-
-    values: dict[str, Any]
-    kind: str
-    words: list[str]
+    values: dict[str, Any]  # checked values of the options on it, by key
+    kind: str  # "script", "module" or "command"
+    words: list[str]  # script, module or command with its arguments; may be empty
 
     def check_target(self, folder: Path, *, may_be_empty: bool, is_local: bool) -> None:
         """End with a usage error if there is nothing to run, or no such script."""
@@ -278,7 +264,7 @@ def _check_script(script: str, folder: Path) -> None:
     path = folder / script
     if _is_interpreter(path):
         usage_error(
-            f"{script} is no script: leave out {script}, because the launcher starts Python by "
+            f"{script} is not a script: leave out {script}, because the launcher starts Python by "
             f"itself: {PROGRAM} --workers 2 train.py"
         )
     if path.exists():

@@ -48,15 +48,7 @@ _MOST = 1 << 16
 
 
 class HostfileError(ConfigError):
-    """A host file, or `-H`, with an error.
-
-    Args:
-        source: The name of the file, or the option.
-        line: The line, from 1; 0 for an option.
-        column: The column, from 1.
-        text: The whole line.
-        reason: What is wrong, and what to write.
-    """
+    """A host file, or `-H`, with an error; line and column count from 1, an option has line 0."""
 
     def __init__(self, source: str, line: int, column: int, text: str, reason: str) -> None:
         self.source = source
@@ -70,29 +62,17 @@ class HostfileError(ConfigError):
 
 
 class Host(NamedTuple):
-    """One host as the user named it.
+    """One host as the user named it."""
 
-    Args:
-        name: The name or address for ssh, without brackets.
-        slots: The number of workers that it takes; None for one per usable core.
-        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
-        user: The user for ssh; None for ssh's own choice.
-        port: The port of ssh; None for ssh's own choice.
-        addr: The address for the job's links; None to find one.
-        python: The interpreter; None for the launcher's own path.
-        cwd: The folder in which its workers start; None for the launcher's own.
-        origin: The source for messages: "hosts:3" or "-H".
-    """
-
-    name: str
-    slots: int | None = None
-    max_slots: int | None = None
-    user: str | None = None
-    port: int | None = None
-    addr: str | None = None
-    python: str | None = None
-    cwd: str | None = None
-    origin: str = ""
+    name: str  # name or address for ssh, without brackets
+    slots: int | None = None  # Number of workers that it takes; None for one per usable core.
+    max_slots: int | None = None  # Limit when all slots of all hosts are taken; None for `slots`.
+    user: str | None = None  # User for ssh; None for ssh's own choice.
+    port: int | None = None  # Port of ssh; None for ssh's own choice.
+    addr: str | None = None  # Address for the job's links; None to find one.
+    python: str | None = None  # Interpreter; None for the launcher's own path.
+    cwd: str | None = None  # Folder in which its workers start; None for the launcher's own.
+    origin: str = ""  # source for messages: "hosts:3" or "-H"
 
     def login(self) -> str:
         """Return the host with its user, for the command line of ssh."""
@@ -100,15 +80,10 @@ class Host(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """The result of reading.
+    """The result of reading."""
 
-    Args:
-        hosts: Each host once, in the order of first appearance.
-        notices: Sentences for the user about merged entries.
-    """
-
-    hosts: tuple[Host, ...]
-    notices: tuple[str, ...]
+    hosts: tuple[Host, ...]  # each host once, in the order of first appearance
+    notices: tuple[str, ...]  # sentences for the user about merged entries
 
 
 class _TextPosition(NamedTuple):
@@ -185,9 +160,9 @@ def select_named(
         ['n1', 'n4']
     """
     known = {one.name for one in hosts}
-    kept = known if include is None else _names_in(include, "--include", known)
-    kept = kept - (set() if exclude is None else _names_in(exclude, "--exclude", known))
-    left = tuple(one for one in hosts if one.name in kept)
+    names = known if include is None else _names_in(include, "--include", known)
+    names = names - (set() if exclude is None else _names_in(exclude, "--exclude", known))
+    left = tuple(one for one in hosts if one.name in names)
     if not left:
         raise ConfigError(
             f"--include and --exclude leave no host of {', '.join(one.name for one in hosts)}"
@@ -223,27 +198,27 @@ def _without_comments(text: str) -> Iterator[tuple[str, str]]:
     inside = False
     for raw in text.split("\n"):
         shown = raw.rstrip("\r")
-        kept: list[str] = []
+        text_parts: list[str] = []
         position = 0
         quoted = False
         while position < len(shown):
             two = shown[position : position + 2]
-            begins = not kept or kept[-1].isspace()
+            begins = not text_parts or text_parts[-1].isspace()
             if inside:
                 inside = two != "*/"
                 step = 1 if inside else 2
-                kept.append(" " * step)
+                text_parts.append(" " * step)
             elif not quoted and (shown[position] == "#" or (two == "//" and begins)):
                 break
             elif not quoted and two == "/*" and begins:
                 inside, step = True, 2
-                kept.append("  ")
+                text_parts.append("  ")
             else:
                 quoted ^= shown[position] == '"'
                 step = 1
-                kept.append(shown[position])
+                text_parts.append(shown[position])
             position += step
-        yield "".join(kept), shown
+        yield "".join(text_parts), shown
 
 
 def _between_commas(value: str) -> Iterator[tuple[str, int]]:
@@ -286,7 +261,7 @@ def _line(
     for word, where in tokens[1:]:
         key, value = _option(word, where)
         if fields.get(key) is not None:
-            where.fail(f"{key} of this host is given twice; leave one away")
+            where.fail(f"{key} of this host is given twice; leave one out")
         fields[key] = value
     slots, most = fields.get("slots"), fields.get("max_slots")
     if isinstance(slots, int) and isinstance(most, int) and most < slots:
@@ -321,11 +296,9 @@ def _host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int |
         names, offset, tail = _names(name, place), len(name), colon + tail
     if tail and not tail.startswith(":"):
         place.moved(offset).fail(f"{tail!r} follows the address; write :N or slots=N behind it")
-    count = (
-        _number(tail[1:], "the number of slots", place.moved(offset + 1), 1, _MOST)
-        if tail
-        else None
-    )
+    count = None
+    if tail:
+        count = _number(tail[1:], "the number of slots", place.moved(offset + 1), 1, _MOST)
     return names, user or None, count
 
 
@@ -337,28 +310,24 @@ def _names(name: str, place: _TextPosition) -> list[str]:
         place.moved(max(name.find("["), 0)).fail(str(error))
     if len(found) > _MOST:
         place.fail(f"this range stands for more than {_MOST} hosts")
-    found = [
-        one.removesuffix(".") if len(one) > 1 else one for one in found
-    ]  # "node1.example.org." is that name in full
+    # "node1.example.org." is that name in full.
+    found = [one.removesuffix(".") if len(one) > 1 else one for one in found]
     for one in found:
         if not _NAME.fullmatch(one) or len(one) > _NAME_MAX:
             ends = one[:1] if re.match(r"[._-]", one) else one[-1:]
-            foreign = next(
-                (letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), ends
-            )
+            foreign = re.sub(r"[A-Za-z0-9._-]", "", one)[:1] or ends
             place.fail(
                 f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a "
-                "host's name has "
-                f"letters, digits, ., - and _, and begins and ends with a letter or digit"
+                "host's name has letters, digits, ., - and _, and begins and ends with a letter "
+                "or digit"
             )
     return found
 
 
 def _address(literal: str, place: _TextPosition) -> str:
     scope = literal.partition("%")[2]
-    if scope and not _SCOPE.fullmatch(
-        scope
-    ):  # `ipaddress` takes any text there, and ssh puts it into a user's ProxyCommand
+    # `ipaddress` takes any text there, and ssh puts it into a user's ProxyCommand.
+    if scope and not _SCOPE.fullmatch(scope):
         place.moved(literal.index("%") + 2).fail(
             f"{scope!r} is no name of an interface, which has letters, digits, ., - and _"
         )
@@ -393,23 +362,26 @@ def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
             f"{key} needs a value that does not begin with -; a value with blanks stands in "
             "double quotes"
         )
-    if key == "addr":
-        literal = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-        try:
-            if "%" not in literal:
-                return key, str(ipaddress.ip_address(literal))
-        except ValueError:
-            pass
-        at.fail(
+    return key, _link_address(value, at) if key == "addr" else value
+
+
+def _link_address(value: str, place: _TextPosition) -> str:
+    literal = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    try:
+        address = None if "%" in literal else ipaddress.ip_address(literal)
+    except ValueError:
+        address = None
+    if address is None:
+        place.fail(
             f"{value!r} is no address for links between hosts; name one of this host's, such as "
             "addr=10.0.0.7 or addr=fd00::7"
         )
-    return key, value
+    return str(address)
 
 
-def _number(text: str, what: str, place: _TextPosition, low: int, high: int) -> int:
+def _number(text: str, name: str, place: _TextPosition, low: int, high: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
-        place.fail(f"{what} is a whole number from {low} to {high}, not {text!r}")
+        place.fail(f"{name} is a whole number from {low} to {high}, not {text!r}")
     return int(text)
 
 
@@ -446,16 +418,14 @@ def _joined(
         for key in ("user", "port", "addr", "python", "cwd"):
             old, new = getattr(before, key), getattr(host, key)
             if old is not None and new is not None and old != new:
-                what = (
+                place.fail(
                     f"{host.name} is named with {key}={old} in {before.origin} and with "
-                    f"{key}={new} here"
+                    f"{key}={new} here; leave one out"
                 )
-                place.fail(f"{what}; leave one away")
         both = {key: (getattr(before, key), getattr(host, key)) for key in Host._fields}
         merged = {key: new if old is None else old for key, (old, new) in both.items()}
-        merged["slots"] = (before.slots or 1) + (
-            host.slots or 1
-        )  # in node files of schedulers each line is a slot
+        # In node files of schedulers each line is a slot.
+        merged["slots"] = (before.slots or 1) + (host.slots or 1)
         if before.max_slots is not None and host.max_slots is not None:
             merged["max_slots"] = before.max_slots + host.max_slots
         hosts[host.name] = Host(**merged)
@@ -465,13 +435,13 @@ def _joined(
     for name, place in removed:
         if name not in hosts:
             place.fail(f"{name} is removed and is not among the hosts{nearest(name, hosts)}")
-    gone = {name for name, _ in removed}
-    kept = tuple(one for one in hosts.values() if one.name not in gone)
-    if not kept:
+    names = {name for name, _ in removed}
+    left = tuple(one for one in hosts.values() if one.name not in names)
+    if not left:
         raise HostfileError(
             source, 0, 1, "", "there is no host here; write a line for each, such as node1 slots=4"
         )
-    return Hosts(kept, tuple(notices))
+    return Hosts(left, tuple(notices))
 
 
 def _names_in(value: str, option: str, known: Iterable[str]) -> set[str]:

@@ -20,36 +20,33 @@ from syncvar_launcher.options.option_table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar_launcher.options.host_selection import Allocation
     from syncvar_launcher.options.hostfile import Host
+
+_HOSTS_MAX = 1 << 16
+_WITH_JOIN = frozenset(
+    (
+        *("join", "key_file", "slots", "cwd", "config"),
+        *("verbose", "start_timeout", "rendezvous_timeout_s", "color"),
+    )
+)
+_WITHOUT_LISTEN = ("hostfile", "include", "exclude", "ssh_always", "ssh_port", "remote_python")
 
 
 class ProgramOptions(NamedTuple):
-    """The program that the ranks run, and its environment.
+    """The program that the ranks run, and its environment."""
 
-    Args:
-        kind: "script", "module" or "command".
-        target: The script, module or command.
-        args: The arguments of the program, unchanged.
-        cwd: The absolute path of the folder in which the ranks start.
-        env: Variables that each rank gets.
-        env_clear: Whether the ranks inherit only the variables of an allow-list.
-        config: The absolute path of the TOML file that was read, or None.
-        dry_run: Whether the launcher only shows what it would do.
-    """
-
-    kind: str
-    target: str
-    args: tuple[str, ...]
-    cwd: Path
-    env: Mapping[str, str]
-    env_clear: bool
-    config: Path | None
-    dry_run: bool
+    kind: str  # "script", "module" or "command"
+    target: str  # script, module or command
+    args: tuple[str, ...]  # arguments of the program, unchanged
+    cwd: Path  # absolute path of the folder in which the ranks start
+    env: Mapping[str, str]  # variables that each rank gets
+    env_clear: bool  # whether the ranks inherit only the variables of an allow-list
+    config: Path | None  # absolute path of the TOML file that was read, or None
+    dry_run: bool  # whether the launcher only shows what it would do
 
     def validate(self, origin: Mapping[str, str], *, has_hosts: bool) -> None:
         """Check that the folder exists; other hosts check their own."""
@@ -64,30 +61,19 @@ class ProgramOptions(NamedTuple):
 
 
 class RankOptions(NamedTuple):
-    """The processes of the job.
+    """The processes of the job."""
 
-    Args:
-        workers: The number of ranks, at least 1; 0 for all slots of several hosts.
-        servers: The number of processes that hold variables for the workers.
-        server_replicas: The number of other servers that hold copies of a server's variables.
-        fake_hosts: The number of hosts as which this machine poses, at least 1.
-        start_method: "spawn" (a fresh interpreter for each worker), "fork" (from a process that
-            has imported NumPy and syncvar) or "auto".
-        bind: "auto", "none" or "cores".
-        cores_per_worker: The cores of each worker, or None for an equal share.
-        torch_env: Whether ranks also get MASTER_ADDR and MASTER_PORT.
-        debug: The rank that gets the terminal, or None.
-    """
-
-    workers: int
-    servers: int
-    server_replicas: int
-    fake_hosts: int
+    workers: int  # number of ranks, at least 1; 0 for all slots of several hosts
+    servers: int  # number of processes that hold variables for the workers
+    server_replicas: int  # number of other servers that hold copies of a server's variables
+    fake_hosts: int  # number of hosts as which this machine poses, at least 1
+    # "spawn" (a fresh interpreter for each worker), "fork" (from a process that has imported NumPy
+    # and syncvar) or "auto"
     start_method: str
-    bind: str
-    cores_per_worker: int | None
-    torch_env: bool
-    debug: int | None
+    bind: str  # "auto", "none" or "cores"
+    cores_per_worker: int | None  # cores of each worker, or None for an equal share
+    torch_env: bool  # whether ranks also get MASTER_ADDR and MASTER_PORT
+    debug: int | None  # rank that gets the terminal, or None
 
     def validate(self, program: ProgramOptions, *, has_hosts: bool) -> None:
         """Check the numbers of processes against each other, and the start method."""
@@ -117,46 +103,74 @@ class RankOptions(NamedTuple):
             )
 
 
+class Starter(NamedTuple):
+    """The program of a scheduler that starts an agent on a host of the job, in place of ssh."""
+
+    program: str  # "srun", "blaunch" or "pbsdsh"
+    # its arguments for a host; {host} stands for the name and {place} for the index
+    where: tuple[str, ...]
+    # whether the agent has no pipes to the launcher, so that the host joins by TCP
+    joins: bool = False
+    # variables to remove, because they would change what the program does
+    unset: tuple[str, ...] = ()
+
+    def command(self, host: Host, place: int, words: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host.
+
+        Example:
+            >>> from syncvar_launcher.options.hostfile import Host
+            >>> Starter("pbsdsh", ("-n", "{place}", "--")).command(Host("n1"), 4, ["true"])
+            ['pbsdsh', '-n', '4', '--', 'true']
+        """
+        where = [
+            word.replace("{host}", host.name).replace("{place}", str(place)) for word in self.where
+        ]
+        return [self.program, *where, *words]
+
+
+class Allocation(NamedTuple):
+    """The job of a scheduler."""
+
+    name: str  # name for messages, for instance "job 7 of Slurm"
+    hosts: tuple[Host, ...]  # hosts with their slots, in the scheduler's order
+    places: dict[str, int]  # index of each host for the scheduler; empty for one that uses names
+    here: str  # host on which the launcher runs; empty for a host outside of the job
+    starter: Starter  # program that starts agents on the other hosts
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host of the job."""
+        return self.starter.command(host, self.places.get(host.name, 0), words)
+
+
+def short_name(name: str) -> str:
+    """Return a host's name without its domain."""
+    return name if name.replace(".", "").isdigit() else name.partition(".")[0]
+
+
 class HostOptions(NamedTuple):
-    """The hosts of the job, and how the launcher reaches them.
+    """The hosts of the job, and how the launcher reaches them."""
 
-    Args:
-        entries: The hosts that `-H`, a host file or a scheduler names; none for this machine.
-        notices: Sentences about them for the user.
-        hostfile: The host file, as the user named it, or None.
-        include: The hosts to use of them, or None for all.
-        exclude: The hosts not to use, or None.
-        allocation: "auto": use the hosts of a scheduler's job. "off": do not.
-        scheduled: The job of a scheduler that starts the agents; None for ssh.
-        map_by: "slot" fills a host before the next one; "host" gives each one worker in turn.
-        ssh: The command line of ssh, with its own options.
-        ssh_port: The port of ssh where a host names none; None for its own choice.
-        ssh_always: Whether ssh also leads to this machine.
-        remote_python: The interpreter where a host names none; None for this one's path.
-        iface: The interfaces and networks of links between hosts; None for all that serve.
-        stage: Whether the launcher copies the script's folder to the hosts.
-    """
-
+    # hosts that `-H`, a host file or a scheduler names; none for this machine
     entries: tuple[Host, ...]
-    notices: tuple[str, ...]
-    hostfile: str | None
-    include: str | None
-    exclude: str | None
-    allocation: str
-    scheduled: Allocation | None
-    map_by: str
-    ssh: tuple[str, ...]
-    ssh_port: int | None
-    ssh_always: bool
-    remote_python: str | None
-    iface: str | None
-    stage: bool
+    notices: tuple[str, ...]  # sentences about them for the user
+    hostfile: str | None  # host file, as the user named it, or None
+    include: str | None  # hosts to use of them, or None for all
+    exclude: str | None  # hosts not to use, or None
+    allocation: str  # "auto": use the hosts of a scheduler's job. "off": do not
+    scheduled: Allocation | None  # Job of a scheduler that starts the agents; None for ssh.
+    map_by: str  # "slot" fills a host before the next one; "host" gives each one worker in turn
+    ssh: tuple[str, ...]  # command line of ssh, with its own options
+    ssh_port: int | None  # Port of ssh where a host names none; None for its own choice.
+    ssh_always: bool  # whether ssh also leads to this machine
+    remote_python: str | None  # Interpreter where a host names none; None for this one's path.
+    iface: str | None  # Interfaces and networks of links between hosts; None for all that serve.
+    stage: bool  # whether the launcher copies the script's folder to the hosts
 
     def validate(self, origin: Mapping[str, str], fake_hosts: int, *, has_hosts: bool) -> None:
         """Check that fake hosts and staging fit the hosts."""
         if self.entries and fake_hosts > 1:
             raise ConfigError(
-                "--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out"
+                "--fake-hosts simulates hosts, and --hostfile or -H name real hosts; leave one out"
             )
         if self.stage and origin["stage"] == "command line" and not has_hosts:
             raise ConfigError(
@@ -165,145 +179,24 @@ class HostOptions(NamedTuple):
             )
         if self.stage and origin["cwd"] != "default":
             raise ConfigError(
-                "--stage starts the ranks in the copy of the script's folder, and --cwd says "
-                "otherwise: leave one of them out"
+                "--stage starts the ranks in the copy of the script's folder, and --cwd names "
+                "another folder: leave one of them out"
             )
 
 
-class OutputOptions(NamedTuple):
-    """What the user sees of the job.
-
-    Args:
-        selection: Whose lines the launcher shows: "all", "first", "failed", "none" or ranks.
-        log_dir: The absolute path of the folder for one file per rank and stream, or None.
-        events: The absolute path of the file of events, or None.
-        stats: Whether to show totals of all calls at the end; a path writes them as JSON.
-        timestamps: Whether each line begins with the local time.
-        color: "auto", "always" or "never".
-        verbose: Whether the launcher says more.
-    """
-
-    selection: str
-    log_dir: Path | None
-    events: Path | None
-    stats: bool | Path
-    timestamps: bool
-    color: str
-    verbose: bool
-
-    def validate(self, origin: Mapping[str, str], workers: int) -> None:
-        """Check that the ranks whose lines to show exist."""
-        try:
-            shown_ranks(self.selection, workers or COUNT_MAX)
-        except ConfigError as error:
-            source = origin["output"]
-            raise ConfigError(f"--output {self.selection} ({source}): {error}") from None
-
-    def has_color(self, *, is_terminal: bool) -> bool:
-        """Return whether to colour what goes to a file or terminal."""
-        return is_terminal if self.color == "auto" else self.color == "always"
-
-
-class LimitOptions(NamedTuple):
-    """When the launcher ends or restarts the job.
-
-    Args:
-        timeout_s: The time limit of the whole job in seconds; infinite for none.
-        forward_signals: The signals that the launcher forwards to all ranks, as text.
-        max_restarts: How often the launcher starts all ranks again after a failure.
-    """
-
-    timeout_s: float
-    forward_signals: str
-    max_restarts: int
-
-
-class LaunchOptions(NamedTuple):
-    """All options of one start of a job.
-
-    Args:
-        program: The program that the ranks run.
-        ranks: The processes of the job.
-        hosts: The hosts of the job.
-        join: How hosts join it.
-        output: What the user sees.
-        limits: When the launcher ends or restarts it.
-        runtime: The settings of the runtime.
-        origin: For each option (by its key) and setting: "command line", "environment", "file" or
-            "default"; also "env.NAME" for each variable of `program.env`.
-    """
-
-    program: ProgramOptions
-    ranks: RankOptions
-    hosts: HostOptions
-    join: JoinOptions
-    output: OutputOptions
-    limits: LimitOptions
-    runtime: RuntimeConfig
-    origin: Mapping[str, str]
-
-    @property
-    def has_hosts(self) -> bool:
-        """Whether agents start the workers, on hosts that the user named or that join."""
-        return bool(self.hosts.entries) or self.join.listen is not None
-
-    def validate(self) -> None:
-        """Check the options against each other."""
-        self.output.validate(self.origin, self.ranks.workers)
-        self.hosts.validate(self.origin, self.ranks.fake_hosts, has_hosts=self.has_hosts)
-        self.ranks.validate(self.program, has_hosts=self.has_hosts)
-        self.program.validate(self.origin, has_hosts=self.has_hosts)
-
-
-def check_debugged(rank: int | None, workers: int) -> None:
-    """Check that the rank of `--debug` exists."""
-    if rank is not None and rank >= workers:
-        others = "the only rank is 0" if workers == 1 else f"ranks are 0 to {workers - 1}"
-        raise ConfigError(f"--debug {rank}: there is no such rank among {workers} ({others})")
-
-
-_HOSTS_MAX = 1 << 16
-_WITH_JOIN = frozenset(
-    (
-        "join",
-        "key_file",
-        "slots",
-        "cwd",
-        "config",
-        "verbose",
-        "start_timeout",
-        "rendezvous_timeout_s",
-        "color",
-    )
-)
-_WITHOUT_LISTEN = ("hostfile", "include", "exclude", "ssh_always", "ssh_port", "remote_python")
-
-
 class JoinOptions(NamedTuple):
-    """How hosts join a job by themselves.
+    """How hosts join a job by themselves."""
 
-    Args:
-        listen: The address at which hosts join, perhaps with a port; None without `--listen`.
-        address: The launcher that this host joins, with the port; None to launch a job.
-        key_file: The absolute path of the key that both sides need.
-        slots: The slots that this host offers when it joins; None for one per usable core.
-        host_count: The number of hosts that `--listen` waits for; None for as many hosts as
-            offer slots for all workers.
-    """
-
-    listen: str | None
-    address: str | None
-    key_file: Path
-    slots: int | None
+    listen: str | None  # Address at which hosts join, perhaps with a port; None without `--listen`.
+    address: str | None  # Launcher that this host joins, with the port; None to launch a job.
+    key_file: Path  # absolute path of the key that both sides need
+    slots: int | None  # Slots that this host offers when it joins; None for one per usable core.
+    # Number of hosts that `--listen` waits for; None for as many hosts as offer slots for all
+    # workers.
     host_count: int | None = None
 
     def validate(self, origin: Mapping[str, str], words: list[str]) -> None:
-        """Check the other options beside `--join` or `--listen`.
-
-        Args:
-            origin: Where each option comes from.
-            words: The program and its arguments.
-        """
+        """Check the other options beside `--join` or `--listen`; `words` are the program's."""
         if self.address is not None:
             self._validate_join(self.address, origin, words)
         elif self.listen is not None:
@@ -330,7 +223,7 @@ class JoinOptions(NamedTuple):
             if origin[key] == "command line":
                 raise ConfigError(
                     f"--{key.replace('_', '-')} is for hosts that the launcher logs in to, and "
-                    "with --listen they come by themselves; leave one out"
+                    "with --listen hosts join by themselves; leave one out"
                 )
         if self.slots is not None:
             raise ConfigError(
@@ -348,6 +241,72 @@ class JoinOptions(NamedTuple):
                 "--listen does not know how many hosts to wait for: give --hosts N, or "
                 "--workers N for as many as have the slots"
             )
+
+
+class OutputOptions(NamedTuple):
+    """What the user sees of the job."""
+
+    selection: str  # whose lines the launcher shows: "all", "first", "failed", "none" or ranks
+    log_dir: Path | None  # absolute path of the folder for one file per rank and stream, or None
+    events: Path | None  # absolute path of the file of events, or None
+    stats: bool | Path  # whether to show totals of all calls at the end; a path writes them as JSON
+    timestamps: bool  # whether each line begins with the local time
+    color: str  # "auto", "always" or "never"
+    verbose: bool  # whether the launcher says more
+
+    def validate(self, origin: Mapping[str, str], workers: int) -> None:
+        """Check that the ranks whose lines to show exist."""
+        try:
+            shown_ranks(self.selection, workers or COUNT_MAX)
+        except ConfigError as error:
+            source = origin["output"]
+            raise ConfigError(f"--output {self.selection} ({source}): {error}") from None
+
+    def has_color(self, *, is_terminal: bool) -> bool:
+        """Return whether to colour what goes to a file or terminal."""
+        return is_terminal if self.color == "auto" else self.color == "always"
+
+
+class LimitOptions(NamedTuple):
+    """When the launcher ends or restarts the job."""
+
+    timeout_s: float  # time limit of the whole job in seconds; infinite for none
+    forward_signals: str  # signals that the launcher forwards to all ranks, as text
+    max_restarts: int  # how often the launcher starts all ranks again after a failure
+
+
+class LaunchOptions(NamedTuple):
+    """All options of one start of a job."""
+
+    program: ProgramOptions  # program that the ranks run
+    ranks: RankOptions  # processes of the job
+    hosts: HostOptions  # hosts of the job
+    join: JoinOptions  # how hosts join it
+    output: OutputOptions  # what the user sees
+    limits: LimitOptions  # when the launcher ends or restarts it
+    runtime: RuntimeConfig  # settings of the runtime
+    # for each option (by its key) and setting: "command line", "environment", "file" or "default";
+    # also "env.NAME" for each variable of `program.env`
+    origin: Mapping[str, str]
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether agents start the workers, on hosts that the user named or that join."""
+        return bool(self.hosts.entries) or self.join.listen is not None
+
+    def validate(self) -> None:
+        """Check the options against each other."""
+        self.output.validate(self.origin, self.ranks.workers)
+        self.hosts.validate(self.origin, self.ranks.fake_hosts, has_hosts=self.has_hosts)
+        self.ranks.validate(self.program, has_hosts=self.has_hosts)
+        self.program.validate(self.origin, has_hosts=self.has_hosts)
+
+
+def check_debugged(rank: int | None, workers: int) -> None:
+    """Check that the rank of `--debug` exists."""
+    if rank is not None and rank >= workers:
+        others = "the only rank is 0" if workers == 1 else f"ranks are 0 to {workers - 1}"
+        raise ConfigError(f"--debug {rank}: there is no such rank among {workers} ({others})")
 
 
 def host_count_of(text: str | None) -> int | None:

@@ -1,8 +1,12 @@
 """The table of the launcher's options: the only place where an option is declared.
 
-From a row come the argument parser, the help, the key of a TOML file, the environment variable
-(`SYNCVAR_LAUNCH_<KEY>`) and the field of `LaunchOptions` that gets the value. To add an option, add
-a row here, a field in `launch_options`, and a line in `configs/local.toml`.
+From a row come the parser, the help, docs/launcher.md, the key of a TOML file, the environment
+variable (`SYNCVAR_LAUNCH_<KEY>`) and the field of `LaunchOptions` for the value. To add an option,
+add a row here, a field in `launch_options`, and a line in `configs/local.toml`.
+
+The functions `read_...` each check one value and return it with its type. The command line and the
+environment pass text (`is_text`), which a reader parses. A TOML file passes typed values, and a
+reader accepts only the right type.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
 from syncvar.core.exit_status import signal_name
-from syncvar.core.settings import nearest
+from syncvar.core.settings import RuntimeConfig, nearest
 from syncvar.core.stack_dump import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
 from syncvar.shm.host_limits import core_quota
 from syncvar_launcher.options.worker_environment import check_assignment
@@ -28,84 +32,22 @@ from syncvar_launcher.options.worker_environment import check_assignment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORWARDED_SIGNALS = "USR1,USR2,CONT"
+PROGRAM = "syncvar-launch"
+LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
-_ENDS_JOB = "it ends the job: the launcher sees to it that all ranks end"
-_FAULT = "it tells a fault of the process that gets it"
-_NOT_PASSED_ON: dict[int, str] = {
-    signal.SIGKILL: "no process can handle it",
-    signal.SIGSTOP: "no process can handle it",
-    signal.SIGCHLD: "the system tells the launcher with it that a rank has ended",
-    signal.SIGINT: _ENDS_JOB,
-    signal.SIGTERM: _ENDS_JOB,
-    signal.SIGHUP: _ENDS_JOB,
-    signal.SIGPIPE: "it tells that nobody reads what the launcher writes, which ends the job",
-    signal.SIGTSTP: "it stops the launcher, which stops all ranks",
-    signal.SIGTTIN: "it stops who reads from a terminal in the background",
-    signal.SIGTTOU: "it stops who writes to a terminal in the background",
-    **dict.fromkeys(
-        (MAIN_THREAD, ALL_THREADS, WITHOUT_PYTHON), "a rank writes its Python stack when it gets it"
-    ),
-    **dict.fromkeys(
-        (
-            signal.SIGSEGV,
-            signal.SIGBUS,
-            signal.SIGILL,
-            signal.SIGFPE,
-            signal.SIGABRT,
-            signal.SIGTRAP,
-            signal.SIGSYS,
-        ),
-        _FAULT,
-    ),
-}
+START_METHODS = ("auto", "spawn", "fork")
+BIND_MODES = ("auto", "none", "cores")
+MAP_BY = ("slot", "host")
+_ENCRYPTION = ("required", "control-only", "off")
+_COLOR = ("auto", "always", "never")
 
-
-def parse_signals(text: str) -> tuple[int, ...]:
-    """Return the numbers of the signals to forward.
-
-    `text` has names, with or without SIG, and numbers, with commas; or is "none".
-
-    Example:
-        >>> parse_signals("USR1,SIGUSR2,18"), parse_signals("none")
-        ((10, 12, 18), ())
-    """
-    return (
-        ()
-        if text == "none"
-        else tuple(dict.fromkeys(_signal_number(one.strip()) for one in text.split(",")))
-    )
-
-
-def _signal_number(text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 4:
-        number = int(text)
-    else:
-        named = signal.Signals.__members__.get("SIG" + text.upper().removeprefix("SIG"))
-        number = 0 if named is None else int(named)
-    if number not in signal.valid_signals():
-        raise ConfigError(
-            f"{text!r} is no signal: give names or numbers, such as {FORWARDED_SIGNALS}, or none"
-        )
-    if number in _NOT_PASSED_ON:
-        raise ConfigError(
-            f"{signal_name(number) or number} cannot be passed on: {_NOT_PASSED_ON[number]}"
-        )
-    return number
-
-
-def usable_cores() -> tuple[int, ...]:
-    """Return the cores that this process may use, in order."""
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def core_count() -> int:
-    """Return the number of usable cores, or the smaller quota of CPU time of the container.
-
-    A quota limits time and names no cores, so the launcher binds nothing because of it.
-    """
-    return min(len(usable_cores()), core_quota() or sys.maxsize)
-
+# Groups of the help.
+RUN = "What to run"
+WORKERS = "Workers"
+HOSTS = "Several hosts"
+OUTPUT = "Output"
+LIMITS = "Limits"
+ASIDE = ""  # another line of the help names it, or the help for several hosts
 
 OUTPUT_MODES = ("all", "first", "failed", "none")
 COUNT_MAX = 1 << 16
@@ -119,6 +61,28 @@ _WORDS = {
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 
+FORWARDED_SIGNALS = "USR1,USR2,CONT"
+
+_ENDS_JOB = "it ends the job: the launcher ends all ranks in order"
+_FAULT = "it reports a fault of the process that gets it"
+_FAULTS = (
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE),
+    *(signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
+)
+_STACK_REQUESTS = (MAIN_THREAD, ALL_THREADS, WITHOUT_PYTHON)
+_NOT_FORWARDED: dict[int, str] = {
+    signal.SIGKILL: "no process can handle it",
+    signal.SIGSTOP: "no process can handle it",
+    signal.SIGCHLD: "the system reports with it that a rank has ended",
+    **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), _ENDS_JOB),
+    signal.SIGPIPE: "it reports that nobody reads what the launcher writes, which ends the job",
+    signal.SIGTSTP: "it stops the launcher, which stops all ranks",
+    signal.SIGTTIN: "it stops a process that reads from a terminal in the background",
+    signal.SIGTTOU: "it stops a process that writes to a terminal in the background",
+    **dict.fromkeys(_STACK_REQUESTS, "a rank writes its Python stack when it gets it"),
+    **dict.fromkeys(_FAULTS, _FAULT),
+}
+
 
 class OptionReader(Protocol):
     """A function that reads the value of one kind of option."""
@@ -126,6 +90,72 @@ class OptionReader(Protocol):
     def __call__(self, value: Any, *, is_text: bool) -> Any:
         """Return the value, or raise ConfigError with a text that begins with "must be"."""
         ...
+
+
+class Option(NamedTuple):
+    """One option."""
+
+    key: str  # name in a TOML file, and of the environment variable in lower case
+    flags: tuple[str, ...]  # spellings on the command line; the last one is the long one
+    group: str  # group of the help
+    # record and its field, for instance "ranks.workers". "runtime.NAME" sets a runtime setting:
+    # such an option has no key in a file and no variable of its own
+    field: str
+    read: OptionReader  # reader of a value
+    metavar: str  # value's name in the help
+    text: str  # help
+    default: Any = None  # value without the option
+    choices: tuple[str, ...] = ()  # allowed words, or none
+    in_file: bool = True  # whether a TOML file may set it
+    spelling: str = ""  # spelling in the help, where it is not that of the flags
+
+    @property
+    def section(self) -> str:
+        """The attribute of `LaunchOptions` that holds the field."""
+        return self.field.partition(".")[0]
+
+    @property
+    def field_name(self) -> str:
+        """The field in its record."""
+        return self.field.partition(".")[2]
+
+    @property
+    def setting(self) -> str:
+        """The runtime setting, or empty."""
+        return self.field_name if self.section == "runtime" else ""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.read is read_switch
+
+    @property
+    def off_flag(self) -> str:
+        """The spelling that turns a switch off."""
+        return f"--no-{self.key.replace('_', '-')}"
+
+    @property
+    def usage(self) -> str:
+        """The flags with the value, for help and documentation."""
+        return self.spelling or f"{', '.join(self.flags)} {self.metavar}".rstrip()
+
+    @property
+    def description(self) -> str:
+        """The help with the allowed words and the default."""
+        text = f"{self.text}: {', '.join(self.choices)}" if self.choices else self.text
+        if self.is_switch:
+            return text
+        if self.setting:
+            settings = RuntimeConfig.runtime_settings()
+            default = next(one.default for one in settings if one.name == self.setting)
+            return f"{text} [{default}]" if isinstance(default, str) else f"{text} [{default:g} s]"
+        return f"{text} [{self.default}]" if isinstance(self.default, int | str) else text
+
+    def value(self, raw: Any, *, is_text: bool) -> Any:
+        """Return the checked value of text, or of a value of a TOML file."""
+        if self.choices:
+            return read_choice(raw, self.choices)
+        return self.read(raw, is_text=is_text)
 
 
 def read_choice(value: Any, choices: Sequence[str]) -> Any:
@@ -265,6 +295,52 @@ def _read_whole(
     return number
 
 
+def parse_signals(text: str) -> tuple[int, ...]:
+    """Return the numbers of the signals to forward.
+
+    `text` has names, with or without SIG, and numbers, with commas; or is "none".
+
+    Example:
+        >>> parse_signals("USR1,SIGUSR2,18"), parse_signals("none")
+        ((10, 12, 18), ())
+    """
+    return (
+        ()
+        if text == "none"
+        else tuple(dict.fromkeys(_signal_number(one.strip()) for one in text.split(",")))
+    )
+
+
+def _signal_number(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 4:
+        number = int(text)
+    else:
+        named = signal.Signals.__members__.get("SIG" + text.upper().removeprefix("SIG"))
+        number = 0 if named is None else int(named)
+    if number not in signal.valid_signals():
+        raise ConfigError(
+            f"{text!r} is no signal: give names or numbers, such as {FORWARDED_SIGNALS}, or none"
+        )
+    if number in _NOT_FORWARDED:
+        raise ConfigError(
+            f"{signal_name(number) or number} cannot be passed on: {_NOT_FORWARDED[number]}"
+        )
+    return number
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the cores that this process may use, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def core_count() -> int:
+    """Return the number of usable cores, or the smaller quota of CPU time of the container.
+
+    A quota limits time and names no cores, so the launcher binds nothing because of it.
+    """
+    return min(len(usable_cores()), core_quota() or sys.maxsize)
+
+
 def shown_ranks(which: str, workers: int) -> frozenset[int] | None:
     """Return the ranks whose lines the launcher shows while a job runs, or None for all.
 
@@ -339,92 +415,12 @@ def is_ip_address(text: str) -> bool:
     return True
 
 
-PROGRAM = "syncvar-launch"
-LAUNCH_PREFIX = PREFIX + "LAUNCH_"
-
-START_METHODS = ("auto", "spawn", "fork")
-BIND_MODES = ("auto", "none", "cores")
-MAP_BY = ("slot", "host")
-_ENCRYPTION = ("required", "control-only", "off")
-_COLOR = ("auto", "always", "never")
-
-# Groups of the help.
-RUN = "What to run"
-WORKERS = "Workers"
-HOSTS = "Several hosts"
-OUTPUT = "Output"
-LIMITS = "Limits"
-ASIDE = ""  # another line of the help names it, or the help for several hosts
-
-
-class Option(NamedTuple):
-    """One option.
-
-    Args:
-        key: The name in a TOML file, and of the environment variable in lower case.
-        flags: The spellings on the command line; the last one is the long one.
-        group: The group of the help.
-        field: The record and its field, for instance "ranks.workers". "runtime.NAME" sets
-            a runtime setting: such an option has no key in a file and no variable of its own.
-        read: The reader of a value.
-        metavar: The value's name in the help.
-        text: The help.
-        default: The value without the option.
-        choices: The allowed words, or none.
-        in_file: Whether a TOML file may set it.
-        spelling: The spelling in the help, where it is not that of the flags.
-    """
-
-    key: str
-    flags: tuple[str, ...]
-    group: str
-    field: str
-    read: OptionReader
-    metavar: str
-    text: str
-    default: Any = None
-    choices: tuple[str, ...] = ()
-    in_file: bool = True
-    spelling: str = ""
-
-    @property
-    def section(self) -> str:
-        """The attribute of `LaunchOptions` that holds the field."""
-        return self.field.partition(".")[0]
-
-    @property
-    def field_name(self) -> str:
-        """The field in its record."""
-        return self.field.partition(".")[2]
-
-    @property
-    def setting(self) -> str:
-        """The runtime setting, or empty."""
-        return self.field_name if self.section == "runtime" else ""
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it takes no value."""
-        return self.read is read_switch
-
-    @property
-    def off_flag(self) -> str:
-        """The spelling that turns a switch off."""
-        return f"--no-{self.key.replace('_', '-')}"
-
-    def value(self, raw: Any, *, is_text: bool) -> Any:
-        """Return the checked value of text, or of a value of a TOML file."""
-        if self.choices:
-            return read_choice(raw, self.choices)
-        return self.read(raw, is_text=is_text)
-
-
 OPTIONS = (
     Option("env", ("-x", "--env"), RUN, "program.env", read_variables, "NAME[=V]|PRE*",
            "set a variable of all ranks, or copy ours (repeat)", {},
            spelling="-x, --env NAME[=V]|PRE*"),
     Option("env_clear", ("--env-clear",), RUN, "program.env_clear", read_switch, "",
-           "of ours only PATH, HOME and such, and what -x names", default=False),
+           "pass only PATH, HOME and such, and those of -x", default=False),
     Option("cwd", ("--cwd",), RUN, "program.cwd", read_path, "DIR",
            "start the ranks in this folder"),
     Option("config", ("--config",), RUN, "program.config", read_path, "FILE",
@@ -435,57 +431,57 @@ OPTIONS = (
            read_workers, "N|auto", "how many ranks; auto: one per usable core", 1,
            spelling="-n, -np, --workers N|auto"),
     Option("servers", ("--servers",), WORKERS, "ranks.servers", read_number, "N",
-           "hold variables; twice by --server-replicas 1", 0),
+           "hold variables; --server-replicas 1 copies them", 0),
     Option("server_replicas", ("--server-replicas",), ASIDE, "ranks.server_replicas",
            read_number, "K", "copies of each on other servers", 0),
     Option("fake_hosts", ("--fake-hosts",), ASIDE, "ranks.fake_hosts", read_count, "K",
-           "pose as K hosts joined by tcp, for tests", 1),
+           "act as K hosts joined by TCP, for tests", 1),
     Option("hostfile", ("--hostfile",), HOSTS, "hosts.hostfile", read_path, "FILE",
            "hosts and slots, one a line"),
     Option("hosts", ("-H", "--hosts"), HOSTS, "hosts.entries", read_text, "LIST",
            "hosts and slots: a:2,b:2"),
     Option("allocation", ("--allocation",), HOSTS, "hosts.allocation", read_text, "HOW",
-           "take those of the Slurm, PBS or LSF job", "auto", ("auto", "off")),
+           "hosts of the Slurm, PBS or LSF job", "auto", ("auto", "off")),
     Option("include", ("--include",), HOSTS, "hosts.include", read_text, "LIST",
-           "use these of them only"),
+           "use only these hosts"),
     Option("exclude", ("--exclude",), HOSTS, "hosts.exclude", read_text, "LIST",
-           "do not use these"),
+           "do not use these hosts"),
     Option("map_by", ("--map-by",), HOSTS, "hosts.map_by", read_text, "HOW",
-           "fill each, or deal in turns", "slot", MAP_BY),
+           "fill each, or one for each in turn", "slot", MAP_BY),
     Option("ssh", ("--ssh",), HOSTS, "hosts.ssh", read_text, "CMD",
-           "what leads there", "ssh"),
+           "the command for logins", "ssh"),
     Option("ssh_port", ("--ssh-port",), HOSTS, "hosts.ssh_port", read_port, "PORT",
-           "its port, where the file names none"),
+           "port of ssh, where the file names none"),
     Option("ssh_always", ("--ssh-always",), HOSTS, "hosts.ssh_always", read_switch, "",
-           "go through ssh to this machine too", default=False),
+           "log in to this machine, too", default=False),
     Option("remote_python", ("--remote-python",), HOSTS, "hosts.remote_python", read_text,
-           "PATH", "the interpreter there"),
+           "PATH", "the interpreter on the hosts"),
     Option("encryption", ("--encryption",), HOSTS, "runtime.encryption", read_text, "HOW",
-           "of links", choices=_ENCRYPTION),
+           "encryption of links", choices=_ENCRYPTION),
     Option("insecure", ("--insecure",), HOSTS, "runtime.insecure", read_switch, "",
-           "lets encryption be off, for isolated networks"),
+           "allow --encryption off, on isolated networks"),
     Option("iface", ("--iface",), HOSTS, "hosts.iface", read_text, "LIST",
-           "eth0, ^docker0 or 10.0.0.0/8"),
+           "links through eth0, ^docker0 or 10.0.0.0/8"),
     Option("stage", ("--stage",), HOSTS, "hosts.stage", read_switch, "",
-           "copy the script's folder there first", default=False),
+           "copy the script's folder to the hosts first", default=False),
     Option("listen", ("--listen",), HOSTS, "join.listen", read_address, "ADDR[:PORT]",
-           "wait here for --hosts N that join, no ssh"),
+           "wait for --hosts N that join, without ssh"),
     Option("join", ("--join",), HOSTS, "join.address", read_address, "HOST:PORT",
            "join a job that listens, with this host", in_file=False),
     Option("key_file", ("--key-file",), HOSTS, "join.key_file", read_path, "FILE",
-           "by which they join [~/.syncvar-key]"),
+           "the key to join [~/.syncvar-key]"),
     Option("slots", ("--slots",), HOSTS, "join.slots", read_count, "K",
-           "with --join: its place for workers [cores]"),
+           "with --join: most workers here [cores]"),
     Option("start_method", ("--start-method",), WORKERS, "ranks.start_method", read_text,
            "HOW", "fresh, or forked from one", "auto", START_METHODS),
     Option("bind", ("--bind",), WORKERS, "ranks.bind", read_text, "MODE",
-           "cores of its own for each", "auto", BIND_MODES),
+           "own cores for each worker", "auto", BIND_MODES),
     Option("cores_per_worker", ("--cores-per-worker",), WORKERS, "ranks.cores_per_worker",
            read_count, "K", "cores and BLAS threads of each worker"),
     Option("torch_env", ("--torch-env",), WORKERS, "ranks.torch_env", read_switch, "",
            "also set MASTER_ADDR and MASTER_PORT", default=False),
     Option("debug", ("--debug",), WORKERS, "ranks.debug", read_number, "RANK",
-           "give it the terminal, make deadlines endless"),
+           "this rank gets the terminal; no deadlines"),
     Option("output", ("--output",), OUTPUT, "output.selection", read_output, "WHICH",
            f"show {', '.join(OUTPUT_MODES)}, or ranks 0,3-5", "all"),
     Option("log_dir", ("--log-dir",), OUTPUT, "output.log_dir", read_path, "DIR",
@@ -499,11 +495,11 @@ OPTIONS = (
     Option("color", ("--color",), OUTPUT, "output.color", read_text, "WHEN",
            "colour the prefixes", "auto", _COLOR),
     Option("verbose", ("-v", "--verbose"), OUTPUT, "output.verbose", read_switch, "",
-           "say more about what the launcher does", default=False),
+           "show more of what the launcher does", default=False),
     Option("timeout", ("--timeout",), LIMITS, "limits.timeout_s", read_limit, "S",
            "end the whole job after S seconds", math.inf),
     Option("forward_signals", ("--forward-signals",), LIMITS, "limits.forward_signals",
-           read_signals, "LIST", "to ranks that handle them", FORWARDED_SIGNALS),
+           read_signals, "LIST", "pass these signals to ranks", FORWARDED_SIGNALS),
     Option("max_restarts", ("--max-restarts",), LIMITS, "limits.max_restarts", read_number,
            "K", "start all again when one fails", 0),
     Option("start_timeout", ("--start-timeout",), LIMITS, "runtime.rendezvous_timeout_s",

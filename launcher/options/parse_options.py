@@ -25,6 +25,7 @@ from syncvar_launcher.options.launch_options import (
     ProgramOptions,
     RankOptions,
     host_count_of,
+    short_name,
 )
 from syncvar_launcher.options.option_table import (
     BY_KEY,
@@ -38,8 +39,26 @@ from syncvar_launcher.options.worker_environment import env_variables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from syncvar_launcher.options.host_selection import Allocation
-    from syncvar_launcher.options.hostfile import Host
+    from syncvar_launcher.options.hostfile import Host, Hosts
+    from syncvar_launcher.options.launch_options import Allocation
+
+_KEY_FILE = ".syncvar-key"
+_HOSTFILE_NBYTES_MAX = 1 << 20
+_LAYERS = ("default", "file", "environment", "command line")
+_PATH_SETTINGS = ("trace", "auto_log", "auto_replay")
+
+# The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
+# breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
+# job ends, and a failed job must end.
+_DEBUG_SETTINGS: dict[str, Any] = {
+    "rendezvous_timeout_s": math.inf,
+    "handshake_timeout_s": math.inf,
+    "suspect_after_s": math.inf,
+    "lost_after_s": math.inf,
+    "stall_warning_s": math.inf,
+    "collective_timeout_s": math.inf,
+    "check_shm": "on",
+}
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -110,24 +129,6 @@ def _setting(name: str, value: Any, source: str) -> Any:
     return kind(getattr(checked, name))
 
 
-_KEY_FILE = ".syncvar-key"
-_LAYERS = ("default", "file", "environment", "command line")
-_PATH_SETTINGS = ("trace", "auto_log", "auto_replay")
-
-# The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
-# breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
-# job ends, and a failed job must end.
-_DEBUG_SETTINGS: dict[str, Any] = {
-    "rendezvous_timeout_s": math.inf,
-    "handshake_timeout_s": math.inf,
-    "suspect_after_s": math.inf,
-    "lost_after_s": math.inf,
-    "stall_warning_s": math.inf,
-    "collective_timeout_s": math.inf,
-    "check_shm": "on",
-}
-
-
 def parse(
     argv: Sequence[str],
     environ: Mapping[str, str],
@@ -188,15 +189,7 @@ def parse(
 
 
 class _Layers:
-    """The values of all options from all sources, and where each came from.
-
-    Attributes:
-        base: The folder to which paths are relative.
-        line: The values of the command line, by key.
-        values: The values that count, by key.
-        origin: The source of each.
-        file_settings: The runtime settings of the file.
-    """
+    """The values of all options by key, and where each came from; paths are relative to `base`."""
 
     def __init__(self, line: dict[str, Any], environ: Mapping[str, str], base: Path) -> None:
         self.base = base
@@ -278,9 +271,7 @@ def _host_options(
     notices: tuple[str, ...] = ()
     has_names = any(values[key] is not None for key in ("hosts", "hostfile", "include", "exclude"))
     if values["listen"] is None and (has_names or job is not None):
-        from syncvar_launcher.options.host_selection import select_hosts  # only several hosts
-
-        entries, notices = select_hosts(values, layers.base, job)
+        entries, notices = _select_hosts(values, layers.base, job)
     if values["hostfile"] is not None:
         origin["hosts"] = origin["hostfile"]
     elif job is not None and values["hosts"] is None:
@@ -295,6 +286,86 @@ def _host_options(
         values["workers"] = 0  # all slots, as many as they turn out to be
     fields = {**layers.fields("hosts"), "entries": entries, "ssh": _split_words(values["ssh"])}
     return HostOptions(**fields, notices=notices, scheduled=job)
+
+
+def _select_hosts(
+    values: Mapping[str, Any], base: Path, job: Allocation | None
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return the hosts to use, and notices; those of a scheduler's job limit the choice."""
+    from syncvar_launcher.options.hostfile import parse_hosts, select_named  # only several hosts
+
+    hostfile, listed = values["hostfile"], values["hosts"]
+    include, exclude = values["include"], values["exclude"]
+    if hostfile is None and listed is None:
+        if job is not None:
+            return select_named(job.hosts, include, exclude), ()
+        option = "--include" if include is not None else "--exclude"
+        raise ConfigError(
+            f"{option} selects among the hosts of --hostfile or -H, and there are none"
+        )
+    if hostfile is not None and listed is not None:
+        raise ConfigError(
+            f"--hostfile {hostfile} and -H {listed} both name hosts; leave one out "
+            "(--include selects)"
+        )
+    found = parse_hosts(listed) if listed is not None else _read_hostfile(base, hostfile)
+    named = select_named(found.hosts, include, exclude)
+    if job is not None:
+        hosts, notices = restrict_hosts(job, named)
+        return hosts, (*found.notices, *notices)
+    if listed is not None:  # as for mpirun
+        named = tuple(one._replace(slots=one.slots or 1) for one in named)
+    return named, found.notices
+
+
+def _read_hostfile(base: Path, name: str) -> Hosts:
+    from syncvar_launcher.options.hostfile import parse_hostfile
+
+    path = base / name
+    try:
+        with path.open("rb") as file:
+            content = file.read(_HOSTFILE_NBYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"--hostfile {path}: {error.strerror}") from None
+    if len(content) > _HOSTFILE_NBYTES_MAX:
+        raise ConfigError(
+            f"--hostfile {path}: it has more than {_HOSTFILE_NBYTES_MAX} bytes; is it a host file?"
+        )
+    return parse_hostfile(content, name)
+
+
+def restrict_hosts(
+    allocation: Allocation, named: Sequence[Host]
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return the hosts of an allocation that a host file or -H names, and notices for the user.
+
+    A file can remove hosts and slots and adds nothing. The order is the file's.
+    """
+    known = {short_name(one.name): one for one in allocation.hosts}
+    hosts, notices = [], []
+    for one in named:
+        found = known.get(short_name(one.name))
+        if found is None:
+            names = ", ".join(each.name for each in allocation.hosts)
+            raise ConfigError(
+                f"{one.origin} names {one.name}, which is not in {allocation.name} ({names}); "
+                "leave it out, or give --allocation off"
+            )
+        slots, most = found.slots or 1, found.max_slots or found.slots or 1
+        if one.slots is not None and one.slots > most:
+            notices.append(
+                f"{one.origin} gives {one.name} {one.slots} slots, and {allocation.name} has "
+                f"{most} there: {most} count"
+            )
+        hosts.append(
+            one._replace(
+                name=found.name,
+                slots=min(one.slots, most) if one.slots is not None else slots,
+                max_slots=min(one.max_slots, most) if one.max_slots else None,
+                origin=f"{one.origin}, within {found.origin}",
+            )
+        )
+    return tuple(hosts), tuple(notices)
 
 
 def _split_words(text: str) -> tuple[str, ...]:

@@ -24,79 +24,35 @@ KEY_FD = "SYNCVAR_KEY_FD"
 KEY_FILE = "SYNCVAR_KEY_FILE"
 """The variable in which a program finds the path of the secret's file."""
 
+# Variables of the launcher itself and of its parent: no worker gets them.
 WITHHELD = frozenset(
     (
-        KEY_FD,
-        "SYNCVAR_KEY",
-        "SYNCVAR_STATUS_FD",
-        "SYNCVAR_PROCESS",
-        "SYNCVAR_PASS_FDS",
-        "SYNCVAR_PARENT_FD",
-        "SYNCVAR_OUTCOME_FILE",
+        *(KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PROCESS"),
+        *("SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE"),
     )
 )
-"""Variables of the launcher itself and of its parent: no worker gets them."""
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
-_KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
+_SETTINGS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
 
-_ALLOWED = frozenset(
-    (
-        "PATH",
-        "HOME",
-        "LANG",
-        "LANGUAGE",
-        "TERM",
-        "TZ",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TMPDIR",
-        "XDG_RUNTIME_DIR",
-        "NO_COLOR",
-        "FORCE_COLOR",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "LD_LIBRARY_PATH",
-        PREFIX + "CALL_FD",
-        PREFIX + "RESULT_DIR",
-        PREFIX + "FULL_TRACEBACK",
-    )
-)
 _OF_ONE_HOST = frozenset(
     (
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TMPDIR",
-        "XDG_RUNTIME_DIR",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "LD_LIBRARY_PATH",
-        "PYTHONHOME",
-        "PYTHONPATH",
-        PREFIX + "CALL_FD",
-        PREFIX + "RESULT_DIR",
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "VIRTUAL_ENV"),
+        *("CONDA_PREFIX", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH"),
+        *(PREFIX + "CALL_FD", PREFIX + "RESULT_DIR"),
     )
 )
+_ALLOWED = _OF_ONE_HOST.union(
+    ("LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "FORCE_COLOR", PREFIX + "FULL_TRACEBACK")
+)
 _ALLOWED_FAMILIES = (
-    "LC_",
-    "PYTHON",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "BLIS_",
-    "NUMEXPR_",
-    "VECLIB_",
+    *("LC_", "PYTHON", "OMP_", "GOMP_", "KMP_"),
+    *("MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "VECLIB_"),
 )
 
+# They run something in every process that gets them: no rule about many names brings them.
 _BY_NAME_ONLY = ("LD_PRELOAD", "LD_AUDIT", "PYTHONSTARTUP", "BASH_ENV", "ENV")
-"""They run something in every process that gets them: no rule about many names brings them."""
 
 
 def inherited_variables(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
@@ -137,19 +93,19 @@ def check_assignment(text: str) -> None:
     if not equals and text.endswith("*"):
         if not _NAME.fullmatch(text[:-1]):
             raise ConfigError(
-                f"{text!r} is no beginning of names of variables (letters, digits and _, no digit "
-                "first) with a * after it"
+                f"{text!r} is not a prefix of variable names (letters, digits and _, no digit "
+                "first) followed by *"
             )
         return
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is no name of a variable (letters, digits and _, no digit first)"
+            f"{name!r} is not a variable name (letters, digits and _, no digit first)"
         )
     if "\0" in text:
         raise ConfigError(f"the value of {name} has a zero byte")
     if name in _CONTRACT:
         raise ConfigError(f"{name} is set by the launcher, for each rank its own")
-    if name in _KNOBS:
+    if name in _SETTINGS:
         raise ConfigError(
             f"{name} is a setting of the whole job: set it in the environment of syncvar-launch "
             "or in [runtime]"
@@ -197,16 +153,10 @@ def env_variables(items: Sequence[str], environ: Mapping[str, str], source: str)
 
 
 def _is_allowed(name: str) -> bool:
-    return (
-        name in _ALLOWED
-        or name in _KNOBS
-        or (name.startswith(_ALLOWED_FAMILIES) and name not in _BY_NAME_ONLY)
-    )
+    is_of_family = name.startswith(_ALLOWED_FAMILIES) and name not in _BY_NAME_ONLY
+    return name in _ALLOWED or name in _SETTINGS or is_of_family
 
 
 def _may_be_copied(name: str) -> bool:
-    return (
-        bool(_NAME.fullmatch(name))
-        and name not in _BY_NAME_ONLY
-        and name not in _CONTRACT | _KNOBS | WITHHELD
-    )
+    is_ours = name in _CONTRACT | _SETTINGS | WITHHELD
+    return bool(_NAME.fullmatch(name)) and name not in _BY_NAME_ONLY and not is_ours

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -70,6 +70,7 @@ if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
 
 
+_OPENING, _STEPS = True, False  # which part of a program C runs
 _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
@@ -172,7 +173,6 @@ class MessageCounter:
     The C extension advances it without informing the engine; `CallLedger.count_by` merges it.
 
     Attributes:
-        identity: Identity of the pair's calls.
         next_call: First call that is not over; the receiver needs no frames of calls before it.
         number: Number of the next message. Code that numbers a message by the communicator must
             read and update this value.
@@ -260,7 +260,7 @@ def open_program(
     code: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> None:
     """Run a program's opening; see `run`. Arrays may be None for memories that it does not use."""
-    _native.Run(code, channel, arrays, offsets, keeps_lock, True)  # type: ignore[union-attr]
+    _native.Run(code, channel, arrays, offsets, keeps_lock, _OPENING)  # type: ignore[union-attr]
 
 
 def run(
@@ -276,8 +276,10 @@ def run(
             process of the memory's rank; -1 for arrays.
         keeps_lock: Keep the GIL.
     """
-    found: Iterator[int] = _native.Run(code, channel, arrays, offsets, keeps_lock, False)  # type: ignore[union-attr]
-    return found
+    steps: Iterator[int] = _native.Run(  # type: ignore[union-attr]
+        code, channel, arrays, offsets, keeps_lock, _STEPS
+    )
+    return steps
 
 
 def slot_call(*parts: Any, **objects: Any) -> Any:
@@ -320,17 +322,38 @@ def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
     return _native.MessageEntrance(is_sending, function=function, state=state)
 
 
+class AccessScope(NamedTuple):
+    """Calls in which a persistent access of a variable is valid."""
+
+    # Scope stack of each thread; None for a Read that is always one of all replicas, and not
+    # counted
+    places: Any
+    owner: Any
+    # It is the default one; reads of the combined copies do not need to know
+    is_default: bool = False
+    # Its group; this field and the next ones are for calls of all replicas
+    communicator: Any = None
+    channel: Any = None
+    replica: Any = None  # context in which each replica has its own values
+
+
+class LocalCopy(NamedTuple):
+    """This replica's copy of a variable: its storage and counters, and the form of its array."""
+
+    storage: CopyGuard
+    tally: VariableCounters
+    dtype: Any
+    shape: tuple[int, ...]
+
+
 def access(
     kind: str,
     plain: Any,
-    where: tuple[Any, ...],
-    storage: CopyGuard,
-    tally: VariableCounters,
-    form: tuple[Any, ...],
+    scope: AccessScope,
+    copy: LocalCopy,
     *,
     call: Any = None,
     watch: CheckGate | None = None,
-    is_default: bool = False,
     is_increment: bool = False,
 ) -> Any:
     """Return a persistent access of a variable in C, or `plain` if there is no extension.
@@ -338,37 +361,17 @@ def access(
     Args:
         kind: "Write", "Look" (a read of this replica's copy), or "Read" (of the copies, combined).
         plain: The Python version, called for unusual accesses before anything has changed.
-        where: (scope stack, strategy); for calls of all replicas also the communicator, its
-            channel, and the context in which each replica has its own values. A Read with None for
-            the stack is always one of all replicas, and not counted.
-        storage: Storage of the copy.
-        tally: Counters of the variable.
-        form: dtype and shape.
+        scope: Calls in which it is valid.
+        copy: The copy that it reads or writes.
         call: The persistent all-reduce; in a write it applies its result to the copy.
         watch: Gate of the strategy for writes; None if nothing is compared.
-        is_default: The strategy is the default one.
         is_increment: It increments an AUTO variable.
     """
     if _native is None or (kind == "Read" and type(call) is not _native.SlotCall):
         return plain
-    places, owner, communicator, channel, replica = (
-        where if len(where) > 2 else (*where, None, None, None)
-    )  # noqa: PLR2004
-    return getattr(_native, kind)(
-        *form,
-        is_default,
-        is_increment,
-        plain=plain,
-        owner=owner,
-        places=places,
-        storage=storage,
-        tally=tally,
-        call=call,
-        communicator=communicator,
-        channel=channel,
-        replica=replica,
-        watch=watch,
-    )
+    objects = {**scope._asdict(), **copy._asdict(), "plain": plain, "call": call, "watch": watch}
+    form = [objects.pop(name) for name in ("dtype", "shape", "is_default")]
+    return getattr(_native, kind)(*form, is_increment, **objects)
 
 
 def entrance(

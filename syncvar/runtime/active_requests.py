@@ -1,8 +1,7 @@
-"""The running operations of a process: begin, deliver frames, end.
+"""The running operations of a process, and reactions to the launcher and to lost links.
 
-Deadlines and reports of long waits.
-
-The driver of the engine calls `StartedCalls`.
+The driver of the engine calls `StartedCalls`, which begins operations, delivers their frames and
+checks their deadlines, and `Verdicts`.
 """
 
 from __future__ import annotations
@@ -34,29 +33,19 @@ _FOLLOWING_LOOK_S = 0.25
 
 
 class StartedCalls:
-    """Operations of `core.inbox`, `core.active` and `core.under_way`, as the driver handles them.
-
-    Attributes:
-        moved: When a shared-memory operation last made progress, monotonic seconds.
-    """
+    """Operations of `core.inbox`, `core.active` and `core.under_way`, as the driver sees them."""
 
     def __init__(self, core: Core, flow: Flow) -> None:
-        self.moved = 0.0
+        self.moved = 0.0  # when a shared-memory operation last made progress, monotonic seconds
         self._core = core
         self._book = core.book
         self._flow = flow
 
     @property
     def all(self) -> list[Request]:
-        """Operations that run or wait to begin. Without those that are over.
-
-        Their waiters know, before they are removed here.
-        """
-        return [
-            one
-            for one in (*list(self._core.active.values()), *list(self._core.inbox))
-            if not one.is_over
-        ]
+        """Operations that run or wait to begin, without those that are over."""
+        started = *list(self._core.active.values()), *list(self._core.inbox)
+        return [one for one in started if not one.is_over]
 
     # -- from the start to the end -----------------------------------------------------------------
 
@@ -152,10 +141,7 @@ class StartedCalls:
     # -- deadlines and long waits ------------------------------------------------------------------
 
     def expire(self, now: float, due: float) -> float:
-        """Fail operations past their deadline and report long waits.
-
-        Return when the next one is due, or `due`.
-        """
+        """Fail late operations and report long waits; return when the next one is due, or `due`."""
         groups: set[int] = set()
         for operation in list(self._core.active.values()):
             if operation.state == RequestState.DRAINING:
@@ -174,10 +160,9 @@ class StartedCalls:
                 self._report(operation, now)
             # If no thread waits, report only the first call of a group: the others cannot end
             # before it, and may be thousands.
+            report_at = operation.report_at
             due = min(
-                due,
-                operation.deadline,
-                operation.report_at if operation.report_at > now else now + _FOLLOWING_LOOK_S,
+                due, operation.deadline, report_at if report_at > now else now + _FOLLOWING_LOOK_S
             )
         return due
 
@@ -253,15 +238,14 @@ class Verdicts:
         self._suspects: dict[int, tuple[str, float]] = {}
         self._cut: dict[int, str] = {}  # disconnected peers that had finished: reason
 
-    # -- messages of the launcher
-    # --------------------------------------------------------------------
+    # -- messages of the launcher ------------------------------------------------------------------
 
     def handle_message(self, message: Message) -> None:
         """Act on a message of the launcher."""
         kind = message["kind"]
         if kind == "abort":
             self._aborted(message)
-        elif kind == "verdict":
+        elif kind == "decision":
             self._apply_decision(message)
         elif kind == "leave_notice":
             self._peer_left(message["rank"], message["entered"], message["skipped"])
@@ -285,10 +269,8 @@ class Verdicts:
             )
             return
         if message["failure_kind"] == "deadline" and operation is not None:
-            missing = (
-                tuple(rank for rank in message["missing"] if rank != self._core.rank)
-                or operation.awaiting
-            )
+            others = tuple(rank for rank in message["missing"] if rank != self._core.rank)
+            missing = others or operation.awaiting
             self._core.break_generation(
                 DeadlineExceeded(
                     f"{self._call(operation)} ended: rank {rank} {message['reason']}, waiting for "
@@ -330,18 +312,14 @@ class Verdicts:
                 operation.fail(book.ended(rank, self._call(operation)))
                 self._started.retire(operation)
 
-    # -- lost links
-    # --------------------------------------------------------------------------------
+    # -- lost links --------------------------------------------------------------------------------
 
     def suspect(self, peer: int, reason: str) -> None:
         """Record that the link to a peer is lost; the launcher may explain it in a moment."""
         self._suspects.setdefault(peer, (reason, time.monotonic() + _DETAIL_GRACE_S))
 
     def _expire_suspects(self, now: float, due: float) -> float:
-        """Break the group if a suspect's grace period is over.
-
-        Return when the next one ends, or `due`.
-        """
+        """Break the group if a suspect's grace period is over; return when the next one ends."""
         core = self._core
         for peer, (reason, until) in list(self._suspects.items()):
             if core.failure is not None:  # the launcher has explained it
@@ -366,10 +344,7 @@ class Verdicts:
         return now if self._cut and self._fail_without_cut_peers() else due
 
     def _fail_without_cut_peers(self) -> bool:
-        """Fail the calls that wait for frames of a finished rank whose link is lost.
-
-        Return whether there were any.
-        """
+        """Fail calls that wait for frames of finished ranks with lost links; return if any did."""
         core, has_failed = self._core, False
         for operation in list(core.active.values()):
             awaited = () if operation.links is None else operation.links.awaiting
@@ -385,23 +360,18 @@ class Verdicts:
                 break
         return has_failed
 
-    # -- calls that this rank skipped
-    # -------------------------------------------------------------
+    # -- calls that this rank skipped --------------------------------------------------------------
 
     def passed(self, group: int, call: int) -> None:
         """Check, a little later, whether a peer waits in a call that this rank skipped.
 
-        The peer may learn it meanwhile: frames arrive directly, but news of other ranks travel
-        through the launcher.
+        The peer may learn it meanwhile: news of other ranks take longer, through the launcher.
         """
         if self._core.failure is None:
             self.late.setdefault((group, call), time.monotonic() + VERDICT_GRACE_S)
 
     def expire(self, now: float, due: float) -> float:
-        """Report skipped calls and believe losses whose grace period is over.
-
-        Return when the next one ends, or `due`.
-        """
+        """Report skipped calls and believe losses after a grace period; return the next end."""
         for (group, call), late in list(self.late.items()):
             if now >= late:
                 del self.late[group, call]
@@ -444,6 +414,6 @@ class Verdicts:
                 "last_call": block.following,
                 "text": f"another rank made a call before it that rank {rank} did not make",
                 "table": {rank: reason},
-                "waits": False,
+                "has_waiting_ranks": False,
             }
         )

@@ -8,6 +8,10 @@ operations instead. The bits of a half, moved to the exponent and fraction of fl
 times 2**-112: exactly, also for subnormal ones. Sums, minima and maxima of such *scaled* values are
 the scaled results of float32, to the bit, because all halves are multiples of 2**-24. Rounding a
 scaled value to nearest even at one fixed bit, whatever its exponent, gives the bits of the half.
+
+NumPy releases the GIL for operations on more than 500 elements. If another thread computes in
+Python, getting it back takes about 5 ms each time. `gil_monitor` detects that. Then calls work for
+a while in pieces of 500 elements, which keep the GIL.
 """
 
 from __future__ import annotations
@@ -31,14 +35,8 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Combiner
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    from syncvar.core.reduce_ops import Combiner
-
     Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
+
 
 PIECE = 500  # elements up to which NumPy keeps the GIL
 _SLOW_S = 0.002
@@ -55,14 +53,9 @@ class GilMonitor:
         self._until = 0.0
 
     def is_there(self) -> bool:
-        """Return whether there are threads besides the caller and syncvar's own.
-
-        They may be idle.
-        """
-        return (
-            sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate())
-            > self.usual_threads
-        )
+        """Return whether there are threads, perhaps idle, besides the caller and syncvar's own."""
+        threads = sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate())
+        return threads > self.usual_threads
 
     def holds(self) -> bool:
         """Return whether calls should keep the GIL now."""
@@ -113,20 +106,13 @@ _WIDENED = 32 << 10  # elements widened at once
 
 
 class Arithmetic(NamedTuple):
-    """How inputs of ranks become a result.
+    """How inputs of ranks become a result."""
 
-    Args:
-        ufunc: Combines two operands; None where nothing is combined.
-        wire: dtype of the inputs in shared memory.
-        accumulate: dtype in which they are combined.
-        divisor: Divisor of the combination; 0 for none.
-        apply: A target becomes apply(target, combination); None sets it to the combination.
-    """
-
-    ufunc: Combiner | None
-    wire: np.dtype[Any]
-    accumulate: np.dtype[Any]
-    divisor: int = 0
+    ufunc: Combiner | None  # combines two operands; None where nothing is combined
+    wire: np.dtype[Any]  # dtype of the inputs in shared memory
+    accumulate: np.dtype[Any]  # dtype in which they are combined
+    divisor: int = 0  # divisor of the combination; 0 for none
+    # A target becomes apply(target, combination); None sets it to the combination
     apply: np.ufunc | None = None
 
     @property
@@ -145,10 +131,9 @@ class Arithmetic(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _suits_native(arithmetic: Arithmetic) -> bool:
-    return (
-        isinstance(arithmetic.ufunc, np.ufunc)
-        and native_program(b"", 0, (), (), arithmetic.native) is not None
-    )
+    if not isinstance(arithmetic.ufunc, np.ufunc):
+        return False
+    return native_program(b"", 0, (), (), arithmetic.native) is not None
 
 
 def folder(arithmetic: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
@@ -181,19 +166,13 @@ def _order(size: int) -> tuple[tuple[int, int], ...]:
 def combine(
     terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False
 ) -> None:
-    """Combine at least two arrays by the tree into `out`, which may be the first of them.
-
-    With `hold`, flat arrays are combined without releasing the GIL.
-    """
+    """Combine arrays by the tree into `out`, which may be the first; with `hold` keep the GIL."""
     values = list(terms)
     for left, right in _order(len(terms)):
-        target = (
-            out
-            if left == 0
-            else values[left]
-            if values[left] is not terms[left]
-            else np.empty_like(out)
-        )
+        if left == 0:
+            target = out
+        else:
+            target = values[left] if values[left] is not terms[left] else np.empty_like(out)
         if hold and target.size > 1:
             ufunc_holding(ufunc, values[left], values[right], target)
         else:
@@ -319,10 +298,9 @@ def widen(halves: NDArray[np.float16], out: NDArray[np.float32]) -> None:
 
 
 def are_scalable(terms: Sequence[NDArray[np.float16]], ufunc: Combiner, divisor: int) -> bool:
-    """Return whether terms may be combined as scaled values.
+    """Return whether terms may be combined as scaled values: all are finite, and so is any sum.
 
-    They may if none is infinite or NaN, and no sum can become infinite. Terms are contiguous and
-    not empty.
+    Terms are contiguous and not empty.
     """
     flushes = _SUBNORMAL + _SUBNORMAL == 0  # a thread may flush subnormal values to zero
     if ufunc not in _EXACT or divisor > _DIVISOR_MAX or flushes:

@@ -1,13 +1,18 @@
 """Calls that move blocks between ranks of one host: no header, and one or two copies of each byte.
 
 All-gather and broadcast have one block for all ranks, reduce-scatter and all-to-all one for each
-rank. Every rank copies its blocks from the other ranks, on one of three paths:
+rank. Every rank copies or combines its blocks from the other ranks, on one of three paths:
 
-* **slots**: small blocks go into the slots of their ranks; one phase.
+* **slots**: small blocks go into the slots of their ranks with phase 0.
 * **direct**: ranks publish the locations of their blocks, in shared memory (`sv.empty`) or in their
-  own memory if all can read it (`shm/channel_table.py`). One copy, two phases. Reductions read
-  blocks in shared memory only, where they need no copy.
-* **cells** otherwise: blocks go cell by cell through two sides in turn, which stay in the caches.
+  own memory if all can read it (`shm/channel_table.py`). One copy, two phases: blocks stay
+  until all ranks have read them. Reductions read blocks in shared memory only.
+* **cells** otherwise: blocks go cell by cell, with `lag` cells on each of two sides in turn.
+
+With cells a rank writes `lag` - 1 cells ahead of those it takes. Invariant: a rank that has
+published phase p has written the cells up to p, and taken those before p - lag + 1. It waits for
+phase t of the others before it takes their cell t. In the next turn it may write cell t + lag: all
+ranks have taken cell t - lag, which it overwrites.
 
 Some differences between ranks are legal, as lengths in an all-gather. A number published beside the
 check, the **detail**, covers them. If details differ, no rank copies anything, and the call
@@ -51,6 +56,31 @@ from syncvar.runtime.program_runner import (
 )
 from syncvar.shm.channel_table import MASK, SEGMENT_BYTES, SMALL_BYTES
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.core.reduce_ops import Combiner
+    from syncvar.shm.group_channel import GroupChannel
+
+    Starts = tuple[tuple[int, ...], tuple[int, ...]]
+
+# The cells of all blocks of a rank fill half a segment, so that they stay in the caches.
+_LAG = 16  # cells of a side with two ranks: 32 KiB in each
+_WIDE_LAG = 4  # with more ranks, which may share cores: they yield to each other less often
+_PLAIN_LAG = 2  # if a rank runs programs in Python, whose steps take longer
+_NATIVE_SLOT_BYTES = 8 << 10  # up to here small slots are faster if programs run in C
+_READ_BYTES = 512 << 10  # from here on reading one of several blocks is faster than cells
+_LONE = 128  # the same for a single block: so many times _READ_BYTES
+
+NOTHING: NDArray[Any] = np.empty(0, np.uint8)
+"""`Blocks.output` of a rank that gets no result."""
+
+# Published beside the check is a mark: the side of the rank's first cells << 3 | its `BlockOffer`.
+_READS, _RESIDENT, _LOCATED = map(int, BlockOffer)
+_OFFER = _READS | _RESIDENT | _LOCATED
+
 
 class TransferPath(IntEnum):
     """How blocks get from one rank to the others."""
@@ -61,36 +91,24 @@ class TransferPath(IntEnum):
 
 
 class Move(NamedTuple):
-    """Blocks that a rank publishes and takes.
-
-    Args:
-        rank: This rank in the group.
-        elements: Elements of each block.
-        cell: Elements of each block that go through a cell.
-        lag: Cells on each side, at least 2.
-        blocks: Largest number of blocks that a rank of the group publishes.
-        puts: Blocks that this rank publishes: SOURCE 0, 1, ...
-        takes: (peer, index of its block) for each block that it takes, to TARGET 0, 1, ...
-        keeps: It also has a block for itself: the SOURCE after the others.
-        folds: It combines the blocks it takes and its own, in rank order, into TARGET 0. Else its
-            own block goes to the TARGET after those it takes.
-        converts: Its own block has another dtype than the combination.
-        makes_first: The combination has another dtype than the target.
-        starts: Start of each SOURCE in SOURCE 0, and of each TARGET in TARGET 0, if they are parts
-            of one array; None if they are arrays of their own.
-    """
+    """Blocks that a rank publishes and takes."""
 
     rank: int
     elements: int
-    cell: int
-    lag: int
-    blocks: int
-    puts: int
+    cell: int  # elements of each block that go through a cell
+    lag: int  # cells on each side, at least 2
+    blocks: int  # largest number of blocks that a rank of the group publishes
+    puts: int  # blocks that this rank publishes: SOURCE 0, 1, ...
+    # (peer, index of its block) for each block that it takes, to TARGET 0, 1, ...
     takes: tuple[tuple[int, int], ...]
-    keeps: bool = False
+    keeps: bool = False  # it also has a block for itself: the SOURCE after the others
+    # It combines the blocks it takes and its own, in rank order, into TARGET 0. Else its own block
+    # goes to the TARGET after those it takes.
     folds: bool = False
-    converts: bool = False
-    makes_first: bool = False
+    converts: bool = False  # its own block has another dtype than the combination
+    makes_first: bool = False  # the combination has another dtype than the target
+    # Start of each SOURCE in SOURCE 0, and of each TARGET in TARGET 0, if they are parts of one
+    # array; None if they are arrays of their own
     starts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def length(self, turn: int) -> int:
@@ -129,11 +147,8 @@ def lower_move(
 ) -> Program:
     """Return a rank's program of a transfer.
 
-    Args:
-        move: The blocks.
-        way: The path.
-        has_published: This rank has published locations with phase 0, but not written cells.
-        some_published: Some rank has published locations.
+    `has_published`: this rank has published locations with phase 0, but not written cells.
+    `some_published`: some rank has.
 
     Example:
         >>> move = Move(rank=0, elements=5, cell=3, lag=2, blocks=1, puts=1, takes=((1, 0),))
@@ -184,13 +199,8 @@ def _put(move: Move, way: TransferPath, turn: int) -> list[CopyInstruction]:
     """Return the copies that write a part of all blocks."""
     start, length = turn * move.cell, move.length(turn)
     puts = range(move.puts if length else 0)
-    return [
-        CopyInstruction(
-            move.own(MemoryKind.SOURCE, place, start, length),
-            move.part(way, move.rank, place, turn),
-        )
-        for place in puts
-    ]
+    own = [move.own(MemoryKind.SOURCE, place, start, length) for place in puts]
+    return [CopyInstruction(own[place], move.part(way, move.rank, place, turn)) for place in puts]
 
 
 def _keep(move: Move, turn: int) -> list[CopyInstruction]:
@@ -223,36 +233,10 @@ def _take(move: Move, way: TransferPath, turn: int) -> list[Instruction]:
     return steps if output is target else [*steps, CopyInstruction(output, target)]
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from syncvar.runtime.instructions import CompiledProgram
-    from syncvar.shm.group_channel import GroupChannel
-
-    Starts = tuple[tuple[int, ...], tuple[int, ...]]
-    from syncvar.core.reduce_ops import Combiner
-
-# The cells of all blocks of a rank fill half a segment, so that they stay in the caches.
-_LAG = 16  # cells of a side with two ranks: 32 KiB in each
-_WIDE_LAG = 4  # with more ranks, which may share cores: they yield to each other less often
-_PLAIN_LAG = 2  # if a rank runs programs in Python, whose steps take longer
-_NATIVE_SLOT_BYTES = 8 << 10  # up to here small slots are faster if programs run in C
-_READ_BYTES = 512 << 10  # from here on reading one of several blocks is faster than cells
-_LONE = 128  # the same for a single block: so many times _READ_BYTES
-
-NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-"""`Blocks.output` of a rank that gets no result."""
-
-
 def cells_of_blocks(
     elements: int, itemsize: int, blocks: int, size: int, *, are_native: bool
 ) -> tuple[int, int]:
-    """Return how many elements of each block fit into a cell, and how many cells a side has.
-
-    `blocks` is the largest number of blocks that a rank publishes.
-    """
+    """Return how many elements of each block fit into a cell, and how many cells a side has."""
     row = itemsize * max(1, blocks)
     lag = _PLAIN_LAG if not are_native else _LAG if size == 2 else _WIDE_LAG
     return max(1, min(elements, SEGMENT_BYTES // 2 // lag // row)), lag
@@ -268,13 +252,8 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
 
     With cells, a rank that publishes several blocks does alone what readers would do in parallel; a
     rank that takes several blocks reads alone what the others would have written in parallel. One
-    block goes through cells faster than the kernel finds its pages.
-
-    Args:
-        nbytes: Size of each block.
-        puts: Largest number of blocks that a rank of the group publishes.
-        takes: Largest number of blocks that a rank of the group takes.
-        are_native: Programs run in C on all ranks.
+    block goes through cells faster than the kernel finds its pages. `puts` and `takes` are the
+    largest numbers of blocks that a rank publishes and takes.
     """
     if not are_native:
         return True
@@ -284,29 +263,19 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
 
 
 class TransferLayout(NamedTuple):
-    """Properties that calls of one kind share.
+    """Properties that calls of one kind share."""
 
-    Args:
-        detail: Number that ranks compare for inputs that may differ; with unequal details nobody
-            copies. 0: this input cannot be moved this way. None: inputs must not differ.
-        dtype: dtype of the elements in shared memory.
-        shape: Shape of each block.
-        blocks: Largest number of blocks that a rank of the group publishes.
-        takes: (peer, index of its block) for each block to take; in rank order if the call
-            combines.
-        most_takes: Largest number of blocks that a rank of the group takes.
-        ufunc: Combines two operands; None for calls that only move.
-        divisor: Divisor of the combination; 0 for none.
-    """
-
+    # Number that ranks compare for inputs that may differ; with unequal details nobody copies. 0:
+    # this input cannot be moved this way. None: inputs must not differ.
     detail: int | None
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # dtype of the elements in shared memory
     shape: tuple[int, ...] = ()
-    blocks: int = 0
+    blocks: int = 0  # largest number of blocks that a rank of the group publishes
+    # (peer, index of its block) for each block to take; in rank order if the call combines
     takes: tuple[tuple[int, int], ...] = ()
-    most_takes: int = 1
-    ufunc: Combiner | None = None
-    divisor: int = 0
+    most_takes: int = 1  # largest number of blocks that a rank of the group takes
+    ufunc: Combiner | None = None  # combines two operands; None for calls that only move
+    divisor: int = 0  # divisor of the combination; 0 for none
 
     @property
     def elements(self) -> int:
@@ -375,23 +344,16 @@ class TransferLayout(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Arrays of one call, each of the layout's shape.
-
-    Args:
-        output: The result.
-        outgoing: Blocks that this rank publishes.
-        targets: Contiguous outputs of the blocks it takes; for a reduction one array.
-        own: Block that this rank keeps.
-        own_target: Output of that block; None for none, and in reductions.
-        parts: The caller gets a list of so many parts of the result, cut evenly along axis 0; 0:
-            the result itself.
-    """
+    """Arrays of one call, each of the layout's shape."""
 
     output: Any
-    outgoing: Sequence[NDArray[Any]] = ()
+    outgoing: Sequence[NDArray[Any]] = ()  # blocks that this rank publishes
+    # Contiguous outputs of the blocks it takes; for a reduction one array
     targets: Sequence[NDArray[Any]] = ()
-    own: NDArray[Any] | None = None
-    own_target: NDArray[Any] | None = None
+    own: NDArray[Any] | None = None  # block that this rank keeps
+    own_target: NDArray[Any] | None = None  # output of that block; None for none, and in reductions
+    # The caller gets a list of so many parts of the result, cut evenly along axis 0; 0: the result
+    # itself
     parts: int = 0
 
     @property
@@ -426,18 +388,10 @@ class Movement:
         return self.arrays[0][: len(self.blocks.outgoing)]
 
 
-# Published beside the check is a mark: the side of the rank's first cells << 3 | its `BlockOffer`.
-_READS, _RESIDENT, _LOCATED = map(int, BlockOffer)
-_OFFER = _READS | _RESIDENT | _LOCATED
-
-
 def move_shared(
     channel: GroupChannel, opening: tuple[int, int], movement: Movement
 ) -> Iterator[int]:
-    """Publish and take blocks; yield the publications to wait for, and set `movement.is_done`.
-
-    `opening` is (call, check) of the call, which has published nothing yet.
-    """
+    """Publish and take blocks in a call (call, check); yield the publications to wait for."""
     call, check = opening
     mark = _put_blocks(channel, movement)
     try:
@@ -481,18 +435,15 @@ def _keep_published(channel: GroupChannel, check: int, movement: Movement, mark:
 def add_native_programs(
     channel: GroupChannel, layout: TransferLayout, blocks: Blocks, starts: Starts, native: Any
 ) -> bool:
-    """Give the C extension the programs of a call of long blocks; return whether it takes them.
-
-    `starts` are the offsets of blocks in the arrays of a call, see `Move`.
-    """
+    """Give C the programs of long blocks that begin at `starts`; return whether it takes them."""
+    into_all = by_owners = False
     for pattern, way in enumerate((TransferPath.CELLS, TransferPath.DIRECT)):
         code = layout.code(channel, blocks, way, starts)
         program = native_of(code, layout.arithmetic)
         if program is None:
             return False
-        native.learn(
-            pattern, False, False, -1 if code.last_side is None else code.last_side, program
-        )
+        last_side = -1 if code.last_side is None else code.last_side
+        native.learn(pattern, into_all, by_owners, last_side, program)
     return True
 
 
@@ -562,11 +513,9 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
 
     def location_of(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
         location = channel.block_location(rank, place)
-        return (
-            RemoteRef(rank, location, layout.dtype)
-            if location & ADDRESS
-            else ShmRef(location, layout.dtype)
-        )
+        if location & ADDRESS:
+            return RemoteRef(rank, location, layout.dtype)
+        return ShmRef(location, layout.dtype)
 
     yield from run_code(
         channel, code, layout.arithmetic, movement.arrays, sides, location_of=location_of

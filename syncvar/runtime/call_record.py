@@ -1,4 +1,4 @@
-"""Entries of the flight recorder: one typed record of each call.
+"""Entries of the flight recorder: typed records of calls, their program lines and their totals.
 
 Functions that describe a call return a `CallLabel`: a text for people, and fields for statistics
 and records.
@@ -25,41 +25,39 @@ if TYPE_CHECKING:
 
 DETAIL_MAX = 2000  # characters
 NOWHERE = -1  # group and call of an entry that is no call of a group
+_FOLD_AT = 256
+_KINDS_MAX = 4096
+_CLASSES = tuple(16**power for power in range(1, 9))
+# Reductions of different ops differ in cost.
+_WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Run as `__main__`.
+_STARTERS = tuple(
+    os.path.join(_PACKAGE, "bootstrap", name)
+    for name in ("worker_entry.py", "worker_main.py", "fork_server.py")
+)
+_own_frame = sys._getframe  # noqa: SLF001  (the documented way to the caller's frame)
+_looking = threading.Lock()
 
 
 class CallFields(NamedTuple):
-    """The description of a call as data; -1 or empty where a field does not apply.
+    """The description of a call as data; -1 or empty where a field does not apply."""
 
-    Args:
-        collective: Name of the call, for instance "all_reduce" or "assign of variable 'w'".
-        op: Reduction.
-        dtype: Element type of the input.
-        shape: Shape of the input.
-        elements: Elements of the input.
-        size: Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved.
-        root: Rank in the group of the root.
-        peer: World rank of the other end of a message.
-        tag: Tag of a message.
-    """
-
-    collective: str
+    collective: str  # name of the call, for instance "all_reduce" or "assign of variable 'w'"
     op: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     elements: int = -1
+    # Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved
     size: int = -1
-    root: int = -1
-    peer: int = -1
+    root: int = -1  # rank in the group of the root
+    peer: int = -1  # world rank of the other end of a message
     tag: int = -1
 
 
 class CallLabel(str):
-    """The text of a call, for instance "all_reduce(sum, float32[10])", with its fields.
-
-    Args:
-        text: The call for people.
-        fields: The call for programs; a label as `collective` means the collective that it names.
-    """
+    """The text of a call for people, such as "all_reduce(sum, float32[10])", with its fields."""
 
     __slots__ = ("fields",)
 
@@ -79,35 +77,22 @@ def collective_of(label: str) -> str:
 
 
 class Event(NamedTuple):
-    """One entry of the ring, as record files contain it.
+    """One entry of the ring, as record files contain it."""
 
-    Args:
-        label: The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke",
-            "verdict".
-        group: Identity of the group; -1 for none.
-        call: Call number within the group; -1 for none.
-        fingerprint: Signature of the call, equal on all ranks that make the same call; 0 for none.
-        nbytes: Bytes that the call worked on.
-        path: "shm" or "links", and the algorithm; empty if the call ended before the choice.
-        began_ns: Start, CLOCK_MONOTONIC.
-        ended_ns: End; 0 for a call that is still running.
-        state: "started", "done", "failed", or "noted" for an entry that is no operation.
-        thread: Identity of the calling thread.
-        detail: Error text, or details of a noted event.
-        collective: The fields from here on are those of `CallFields`; a shape is text, "[2, 3]".
-    """
-
+    # The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke", "verdict"
     label: str
-    group: int
-    call: int
+    group: int  # identity of the group; -1 for none
+    call: int  # call number within the group; -1 for none
+    # Signature of the call, equal on all ranks that make the same call; 0 for none
     fingerprint: int
-    nbytes: int
-    path: str
-    began_ns: int
-    ended_ns: int
-    state: str
-    thread: int
-    detail: str
+    nbytes: int  # bytes that the call worked on
+    path: str  # "shm" or "links", and the algorithm; empty if the call ended before the choice
+    began_ns: int  # start, CLOCK_MONOTONIC
+    ended_ns: int  # end; 0 for a call that is still running
+    state: str  # "started", "done", "failed", or "noted" for an entry that is no operation
+    thread: int  # identity of the calling thread
+    detail: str  # error text, or details of a noted event
+    # The fields from here on are those of `CallFields`; a shape is text, "[2, 3]"
     collective: str = ""
     op: str = ""
     dtype: str = ""
@@ -124,23 +109,14 @@ COLUMNS = ("what", *Event._fields[1:])
 
 
 class CallInfo(NamedTuple):
-    """The part of an entry that repeated calls share.
+    """The part of an entry that repeated calls share."""
 
-    Args:
-        label: The call; a `CallLabel` where it has more fields than its text.
-        group: Identity of the group.
-        members: World ranks of the group.
-        fingerprint: Signature of the call.
-        nbytes: Bytes of the array.
-        path: "shm", "links" or "hosts", and the algorithm.
-    """
-
-    label: str
+    label: str  # the call; a `CallLabel` where it has more fields than its text
     group: int
-    members: tuple[int, ...]
-    fingerprint: int
-    nbytes: int
-    path: str
+    members: tuple[int, ...]  # world ranks of the group
+    fingerprint: int  # signature of the call
+    nbytes: int  # bytes of the array
+    path: str  # "shm", "links" or "hosts", and the algorithm
 
     @property
     def fields(self) -> CallFields:
@@ -208,15 +184,6 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:DETAIL_MAX]
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Run as `__main__`.
-_STARTERS = tuple(
-    os.path.join(_PACKAGE, "bootstrap", name)
-    for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
-)
-_looking = threading.Lock()
-
-
 def call_site(thread: int) -> str:
     """Return file:line and function of a thread's innermost frame outside of syncvar."""
     frame = _users(_innermost(thread))
@@ -224,23 +191,16 @@ def call_site(thread: int) -> str:
         return "a place unknown"
     path = frame.f_code.co_filename
     relative = os.path.relpath(path)
-    return (
-        f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in "
-        f"{frame.f_code.co_name}"
-    )
+    name = path if relative.startswith("..") else relative
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def own_site() -> str:
-    """Return file:line and function of the caller's innermost frame outside of syncvar.
-
-    About 1 us.
-    """
-    frame = _users(sys._getframe())  # noqa: SLF001
-    return (
-        ""
-        if frame is None
-        else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    )
+    """Return file:line and function of the caller's frame outside of syncvar; about 1 us."""
+    frame = _users(_own_frame())
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def site_of(code: CodeType, instruction: int) -> str:
@@ -261,11 +221,8 @@ def main_stack() -> list[StackFrame]:
 def _users(frame: FrameType | None) -> FrameType | None:
     while frame is not None:  # copy.deepcopy calls us on behalf of the user
         module = frame.f_globals.get("__name__", "")
-        ours = (
-            module == "copy"
-            or module.startswith("syncvar.")
-            or frame.f_code.co_filename in _STARTERS
-        )
+        ours = module == "copy" or module.startswith("syncvar.")
+        ours = ours or frame.f_code.co_filename in _STARTERS
         if not ours or module.startswith("syncvar.examples."):
             return frame
         frame = frame.f_back
@@ -274,14 +231,10 @@ def _users(frame: FrameType | None) -> FrameType | None:
 
 def _innermost(thread: int) -> FrameType | None:
     if thread == threading.get_ident():
-        return sys._getframe()  # noqa: SLF001
+        return _own_frame()
     with _looking:  # otherwise two threads could leave the garbage collector switched off
         return current_frames().get(thread)
 
-
-_FOLD_AT = 256
-_KINDS_MAX = 4096
-_CLASSES = tuple(16**power for power in range(1, 9))
 
 # Factor by its formula; n is the number of ranks.
 BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
@@ -318,12 +271,7 @@ def size_class(nbytes: int) -> int:
 
 
 def size_of(info: CallInfo, nbytes: int) -> int:
-    """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown.
-
-    Args:
-        info: The call.
-        nbytes: Bytes that were recorded; used if the call does not know its size.
-    """
+    """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown."""
     fields = info.fields
     if fields.size >= 0:
         return fields.size
@@ -335,10 +283,7 @@ def size_of(info: CallInfo, nbytes: int) -> int:
 
 
 class Totals:
-    """Counts calls as the ring records them.
-
-    Cost: 0.25 us for each cached call, on top of the 0.2 us of the ring.
-    """
+    """Counts calls as the ring records them; 0.25 us for each cached call."""
 
     def __init__(self, append: Callable[[Any], None]) -> None:
         self._append = append
@@ -402,10 +347,8 @@ class Totals:
         self, info: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
     ) -> None:
         size = size_of(info, nbytes)
-        row = self._rows.setdefault(
-            (_row_name(info.fields), info.group, info.members, size_class(max(0, size))),
-            [0, 0, 0, 0],
-        )
+        key = _row_name(info.fields), info.group, info.members, size_class(max(0, size))
+        row = self._rows.setdefault(key, [0, 0, 0, 0])
         row[0] += calls
         row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
         row[2] += ns
@@ -416,6 +359,3 @@ def _row_name(fields: CallFields) -> str:
     """Return the collective, with its op where calls with different ops differ in cost."""
     name, op = fields.collective, fields.op
     return f"{name}({op})" if name in _WITH_OP and op.isalpha() and op.islower() else name
-
-
-_WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")

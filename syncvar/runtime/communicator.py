@@ -16,7 +16,6 @@ from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.call_record import CallInfo, own_site
 from syncvar.runtime.link_exchange import LinkExchange, NullSink
 from syncvar.runtime.planner import Planner
-from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.request import Request, stage_steps
 from syncvar.runtime.sequence import EpochRange
 from syncvar.runtime.state import send_queued
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.link_exchange import FrameSink
     from syncvar.runtime.p2p_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
+    from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
@@ -49,15 +49,7 @@ def fingerprint(*parts: object) -> int:
 
 
 class CollectiveSpec:
-    """A checked call, ready to become a request.
-
-    Args:
-        label: The call, for instance "all_reduce(sum, float32[10])"; a `CallLabel` where it has
-            fields.
-        digest: Signature that all ranks compare.
-        body: Generator of stages.
-        message: Message that may use a ring in shared memory; None for collectives.
-    """
+    """A checked call, ready to become a request."""
 
     __slots__ = ("body", "digest", "label", "message")
 
@@ -69,9 +61,9 @@ class CollectiveSpec:
         message: Sending | Receiving | None = None,
     ) -> None:
         self.label = label
-        self.digest = digest
-        self.body = body
-        self.message = message
+        self.digest = digest  # signature that all ranks compare
+        self.body = body  # generator of stages
+        self.message = message  # a message that may use a ring in shared memory; else None
 
 
 def _end_of(number: int) -> int:
@@ -80,9 +72,7 @@ def _end_of(number: int) -> int:
 
 
 def begin_epochs(communicators: Sequence[Communicator]) -> None:
-    """Begin a new block of call numbers in groups of one process.
-
-    At the start and end of `strategy.run`.
+    """Begin a new block of call numbers in groups of one process, at both ends of `strategy.run`.
 
     Blocks are counted, not derived from the calls made. So ranks that left an earlier block at
     different calls have the same number again. A peer may still wait in a call of the old block
@@ -90,10 +80,10 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
     """
     engine, is_shared = None, True
     for one in communicators:
-        following, end = one.next_call, one._block_end  # noqa: SLF001  (its other half)
+        following, end = one.next_call, one.block_end
         if following > end:
             end = _end_of(following)
-        one.next_call, one._block_end = end + 1, end + _EPOCH_CALLS  # noqa: SLF001
+        one.next_call, one.block_end = end + 1, end + _EPOCH_CALLS
         one.recorder.numbers.skip(one.identity, following, end + 1)
         engine = one.engine
         if engine is None:
@@ -111,15 +101,10 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
 
 
 class GroupHosts(NamedTuple):
-    """The hosts of a group that spans several, as seen by this rank.
+    """The hosts of a group that spans several, as seen by this rank."""
 
-    Args:
-        sizes: Ranks of the group on each host, in the group's order.
-        channel: Channel of this host's ranks; None for the only rank of its host.
-    """
-
-    sizes: tuple[int, ...]
-    channel: GroupChannel | None
+    sizes: tuple[int, ...]  # ranks of the group on each host, in the group's order
+    channel: GroupChannel | None  # channel of this host's ranks; None for the only rank of its host
 
 
 class MembershipRoll(Protocol):
@@ -141,11 +126,10 @@ class Communicator(CommunicatorState):
     Args:
         identity: Number of the group, the same on all ranks.
         members: World ranks, in the group's order.
-        world_rank: This process.
+        recorder: Flight recorder of this process.
         engine: None in a world of one.
         channel: This rank's end of the group's channels, if all members share memory; else None.
         forced: Algorithms that the job's setting demands, by collective.
-        recorder: Flight recorder; None for the engine's.
         hosts: Hosts of a group that spans several, with shared memory on each; else None.
     """
 
@@ -153,26 +137,27 @@ class Communicator(CommunicatorState):
         self,
         identity: int,
         members: Sequence[int],
-        world_rank: int,
+        recorder: Recorder,
         engine: ProgressEngine | None,
         channel: GroupChannel | None = None,
+        *,
         forced: Mapping[str, str] | None = None,
-        recorder: Recorder | None = None,
         hosts: GroupHosts | None = None,
     ) -> None:
         self.identity = identity
         self.members = tuple(members)
         self.size = len(self.members)
+        world_rank = recorder.identity.rank
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
         self.whole = self.members  # members plus the ranks that have left a block of sv.uneven
         self.uneven: MembershipRoll | None = None
         self.is_pair = False  # all calls are messages of a pair
         self.count: MessageCounter | None = None  # sequence counter of messages in shared memory
         self.engine = engine
-        self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
+        self.recorder = recorder
         self.frame_sink: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
-        self._block_end = _EPOCH_CALLS - 1  # last number of the current block of calls
+        self.block_end = _EPOCH_CALLS - 1  # last number of the current block of calls
         self.ended: EpochRange | None = None  # the block that ended last
         self.busy = threading.Lock()
         self.channel = channel
@@ -222,7 +207,7 @@ class Communicator(CommunicatorState):
     @property
     def epoch(self) -> int:
         """Number of the block of calls; equal on ranks that have begun and ended the same runs."""
-        return self._block_end // _EPOCH_CALLS
+        return self.block_end // _EPOCH_CALLS
 
     @property
     def is_destroyed(self) -> bool:
@@ -252,11 +237,7 @@ class Communicator(CommunicatorState):
 
     @property
     def member_rank(self) -> int:
-        """This process's rank in the group.
-
-        Raises:
-            UsageError: This process is not a member.
-        """
+        """This process's rank in the group; raises UsageError if it is not a member."""
         if self.rank is None:
             raise UsageError(
                 f"this rank is not a member of the group of ranks {list(self.members)}: call it "
@@ -266,54 +247,34 @@ class Communicator(CommunicatorState):
 
     @property
     def home_rank(self) -> int:
-        """This process's rank in the whole group, with ranks that have left sv.uneven.
-
-        Raises:
-            UsageError: This process is not a member.
-        """
-        return (
-            self.member_rank
-            if self.uneven is None
-            else self.whole.index(self.members[self.member_rank])
-        )
+        """This process's rank in the whole group, with ranks that have left sv.uneven."""
+        rank = self.member_rank
+        return rank if self.uneven is None else self.whole.index(self.members[rank])
 
     @property
     def present(self) -> tuple[int, ...]:
         """Ranks of the whole group that take part in its calls."""
-        return (
-            tuple(range(self.size))
-            if self.uneven is None
-            else tuple(map(self.whole.index, self.members))
-        )
+        if self.uneven is None:
+            return tuple(range(self.size))
+        return tuple(map(self.whole.index, self.members))
 
     def require_all(self, label: str, instead: str = "") -> None:
-        """Check that all ranks are active; collective in a block of sv.uneven.
-
-        Raises:
-            UsageError: A rank has left the block; raised on all active ranks.
-        """
+        """Raise UsageError on all active ranks if one has left the block of sv.uneven."""
         if self.uneven is not None:
             self.require_free(label)
             self.uneven.require_all(label, instead)
 
     def roll(self, label: str, timeout: float | None) -> None:
-        """Agree on the active ranks; does nothing outside a block of sv.uneven.
+        """Agree on the active ranks; collective in a block of sv.uneven, else does nothing.
 
-        Collective.
-
-        Raises:
-            UsageError: No call is possible now. The other ranks are not informed and wait for the
-                next call.
+        If no call is possible now, this raises UsageError. The other ranks then wait.
         """
         if self.uneven is not None:
             self.require_free(label)
             self.uneven.roll(label, timeout)  # from here on the members are the active ranks
 
     def become(self, other: Communicator) -> None:
-        """Swap contents with another communicator.
-
-        Holders of this one make the other's calls from now on.
-        """
+        """Swap contents with another communicator: holders of this one make its calls then."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
         self.next_call, other.next_call = other.next_call, self.next_call
         note_change()
@@ -419,11 +380,8 @@ class Communicator(CommunicatorState):
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "shm" if is_shared else "links"
-        entry = self.recorder.begin(
-            CallInfo(request.label, self.identity, self.members, request.digest, 0, way),
-            call,
-            begin,
-        )
+        info = CallInfo(request.label, self.identity, self.members, request.digest, 0, way)
+        entry = self.recorder.begin(info, call, begin)
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
             self.engine.adopt()  # cached calls that are before it in the channel's queue
@@ -440,21 +398,18 @@ class Communicator(CommunicatorState):
         begin_epochs([self])
 
     def leave_epoch(self, error: BaseException) -> None:
-        """End a block after an exception, and inform the group at once.
-
-        Also ends a block of sv.uneven.
-        """
+        """End a block, also one of sv.uneven, after an exception, and inform the group at once."""
         if self.engine is not None and self.engine.failure is None:
             if self.uneven is not None:
                 self.uneven.abort_step(error)
             if self.size > 1:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
                 self.engine.abort_step(
-                    self.identity, self.members, self.next_call - 1, self._block_end, reason
+                    self.identity, self.members, self.next_call - 1, self.block_end, reason
                 )
-        end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)
+        end = self.block_end if self.next_call <= self.block_end else _end_of(self.next_call)
         self.recorder.numbers.skip(self.identity, self.next_call, end + 1)
-        self.next_call, self._block_end = end + 1, end + _EPOCH_CALLS
+        self.next_call, self.block_end = end + 1, end + _EPOCH_CALLS
         if self.engine is not None:
             self.engine.book.announce(self.identity, self.next_call)
 

@@ -42,48 +42,31 @@ _FOLDS_MAX = 4  # arrays of a cell that are combined one by one; more are copied
 
 
 class Cells(NamedTuple):
-    """How a group cuts long vectors; the same on all ranks.
-
-    Args:
-        elements: Elements of a cell.
-        lag: Cells on each side.
-        sums_all: Every rank combines everything.
-    """
+    """How a group cuts long vectors; the same on all ranks."""
 
     elements: int
     lag: int = 1
-    sums_all: bool = False
+    sums_all: bool = False  # every rank combines everything
 
 
 class BufferPlacement(NamedTuple):
-    """Placement of the inputs and outputs of a call, and what follows from it.
+    """Placement of the inputs and outputs of a call, and what follows from it."""
 
-    Args:
-        sources: Ranks whose input the others read in place.
-        into_all: The targets of all ranks are in shared memory, and others write them.
-        converts: This rank's input has another dtype than its cells.
-        by_owners: An input that others read is its own target, so only its owner may read it.
-        goes_on: More of the call follows, which may write all cells: all must be read at the end.
-        makes_first: A combination cannot be made in a target: it is converted, or applied to it.
-    """
-
-    sources: frozenset[int] = frozenset()
-    into_all: bool = False
-    converts: bool = False
+    sources: frozenset[int] = frozenset()  # ranks whose input the others read in place
+    into_all: bool = False  # the targets of all ranks are in shared memory, and others write them
+    converts: bool = False  # this rank's input has another dtype than its cells
+    # An input that others read is its own target, so only its owner may read it
     by_owners: bool = False
+    # More of the call follows, which may write all cells: all must be read at the end
     goes_on: bool = False
+    # A combination cannot be made in a target: it is converted, or applied to it
     makes_first: bool = False
 
 
 class ResultPlacement(NamedTuple):
-    """Which inputs each rank gets combined: all, all on the root only, or those of a prefix.
+    """Which inputs each rank gets combined: all, all on the root only, or those of a prefix."""
 
-    Args:
-        collective: all_reduce, reduce, scan or exscan.
-        root: Root of a reduce.
-    """
-
-    collective: str = "all_reduce"
+    collective: str = "all_reduce"  # all_reduce, reduce, scan or exscan
     root: int = 0
 
     def terms(self, rank: int, size: int) -> range:
@@ -140,8 +123,6 @@ def lower_small(
 ) -> Program:
     """Return a rank's program of a reduction through slots: every rank combines its own result.
 
-    `counts` are the elements of the vector, or of the arrays whose concatenation it is.
-
     Example:
         >>> program = lower_small(0, 2, (2, 3))
         >>> len(program.opening), [type(step).__name__ for step in program.steps]
@@ -151,21 +132,16 @@ def lower_small(
     slots = [Span(Memory(MemoryKind.SLOT, one), 0, arrays.count) for one in range(size)]
     terms = tuple([slots[one] for one in ends.terms(rank, size)])
     is_one = len(arrays.counts) == 1
-    steps = (
-        arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first)
-        if is_one
-        else arrays.sum_whole(terms, 0, arrays.count)
-    )
+    if is_one:
+        steps = arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first)
+    else:
+        steps = arrays.sum_whole(terms, 0, arrays.count)
     return Program(arrays.copies_into(slots[rank], 0), steps)
 
 
 @lru_cache(maxsize=256)
 def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the parts of arrays that form the elements [start, stop) of their concatenation.
-
-    Returns:
-        (array, first, last, place): elements [first, last) of an array, and their place in the
-        range.
+    """Return (array, first, last, place in the range) of the parts that form [start, stop).
 
     Example:
         >>> pieces((2, 0, 3), 1, 4)
@@ -223,14 +199,9 @@ class _Arrays:
         steps: list[Instruction] = []
         for array, parts, first in self._folds(terms, start, length, own) if terms else ():
             target = Span(Memory(MemoryKind.TARGET, -1, array), first, parts[0].length)
-            combined = (
-                parts[0]
-                if len(parts) == 1
-                else Span(_SCRATCH, 0, target.length)
-                if makes_first
-                else target
-            )
+            combined = parts[0]
             if len(parts) > 1:
+                combined = Span(_SCRATCH, 0, target.length) if makes_first else target
                 steps.append(Combine(parts, combined))
             if combined != target:
                 steps.append(CopyInstruction(combined, target))
@@ -292,18 +263,10 @@ def lower_reduce(
 ) -> Program:
     """Return a rank's program of a reduction.
 
-    If `ends` is not EVERYWHERE, others write into no target and read no input that is its own
-    target.
-
-    Args:
-        rank: This rank in the group.
-        size: Number of ranks.
-        counts: Elements of the vector, at least 1, or of the arrays whose concatenation it is;
-            arrays are always copied.
-        cells: How the vector is cut.
-        places: Placement of inputs and outputs.
-        block: Elements that are combined at once if the targets are in shared memory.
-        ends: Which ranks get which result.
+    `counts` are the elements of the vector, at least 1, or of the arrays whose concatenation it is;
+    arrays are always copied. `block` elements are combined at once if the targets are in shared
+    memory. If `ends` is not EVERYWHERE, others write into no target and read no input that is its
+    own target.
 
     Example:
         >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), BufferPlacement(), 8)
@@ -435,20 +398,16 @@ class _Lowering:
     def _own_part(self, turn: int) -> None:
         low, high = owner_bounds(self._length(turn), self.size)[self.rank]
         start = turn * self.cells.elements + low
-        terms, own = (
-            [self._in_cells(rank, turn, low, high) for rank in range(self.size)],
-            self._own_of(range(self.size)),
-        )
+        terms = [self._in_cells(rank, turn, low, high) for rank in range(self.size)]
+        own = self._own_of(range(self.size))
         if self.places.into_all:
             if own is not None:
                 terms[own] = Span(Memory(MemoryKind.SOURCE), start, high - low)
             self._into_all(start, terms)
         elif high > low:
             combined = self._combined_span(self.rank, turn, high - low)
-            self.steps += [
-                *self.arrays.sum_into(combined, tuple(terms), start, own),
-                *(self.arrays.copies_from(combined, start) if self.terms else ()),
-            ]
+            self.steps += self.arrays.sum_into(combined, tuple(terms), start, own)
+            self.steps += self.arrays.copies_from(combined, start) if self.terms else ()
 
     def _combined_span(self, rank: int, turn: int, count: int) -> Span:
         lag = self.cells.lag

@@ -8,7 +8,7 @@ Before a program begins, all ranks have published the same call (phase 0), toget
 that the opening of the program wrote. Four instructions follow:
 
 * `CopyInstruction` copies a span of one memory to another one.
-* `Combine` combines spans in rank order, by the tree of `algorithms.reproducible.tree_order`.
+* `Combine` combines spans in rank order, by the tree of `algorithms.reproducible_tree.tree_order`.
 * `Publish` publishes that everything before it is done.
 * `Await` waits until the others have published as much.
 
@@ -28,29 +28,19 @@ from syncvar._native.constants import MemoryKind, Opcode
 
 
 class Memory(NamedTuple):
-    """One memory of a program.
-
-    Args:
-        kind: Its kind.
-        rank: Its owner in the group; -1 for private memory of this rank.
-        place: Index among several.
-    """
+    """One memory of a program."""
 
     kind: MemoryKind
-    rank: int = -1
-    place: int = 0
+    rank: int = -1  # its owner in the group; -1 for private memory of this rank
+    place: int = 0  # index among several
 
     def __str__(self) -> str:
         kind, rank, place = self
         if kind in (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH):
             return _NAMES[kind] + (f" {place}" if place else "")
-        which = (
-            f", side {place}"
-            if kind in (MemoryKind.CELLS, MemoryKind.COMBINED)
-            else f", block {place}"
-            if place
-            else ""
-        )
+        which = f", block {place}" if place else ""
+        if kind in (MemoryKind.CELLS, MemoryKind.COMBINED):
+            which = f", side {place}"
         return f"{_NAMES[kind]} of rank {rank}{which} "
 
 
@@ -82,10 +72,7 @@ class Span(NamedTuple):
 
 
 def in_cell(rank: int, turn: int, lag: int, width: int, start: int, length: int) -> Span:
-    """Return a span of the cell that a rank writes in a turn.
-
-    Two sides, used in turn, have `lag` cells of `width` elements each.
-    """
+    """Return a span of the cell that a rank writes in a turn; two sides have `lag` cells each."""
     return Span(Memory(MemoryKind.CELLS, rank, turn // lag & 1), turn % lag * width + start, length)
 
 
@@ -131,20 +118,13 @@ Instruction = CopyInstruction | Combine | Publish | Await
 
 
 class Program(NamedTuple):
-    """Program of a rank.
-
-    Args:
-        opening: Copies before phase 0 is published.
-        steps: Steps after all ranks have published the same call.
-        last_side: Side of its cells that is written last: 0 that of phase 0, 1 the other; None for
-            none.
-        is_read: At its end all ranks have read this rank's cells.
-    """
+    """Program of a rank."""
 
     opening: tuple[CopyInstruction, ...]
-    steps: tuple[Instruction, ...]
+    steps: tuple[Instruction, ...]  # steps after all ranks have published the same call
+    # Side of its cells that is written last: 0 that of phase 0, 1 the other; None for none
     last_side: int | None = None
-    is_read: bool = True
+    is_read: bool = True  # at its end all ranks have read this rank's cells
 
 
 def program_text(program: Program, most: int | None = None) -> str:
@@ -159,12 +139,8 @@ def program_text(program: Program, most: int | None = None) -> str:
     """
     steps = program.steps[:most]
     left = len(program.steps) - len(steps)
-    lines = [
-        *program.opening,
-        "phase 0  all ranks publish their call, and compare",
-        *steps,
-        *([f"...      {left} more"] if left else []),
-    ]
+    phase_0 = "phase 0  all ranks publish their call, and compare"
+    lines = [*program.opening, phase_0, *steps, *([f"...      {left} more"] if left else [])]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -202,28 +178,7 @@ class CompiledProgram:
         steps: (COPY or STORE, source, first, target, first, length), (COMBINE, ((term, first),
             ...), target, first, length), (PUBLISH,) and (AWAIT, back).
         last_side, is_read: As in the program.
-
-    Attributes:
-        own: (number, kind, rank, place, elements) of memories whose location differs in each call.
-        shared: (number, memory) of slots, cells and halves, in which ranks write for each other.
-        uses_cells: Some of these are cells.
-        joins: The opening with copies to adjacent spans joined: ((source, first, length)...,
-            target, first).
-        natives: The program for the C extension, by its arithmetic.
     """
-
-    __slots__ = (
-        "is_read",
-        "joins",
-        "last_side",
-        "natives",
-        "opening",
-        "own",
-        "shared",
-        "sizes",
-        "steps",
-        "uses_cells",
-    )
 
     def __init__(
         self,
@@ -231,28 +186,29 @@ class CompiledProgram:
         opening: tuple[tuple[int, ...], ...],
         steps: tuple[tuple[Any, ...], ...],
         last_side: int | None,
+        *,
         is_read: bool = True,
     ) -> None:
         self.sizes, self.opening, self.steps = sizes, opening, steps
         self.last_side, self.is_read = last_side, is_read
-        self.natives: dict[Any, Any] = {}
+        self.natives: dict[Any, Any] = {}  # the program for the C extension, by its arithmetic
         numbered = list(enumerate(sizes))
+        # (number, memory) of slots, cells and halves, in which ranks write for each other
         self.shared = [(number, memory) for number, memory in numbered if memory.kind in _SHARED]
+        # (number, kind, rank, place, elements) of memories whose location differs in each call
         self.own = [
             (number, int(memory.kind), memory.rank, memory.place, sizes[memory])
             for number, memory in numbered
             if memory.kind not in _SHARED
         ]
+        # Some of these are cells
         self.uses_cells = any(memory.kind == MemoryKind.CELLS for memory in sizes)
+        # The opening with copies to adjacent spans joined: ((source, first, length)..., target,
+        # first)
         self.joins = _joined(opening)
 
     def numbers(self) -> tuple[bytes, int, tuple[int, ...], tuple[int, ...]]:
-        """Return the program for the C extension.
-
-        Returns:
-            Opening and steps as 64-bit numbers in sequence; how many of them belong to the opening;
-            kind, rank and place of all memories in sequence; and their sizes.
-        """
+        """Return the program for C: code, numbers of the opening, names and sizes of memories."""
         found = array("q")
         for copied in self.opening:
             found.extend(copied)
@@ -302,4 +258,4 @@ def assemble(program: Program) -> CompiledProgram:
         return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
 
     opening, steps = tuple(map(coded, program.opening)), tuple(map(coded, program.steps))
-    return CompiledProgram(sizes, opening, steps, program.last_side, program.is_read)
+    return CompiledProgram(sizes, opening, steps, program.last_side, is_read=program.is_read)

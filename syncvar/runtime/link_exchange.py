@@ -1,7 +1,15 @@
-"""Runs compiled schedules over links, round by round.
+"""Frames of calls over links: schedules run round by round, and credit bounds unread bytes.
 
-The engine passes arrived frames in and gets frames to send. Nothing here waits, reads a clock or
+`LinkExchange` gets arrived frames and posts frames to send. Nothing here waits, reads a clock or
 opens a socket.
+
+ZeroMQ's limits count messages, so one absent peer could hold gigabytes. Here every frame uses
+credit of its (peer, group). The receiver returns credit for used frames, a quarter of the window at
+a time. A frame without credit waits; credit frames need none.
+
+A peer uses frames of a call only when it makes that call. So calls that are not the oldest running
+get a quarter of the window, and frames of the oldest always get through. Otherwise calls started in
+advance could block the call that the peer is in.
 """
 
 from __future__ import annotations
@@ -47,9 +55,8 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
     """
     if 0 < count * itemsize <= _PIECE_NBYTES_MIN <= nbytes_max:
         return count
-    return max(
-        1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize
-    )
+    piece_nbytes = max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)
+    return max(1, min(nbytes_max, piece_nbytes) // itemsize)
 
 
 class FrameSink(Protocol):
@@ -87,19 +94,9 @@ class NullSink:
 
 
 class LinkExchange:
-    """The frames of one call.
+    """The frames of one call; its request waits for this object until a round has all frames.
 
-    Its request waits for this object until all frames of a round have come.
-
-    It has no reference to its request. So buffers of a call are freed with the last reference to
-    the request.
-
-    Attributes:
-        group: Identity of the group.
-        call: Call number.
-        queued: Frames that wait for credit.
-        loans: Memory that the transport still reads.
-        has_heard: A frame has been used.
+    It has no reference to its request, so the call's buffers are freed with the request.
     """
 
     __slots__ = (
@@ -126,9 +123,9 @@ class LinkExchange:
     def __init__(self, entry: PendingRecord, sink: FrameSink) -> None:
         self.group = entry.info.group
         self.call = entry.call
-        self.queued = 0
-        self.loans: list[Any] = []
-        self.has_heard = False
+        self.queued = 0  # frames that wait for credit
+        self.loans: list[Any] = []  # memory that the transport still reads
+        self.has_heard = False  # a frame has been used
         self._entry = entry
         self._sink = sink
         self._stage = -1
@@ -194,9 +191,8 @@ class LinkExchange:
             )
         self.has_heard = True
         array = self._buffers[wanted.buffer]
-        per_segment = _per_segment(
-            wanted.stop - wanted.start, array.itemsize, self._sink.segment_bytes
-        )
+        count, limit = wanted.stop - wanted.start, self._sink.segment_bytes
+        per_segment = _per_segment(count, array.itemsize, limit)
         start = wanted.start + header.segment * per_segment
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
@@ -257,14 +253,8 @@ class LinkExchange:
             per_segment = _per_segment(count, itemsize, limit)
             pending[peer] = 1 if count <= per_segment else -(-count // per_segment)
         for peer, buffer, start, stop in one.sends:
-            self._send(
-                peer,
-                self._buffers[buffer],
-                start,
-                stop,
-                tag,
-                _per_segment(stop - start, itemsize, limit),
-            )
+            per_segment = _per_segment(stop - start, itemsize, limit)
+            self._send(peer, self._buffers[buffer], start, stop, tag, per_segment)
         for frame in self._ahead.pop(tag, ()):
             self.apply(frame)
 
@@ -276,17 +266,8 @@ class LinkExchange:
         while True:
             end = min(stop, start + per_segment)
             piece = array[start:end]
-            header = Header(
-                FrameType.DATA,
-                sink.rank,
-                sink.generation,
-                self.group,
-                self.call,
-                tag,
-                segment,
-                fingerprint,
-                piece.nbytes,
-            ).pack()
+            call = FrameType.DATA, sink.rank, sink.generation, self.group, self.call
+            header = Header(*call, tag, segment, fingerprint, piece.nbytes).pack()
             sink.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1
             start = end
@@ -362,10 +343,7 @@ class Flow:
         key = (peer, group)
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
-            self._transport.send(
-                peer,
-                Header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed).pack(),
-            )
+            self._return_credit(peer, group, owed)
             owed = 0
         self._owed[key] = owed
 
@@ -407,16 +385,14 @@ class Flow:
             group, peer = self._resting.popleft()
             owed = self._owed.pop((peer, group), 0)
             if owed:
-                self._transport.send(
-                    peer,
-                    Header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed).pack(),
-                )
+                self._return_credit(peer, group, owed)
+
+    def _return_credit(self, peer: int, group: int, owed: int) -> None:
+        header = Header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed).pack()
+        self._transport.send(peer, header)
 
     def go_on(self, group: int) -> None:
-        """Send what is possible after an operation of a group has ended.
-
-        Another one may be the oldest.
-        """
+        """Send what is possible after an operation of a group has ended: another may be oldest."""
         for (peer, other), credit in list(self._credits.items()):  # a failing send clears the dict
             if other == group and credit.queue:
                 self._go_on(peer, credit)
@@ -425,11 +401,9 @@ class Flow:
         total = credit.outstanding + nbytes
         if total * 4 <= self._window_bytes:
             return True
-        # If less than half of the window is used, a frame of the oldest call may go however large
-        # it is.
-        return (
-            credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
-        ) and self._is_oldest(links)
+        # If less than half of the window is used, any frame of the oldest call may go.
+        fits = credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
+        return fits and self._is_oldest(links)
 
     def _is_oldest(self, links: LinkExchange) -> bool:
         """Return whether no older operation of the group is running."""

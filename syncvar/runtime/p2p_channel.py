@@ -1,4 +1,4 @@
-"""Fast path of messages between ranks of one host, without the engine.
+"""Messages without the engine: between ranks of one host, and from a rank to itself.
 
 A send succeeds if the message ring has space, a receive if the message arrives while spinning.
 After one message, arrays of the same dtype and shape are handled in C, if the extension is there.
@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import CollectiveSpec, Communicator
     from syncvar.runtime.p2p_endpoints import Landing
 
+    Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
+
 NOT_YET = object()
 _SORTS_MAX = 64  # message types cached per pair and tag
 _EXPORTED = "biufc"  # dtype kinds whose arrays are buffers
+_lock = threading.RLock()  # reentrant for signal handlers
+_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
 
 
 class P2PContext(Protocol):
@@ -48,17 +52,11 @@ class P2PContext(Protocol):
 
 
 class MessageType(NamedTuple):
-    """Properties shared by messages of one dtype and shape.
+    """Properties shared by messages of one dtype and shape."""
 
-    Args:
-        type_code: Packed type, see `RingWriter.put`.
-        info: Shared part of the flight records.
-        is_buffer: The array can be copied as it is.
-    """
-
-    type_code: int
-    info: CallInfo
-    is_buffer: bool
+    type_code: int  # packed type, see `RingWriter.put`
+    info: CallInfo  # shared part of the flight records
+    is_buffer: bool  # the array can be copied as it is
 
 
 class P2PChannel:
@@ -70,10 +68,6 @@ class P2PChannel:
         end: This rank's end of the message ring; None without shared memory.
         array: Message kind of arrays.
         request: Builds the call of an array's message, if the engine continues what C has begun.
-
-    Attributes:
-        native: C endpoint, once it has something to do.
-        is_remembered: `send` or `recv` finds the C endpoint without Python.
     """
 
     __slots__ = (
@@ -97,8 +91,8 @@ class P2PChannel:
     ) -> None:
         self.stream = stream
         self.end = end
-        self.native: Any = None
-        self.is_remembered = False
+        self.native: Any = None  # C endpoint, once it has something to do
+        self.is_remembered = False  # `send` or `recv` finds the C endpoint without Python
         self._array = array
         self._context = context
         self._request = request
@@ -125,52 +119,33 @@ class P2PChannel:
         Args:
             array: The message.
             kind: Message kind.
-            words: Returns the label of the call and the index of the dtype; called once per dtype
-                and shape.
+            words: Returns the label of the call and the index of the dtype.
             request: Builds the call if the engine has to continue.
             timeout: Seconds; None for the job's default.
             waits: The message is long.
 
         Returns:
             False if nothing has been done.
-
-        Raises:
-            SyncvarError: As `send`.
         """
         stream, outward = self.stream, self.end
         engine, count = stream.engine, stream.count
-        if (
-            engine is None
-            or count is None
-            or not isinstance(outward, SendEndpoint)
-            or not engine.is_quiet
-            or (waits and engine.under_way)
-        ):
+        if engine is None or count is None or not isinstance(outward, SendEndpoint):
+            return False
+        if not engine.is_quiet or (waits and engine.under_way):
             return False
         if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
             return False
         try:
-            sort, call, begin, number = (
-                self._sort_of(array, kind, words),
-                self.number(),
-                monotonic_ns(),
-                0,
-            )
+            sort, number = self._sort_of(array, kind, words), 0
+            call, begin = self.number(), monotonic_ns()
             try:
                 if waits:
                     number = outward.announce(sort.type_code, stream.identity, call, array)
                     is_accepted = number != 0
                 else:
                     data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
-                    is_accepted = outward.put(
-                        sort.type_code,
-                        stream.identity,
-                        call,
-                        array.shape,
-                        data,
-                        array.nbytes,
-                        waits=True,
-                    )
+                    name = sort.type_code, stream.identity, call, array.shape
+                    is_accepted = outward.put(*name, data, array.nbytes, waits=True)
                 if not is_accepted:
                     return False
                 count.next_call = count.number = stream.next_call = call + 1
@@ -178,9 +153,7 @@ class P2PChannel:
                 if is_over:
                     stream.recorder.add((sort.info, call, begin, monotonic_ns(), get_ident()))
                 self._keep((array.dtype, array.shape, kind), sort)
-                operation = (
-                    None if is_over else stream.operation(call, _resumed(request(), number), begin)
-                )
+                operation = None if is_over else self._resumed(request(), call, begin, number)
             except BaseException as error:  # the other rank may or may not have the message
                 if number:
                     outward.cancel(number)
@@ -212,25 +185,15 @@ class P2PChannel:
         *,
         waits: bool,
     ) -> Any:
-        """Receive a message that is there or comes while spinning; otherwise the engine waits.
+        """Receive a message that is there or comes while spinning; else the engine waits.
 
-        Returns:
-            The result, or NOT_YET if nothing has been done.
-
-        Raises:
-            SyncvarError: As `recv`.
+        Returns NOT_YET if nothing has been done.
         """
         stream, inward = self.stream, self.end
         engine, count = stream.engine, stream.count
-        if (
-            engine is None
-            or count is None
-            or not isinstance(inward, RecvEndpoint)
-            or not engine.is_quiet
-            or engine.under_way
-        ):
+        if engine is None or count is None or not isinstance(inward, RecvEndpoint):
             return NOT_YET
-        if not stream.busy.acquire(blocking=False):
+        if not engine.is_quiet or engine.under_way or not stream.busy.acquire(blocking=False):
             return NOT_YET
         try:
             number, begin = self.number(), monotonic_ns()
@@ -301,9 +264,8 @@ class P2PChannel:
         found = self._sorts.get(key)
         if found is None:
             type_code = array_code(kind, dtype_index(message.dtype), message.ndim)
-            found = MessageType(
-                type_code, self._call_info(request, message.nbytes), is_buffer=False
-            )
+            info = self._call_info(request, message.nbytes)
+            found = MessageType(type_code, info, is_buffer=False)
         self._keep(key, found)
         return found
 
@@ -353,9 +315,7 @@ class P2PChannel:
         try:
             if error is not None:
                 raise error
-            operation = stream.operation(
-                call, _resumed(self._request(self, array), number, done), begin
-            )
+            operation = self._resumed(self._request(self, array), call, begin, number, done)
         except BaseException as why:
             if isinstance(end, SendEndpoint):
                 end.cancel(number)
@@ -363,23 +323,13 @@ class P2PChannel:
             raise
         return engine.take_over(operation, None)
 
-
-def _resumed(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveSpec:
-    """Return a message's call that continues from its state in the ring, after `done` bytes."""
-    if isinstance(request.message, Sending):
-        request.message.go_on_with(number, done)
-    return request
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
-
-_lock = threading.RLock()  # reentrant for signal handlers
-_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
+    def _resumed(
+        self, spec: CollectiveSpec, call: int, begin: int, number: int, done: int = 0
+    ) -> Request:
+        """Return the call of a message that continues in the ring after `done` bytes."""
+        if isinstance(spec.message, Sending):
+            spec.message.go_on_with(number, done)
+        return self.stream.operation(call, spec, begin)
 
 
 def done(result: Any = None) -> Work:
@@ -402,13 +352,7 @@ def failed(error: SyncvarError) -> Work:
 
 
 class Mailbox:
-    """Messages with one tag that this rank has sent to itself, or receives that wait for them.
-
-    Args:
-        boxes: Messages or receives of the group, by tag; tags without any are removed.
-        rank: This process in the group.
-        tag: The tag.
-    """
+    """Messages with one tag that this rank has sent to itself, or receives that wait for them."""
 
     def __init__(self, boxes: dict[int, deque[Any]], rank: int, tag: int) -> None:
         self._boxes = boxes
@@ -425,11 +369,7 @@ class Mailbox:
         first.take(kind, message)
 
     def take(self, name: str, finish: Finish) -> Any:
-        """Return `finish` of the oldest message.
-
-        Raises:
-            UsageError: There is no message.
-        """
+        """Return `finish` of the oldest message; raise UsageError if there is none."""
         with _lock:
             first = self._popped(tuple)
         if first is None:
@@ -492,12 +432,7 @@ class _Expected(Work):
             operation.state = RequestState.FAILED
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the message.
-
-        Raises:
-            UsageError: The message has not been sent. The receive stays, and may be waited for
-                again.
-        """
+        """Return the message; raise UsageError, now or again later, if it has not been sent."""
         if not self._operation.is_over:
             raise self._refusal
         return super().wait(timeout)

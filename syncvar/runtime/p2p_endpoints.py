@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 class EndpointTable:
     """Message endpoints of this rank to and from others of its host.
 
-    Args:
-        boxes: Its message rings.
-        engine: Progress engine.
-        unexpected_nbytes_max: Bytes of unexpected messages from one rank; beyond that, messages use
-            links.
+    Beyond `unexpected_nbytes_max` bytes of unexpected messages from one rank, messages use links.
     """
 
     def __init__(self, boxes: RingTable, engine: Core, unexpected_nbytes_max: int) -> None:
@@ -67,24 +63,20 @@ class EndpointTable:
     def inward(self, source: int) -> RecvEndpoint:
         """Return the endpoint for receiving from a rank."""
         created = self._inward.get(source)
-        return created or self._inward.setdefault(
-            source,
-            RecvEndpoint(
-                self._boxes, source, self._unexpected_nbytes_max, self._engine.book.following
-            ),
-        )
+        if created is None:
+            limit, following = self._unexpected_nbytes_max, self._engine.book.following
+            created = RecvEndpoint(self._boxes, source, limit, following)
+            created = self._inward.setdefault(source, created)
+        return created
 
 
 class SendEndpoint:
-    """Messages to another rank.
-
-    Attributes:
-        lock: Held while writing to the ring. No thread waits for it: a message that does not get it
-            uses a link.
-    """
+    """Messages to another rank."""
 
     def __init__(self, boxes: RingTable, dest: int) -> None:
         self.dest = dest
+        # Held while writing to the ring. No thread waits for it: a message that does not get it
+        # uses a link.
         self.lock = threading.Lock()
         self.shm = boxes.channels.shm
         self.wait = boxes.channels.wait
@@ -93,10 +85,7 @@ class SendEndpoint:
         self._has_none = False
 
     def ring_writer(self) -> RingWriter | None:
-        """Return the ring, created by the first message.
-
-        None if shared memory has no space for it.
-        """
+        """Return the ring, created by the first message; None if there is no space for it."""
         if self._ring is None and not self._has_none:
             self._ring = self._boxes.outbox(self.dest)
             self._has_none = self._ring is None
@@ -113,12 +102,7 @@ class SendEndpoint:
         *,
         waits: bool,
     ) -> bool:
-        """Write a message to the ring; see `RingWriter.put`.
-
-        Returns:
-            False if there is no space (with `waits`, not even after spinning), or another thread
-            writes.
-        """
+        """Write a message to the ring; return False without space or if another thread writes."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -142,14 +126,9 @@ class SendEndpoint:
             if ring is None:
                 return 0
             address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
+            place = 0 if offset is None else offset + 1
             return ring.put_address(
-                type_code,
-                stream,
-                call,
-                array.shape,
-                array.nbytes,
-                address,
-                0 if offset is None else offset + 1,
+                type_code, stream, call, array.shape, array.nbytes, address, place
             )
         finally:
             self.lock.release()
@@ -157,11 +136,9 @@ class SendEndpoint:
     def is_read_soon(self, number: int) -> bool:
         """Spin for a short while; return whether a long message has been read."""
         ring = self.ring_writer()
-        return (
-            ring is not None
-            and self.wait((ring.answers_at(number),), (number << 1) - 1)
-            and ring.answer(number) == 2
-        )
+        if ring is None or not self.wait((ring.answers_at(number),), (number << 1) - 1):
+            return False
+        return ring.answer(number) == 2
 
     def cancel(self, number: int) -> None:
         """Withdraw a long message."""
@@ -178,10 +155,9 @@ class SendEndpoint:
         )
 
     def announce_link(self) -> None:
-        """Announce, as the driver, that a message goes over a link.
+        """Announce, as the driver, that a message goes over a link: nobody polls the ring for it.
 
-        So the receiver does not poll the ring for it. A signal handler may have interrupted this
-        very thread while it holds the lock. Then the receiver learns it a little later.
+        If a signal handler interrupted this thread while it held the lock, that is announced later.
         """
         ring = self._ring
         if ring is None:
@@ -208,14 +184,7 @@ class _Parts:
 
 
 class RecvEndpoint:
-    """Messages from another rank.
-
-    Args:
-        boxes: This rank's message rings.
-        source: World rank of the sender.
-        unexpected_nbytes_max: See `EndpointTable`.
-        following: Returns the number of the next call of a pair.
-    """
+    """Messages from another rank; `following` returns the number of the next call of a pair."""
 
     def __init__(
         self,
@@ -256,14 +225,9 @@ class RecvEndpoint:
         """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
         if self._ring is None:
             return None
+        objects = {"box": self.lock, "kept": self._unexpected, **objects}
         return self._boxes.native_endpoint(
-            self._ring,
-            self.source,
-            identity,
-            eager_bytes,
-            box=self.lock,
-            kept=self._unexpected,
-            **objects,
+            self._ring, self.source, identity, eager_bytes, **objects
         )
 
     def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
@@ -276,22 +240,12 @@ class RecvEndpoint:
         if not self.may_look:
             return False
         ring = self._ring
-        return (
-            self._wait((self._boxes.appears_word(self.source),), 1)
-            if ring is None
-            else self._wait((ring.news_at,), self.seen + 1)
-        )
+        if ring is None:
+            return self._wait((self._boxes.appears_word(self.source),), 1)
+        return self._wait((ring.news_at,), self.seen + 1)
 
     def take(self, key: Key, landing: Landing) -> Received | None:
-        """Return a message if it is there.
-
-        Args:
-            key: Key of the message.
-            landing: Returns the buffer to write to; None for a new array.
-
-        Raises:
-            SyncvarError: The message cannot be read.
-        """
+        """Return a message if it is there, in the buffer from `landing` or a new array."""
         if not self.lock.acquire(blocking=False):
             return None
         try:
@@ -405,10 +359,7 @@ class RecvEndpoint:
         return self._read(key, found, landing)
 
     def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Received | None:
-        """Read a long message from the sender.
-
-        None if it was withdrawn, comes in parts, or the sender died.
-        """
+        """Read a long message; None if it is withdrawn, comes in parts, or the sender died."""
         ring = self._ring
         assert ring is not None
         if ring.is_cancelled(entry.number):

@@ -1,9 +1,12 @@
-"""Steps of a message that waits in the engine.
+"""Requests between two ranks that wait in the engine: messages, and remote gets outside of groups.
 
-Through the message ring if possible, else over a link.
+A message goes through the message ring if possible, else over a link; the receiver polls both. A
+long message waits in the ring until the receiver has read it.
 
-The receiver polls the ring and the link at the same time. A long message waits in the ring until
-the receiver has read it.
+In a get, one process asks by key. The driver of the other's engine, at worst the progress thread,
+answers from published data. A get has a number of its own. If no answer comes in time, only the get
+fails. An answer of k frames carries k in the header's `round` and the index in `segment`: first a
+description, then the bytes. k = 0 means that the key is not published.
 """
 
 from __future__ import annotations
@@ -57,10 +60,7 @@ class Sending:
         self._sent_nbytes = sent_nbytes
 
     def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of the call, given its steps over a link.
-
-        Nothing happens before the first one.
-        """
+        """Return the steps of the call, given those over a link; none is taken before the first."""
         self._group, self._call = entry.info.group, entry.call
         return self._steps(entry, over_link)
 
@@ -144,15 +144,8 @@ class Sending:
         if self._waits:
             self._number = self._outward.announce(self._type_word, self._group, self._call, array)
             return self._number != 0
-        return self._outward.put(
-            self._type_word,
-            self._group,
-            self._call,
-            array.shape,
-            self._bytes,
-            array.nbytes,
-            waits=False,
-        )
+        name = self._type_word, self._group, self._call, array.shape
+        return self._outward.put(*name, self._bytes, array.nbytes, waits=False)
 
 
 class Receiving:
@@ -171,10 +164,7 @@ class Receiving:
         self._received: Received | None = None
 
     def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of the call, given its steps over a link.
-
-        From now on the message is expected.
-        """
+        """Return the steps of the call, given those over a link; now the message is expected."""
         self._links = links
         self._key = entry.info.group, entry.call
         self._inward.expected.add(self._key)
@@ -248,21 +238,6 @@ Answer = tuple[bytes, memoryview]  # description, and bytes that are never writt
 class GetRequest:
     """A remote get that waits for its answer; it is an `Awaited`."""
 
-    __slots__ = (
-        "_parts",
-        "call",
-        "deadline",
-        "entry",
-        "error",
-        "is_over",
-        "key",
-        "label",
-        "peer",
-        "result",
-        "thread",
-        "timeout_s",
-    )
-
     def __init__(self, peer: int, key: int, label: str, deadline: float, timeout_s: float) -> None:
         self.peer = peer
         self.key = key
@@ -296,24 +271,19 @@ class GetRequest:
         if len(self._parts) < count:
             return
         if count:
-            self.result = (
-                bytes(self._parts[0]),
-                b"".join(self._parts[index] for index in range(1, count)),
-            )
+            data = b"".join(self._parts[index] for index in range(1, count))
+            self.result = bytes(self._parts[0]), data
         self._parts.clear()
         self.is_over = True
         self.entry.end()
 
 
 class GetRequests:
-    """The remote gets of a process: its own, and those that it answers.
-
-    Attributes:
-        find: Finds published data by key; the driver calls it.
-    """
+    """The remote gets of a process: its own, and those that it answers."""
 
     def __init__(self, core: Core) -> None:
         self.frames_sent = 0
+        # Finds published data by key; the driver calls it
         self.find: Callable[[int], Answer | None] = _nothing
         # Appended by any thread, sent by the driver.
         self.waiting: collections.deque[GetRequest] = collections.deque()
@@ -353,10 +323,7 @@ class GetRequests:
             self._send(FrameType.ANSWER, source, call, key, count, segment, piece)
 
     def accept(self, frame: Frame) -> bool:
-        """Use a frame of an answer; return whether it completed a request.
-
-        Late answers are dropped.
-        """
+        """Use a frame of an answer, if it is not late; return whether it completed a request."""
         question = self._open.get(frame.header.call)
         if question is None or question.key != frame.header.fingerprint:
             return False
@@ -430,12 +397,8 @@ class SentMessages:
                 self._streams.pop(next(iter(self._streams)), None)
 
     def counts(self, following: Callable[[int], int]) -> list[SentCount]:
-        """Return how many messages this rank has sent with each pair and tag.
-
-        Args:
-            following: Returns the number of the next message of a pair and tag.
-        """
+        """Return how many messages were sent with each pair and tag."""
+        streams = list(self._streams.items())[-STREAMS_MAX:]
         return [
-            SentCount(identity, dest, tag, following(identity), line)
-            for identity, (dest, tag, line) in list(self._streams.items())[-STREAMS_MAX:]
+            SentCount(one, dest, tag, following(one), line) for one, (dest, tag, line) in streams
         ]

@@ -56,19 +56,12 @@ def builder_for(
 
 
 class DtypeGroup(NamedTuple):
-    """Arrays of one dtype in a call through small slots.
+    """Arrays of one dtype in a call through small slots."""
 
-    Args:
-        arithmetic: Arithmetic of their terms, as `Arithmetic.native` returns it.
-        dtype: dtype of the arrays.
-        start: Start of their vector in a slot, in bytes.
-        places: Indices of the arrays among all.
-    """
-
-    arithmetic: tuple[Any, ...]
-    dtype: np.dtype[Any]
-    start: int
-    places: Sequence[int]
+    arithmetic: tuple[Any, ...]  # arithmetic of their terms, as `Arithmetic.native` returns it
+    dtype: np.dtype[Any]  # dtype of the arrays
+    start: int  # start of their vector in a slot, in bytes
+    places: Sequence[int]  # indices of the arrays among all
 
 
 class PersistentCallBuilder(NamedTuple):
@@ -86,9 +79,8 @@ class PersistentCallBuilder(NamedTuple):
         return self._replace(info=self.info._replace(label=label[0], fingerprint=label[1]))
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> Request:
-        return Request(
-            self.engine.recorder.begin(self.info, number, begin), steps, self.channel, wait=need
-        )
+        entry = self.engine.recorder.begin(self.info, number, begin)
+        return Request(entry, steps, self.channel, wait=need)
 
     def continue_in_engine(
         self,
@@ -100,15 +92,11 @@ class PersistentCallBuilder(NamedTuple):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Continue a call in the engine.
-
-        The engine polls the launcher, progresses other requests and enforces deadlines.
-        """
+        """Let the engine continue a call: it polls the launcher and enforces deadlines."""
         operation = self._operation(number, begin, steps, need)
         operation.held = held
-        return self.engine.take_over(
-            operation, None if timeout is None else checked_timeout(timeout)
-        )
+        allowed = None if timeout is None else checked_timeout(timeout)
+        return self.engine.take_over(operation, allowed)
 
     def build_python(
         self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False
@@ -116,12 +104,10 @@ class PersistentCallBuilder(NamedTuple):
         """Build a persistent call in Python.
 
         Args:
-            arrays_of: Function of (x, out) that returns the arrays of a call, or None for the slow
-                path.
+            arrays_of: Function of (x, out) that returns the arrays of a call; None: slow path.
             attempt: Function of (number, check, arrays) that publishes the call, and continues
-                while spinning. It returns (result, None, 0, None), or (_, steps, need, held) for
-                the engine: remaining steps, the publication to wait for first, and objects to keep
-                    alive.
+                while spinning. It returns (result, None, 0, None), or for the engine (_, remaining
+                steps, publication to wait for, objects to keep alive).
             notes: Report the duration of waits, from which `gil_monitor` detects contention.
         """
         communicator, channel, engine, call_info = self
@@ -170,7 +156,7 @@ class PersistentCallBuilder(NamedTuple):
 
         return call
 
-    def build_native(
+    def build_native(  # noqa: PLR0913  (one spec object will replace them)
         self,
         plain: PreparedCall,
         later: Any,
@@ -210,18 +196,8 @@ class PersistentCallBuilder(NamedTuple):
         """
         if not self.channel.is_native:
             return None
-        layout: dict[str, Any] = {
-            "gil_monitor": None,
-            "puts": (),
-            "takes": (),
-            "terms": (),
-            "ring": -1,
-            "parts": 0,
-            "half": 0,
-            "reads": False,
-            "everyone": True,
-            **copies,
-        }
+        layout: dict[str, Any] = {"puts": (), "takes": (), "terms": (), "ring": -1, "parts": 0}
+        layout |= {"gil_monitor": None, "half": 0, "reads": False, "everyone": True, **copies}
 
         def hand_over(
             number: int, begin: int, steps: Any, label: CallLabel | None, timeout: float | None
@@ -232,11 +208,6 @@ class PersistentCallBuilder(NamedTuple):
             if layout["gil_monitor"] is not None:
                 gil_monitor.note((monotonic_ns() - begin) / 1e9, self.info.nbytes)
             return output
-
-        def interrupt(
-            number: int, begin: int, error: BaseException, label: CallLabel | None
-        ) -> None:
-            self.with_label(label).interrupt(number, begin, error)
 
         def adopt(
             number: int,
@@ -251,22 +222,27 @@ class PersistentCallBuilder(NamedTuple):
             operation = self._operation(number, begin, steps(number, output), self.channel.last)
             operation.site = site if instruction is None else site_of(site, instruction)
             self.channel.queue.popleft()
-            self.engine.start(
-                operation, None if timeout is None else checked_timeout(timeout), begin / 1e9
-            )
+            allowed = None if timeout is None else checked_timeout(timeout)
+            self.engine.start(operation, allowed, begin / 1e9)
             return operation
 
         in_slots = np.dtype(np.float32) if layout["half"] else layout["output_form"][0]
         division = (None, b"") if divisor is None else (np.divide, divisor.tobytes())
         arithmetic = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
         arrays = () if leaves is None else leaves.arrays
-        kinds = (
-            kinds or [DtypeGroup(arithmetic, layout["output_form"][0], 0, range(len(arrays)))]
-            if leaves is not None
-            else ()
-        )
-        group_index = {place: number for number, kind in enumerate(kinds) for place in kind.places}
-        output: PreparedCall | None = slot_call(
+        if leaves is None:
+            kinds = ()
+        elif not kinds:
+            kinds = [DtypeGroup(arithmetic, layout["output_form"][0], 0, range(len(arrays)))]
+        group_of = {place: number for number, kind in enumerate(kinds) for place in kind.places}
+        sizes = [sum([arrays[place].size for place in kind.places]) for kind in kinds]
+        groups = [(*kind[:3], size) for kind, size in zip(kinds, sizes, strict=True)]
+        shares = [len(kind.places) > 1 for kind in kinds]  # with other arrays of its dtype
+        places = [
+            (array.shape, shares[group_of[place]] and is_separate(array), group_of[place])
+            for place, array in enumerate(arrays)
+        ]
+        native: PreparedCall | None = slot_call(
             self.info.fingerprint,
             detail,
             publishes_check,
@@ -280,27 +256,8 @@ class PersistentCallBuilder(NamedTuple):
             layout["parts"],
             layout["everyone"],
             layout["reads"],
-            tuple(
-                [
-                    (
-                        kind.arithmetic,
-                        kind.dtype,
-                        kind.start,
-                        sum([arrays[place].size for place in kind.places]),
-                    )
-                    for kind in kinds
-                ]
-            ),
-            tuple(
-                [
-                    (
-                        array.shape,
-                        len(kinds[group_index[place]].places) > 1 and is_separate(array),
-                        group_index[place],
-                    )
-                    for place, array in enumerate(arrays)
-                ]
-            ),
+            tuple(groups),
+            tuple(places),
             structure=None if leaves is None else leaves.structure,
             leaves_type=None if leaves is None else type(leaves),
             channel=self.channel,
@@ -313,7 +270,9 @@ class PersistentCallBuilder(NamedTuple):
             plain=plain,
             later=later,
             hand_over=hand_over,
-            interrupt=interrupt,
+            interrupt=lambda number, begin, error, label: self.with_label(label).interrupt(
+                number, begin, error
+            ),
             with_label=lambda label: self.with_label(label).info,
             begun=self.engine.async_calls,
             work=Work,
@@ -321,7 +280,7 @@ class PersistentCallBuilder(NamedTuple):
             gil_monitor=layout["gil_monitor"],
             nothing=nothing,
         )
-        return output
+        return native
 
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
         """Abort the job: an exception has left a call in which other ranks take part."""

@@ -63,10 +63,8 @@ def prepare_kinds(
         label: Text of the call.
     """
     order = sorted(range(len(sizes)), key=lambda number: number != longest)  # the long one first
-    ordered, sizes = (
-        [list(kinds.items())[number] for number in order],
-        [sizes[number] for number in order],
-    )
+    ordered = [list(kinds.items())[number] for number in order]
+    sizes = [sizes[number] for number in order]
     ground = builder_for(
         communicator, label, digest, sum(sizes), "shm small" if longest is None else "shm"
     )
@@ -148,10 +146,8 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         native: Any,
     ) -> tuple[bool, Any]:
         """Continue at once: a rank that waits for this one is late in its next call."""
-        check, target = (
-            ((digest if label is None else label[1]) + number * SPREAD) & MASK,
-            channel.last,
-        )
+        check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
+        target = channel.last
         if not channel.wait(channel.others, target) or not native.end(check, output):
             return False, left(check, target, output)
         engine.recorder.add(
@@ -221,13 +217,8 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     counts = [leaves.arrays[place].size for place in places]
     like = as_strided(np.empty(1, reduction.result), (sum(counts),), (0,))
     parts = [like[:count] for count in counts]
-    vector = ReduceBuffers.of(
-        parts,
-        parts,
-        reduction.ufunc,
-        reduction.accumulate,
-        channel.size if reduction.is_mean else 0,
-    )
+    divisor = channel.size if reduction.is_mean else 0
+    vector = ReduceBuffers.of(parts, parts, reduction.ufunc, reduction.accumulate, divisor)
     if not (several.are_native and channel.are_native and vector.suits_native):
         return call
     form = (reduction.result, (sum(counts),))
@@ -248,17 +239,9 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
 
 def _arithmetic(reduction: Reduction, size: int) -> tuple[Any, ...]:
     """Return the arithmetic in slots, where halves are float32."""
-    division = (
-        (np.divide, np.asarray(size, reduction.accumulate).tobytes())
-        if reduction.is_mean
-        else (None, b"")
-    )
+    division: Any = (None, b"")
+    if reduction.is_mean:
+        division = (np.divide, np.asarray(size, reduction.accumulate).tobytes())
     half = HALVES[reduction.result.name] if reduction.result != reduction.accumulate else 0
-    return (
-        reduction.accumulate.itemsize,
-        reduction.accumulate,
-        half,
-        reduction.ufunc,
-        *division,
-        None,
-    )
+    accumulate = reduction.accumulate
+    return accumulate.itemsize, accumulate, half, reduction.ufunc, *division, None

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     Levels = list[tuple[Any, Any, Any]]
 
 
-def prepare_reduction(
+def prepare_reduction(  # noqa: PLR0913, PLR0917  (one spec object will replace them)
     communicator: Communicator,
     reduction: Reduction,
     shape: tuple[int, ...],
@@ -100,19 +100,13 @@ def prepare_barrier(communicator: Communicator, digest: int, label: str) -> Prep
 
 
 class OutputSpec(NamedTuple):
-    """Result of a reduction on this rank.
+    """Result of a reduction on this rank."""
 
-    Args:
-        ends: Which ranks get which result.
-        terms: Ranks whose inputs are combined here.
-        nothing: Result of a rank that gets none; None if this rank gets a result.
-        neutral: Elements of the result if there are no terms.
-    """
-
-    ends: ResultPlacement
-    terms: range
+    ends: ResultPlacement  # which ranks get which result
+    terms: range  # ranks whose inputs are combined here
+    # Result of a rank that gets none; None if this rank gets a result
     nothing: NDArray[Any] | None = None
-    neutral: Any = None
+    neutral: Any = None  # elements of the result if there are no terms
 
     def filled(self, output: Any) -> Any:
         """Return the result, neutral if nothing has been combined."""
@@ -121,7 +115,7 @@ class OutputSpec(NamedTuple):
         return output
 
 
-def _small(
+def _small(  # noqa: C901, PLR0914, PLR0915  (locals of closures: a call takes a microsecond)
     ground: PersistentCallBuilder,
     reduction: Reduction,
     shape: tuple[int, ...],
@@ -190,10 +184,8 @@ def _small(
         return combined(_one_by_one(terms_now(), shape, accumulate), out)
 
     def terms_now() -> list[NDArray[Any]]:
-        return [
-            one.reshape(shape)
-            for one in channel.smalls_now(count, accumulate)[terms.start : terms.stop]
-        ]
+        now = channel.smalls_now(count, accumulate)[terms.start : terms.stop]
+        return [one.reshape(shape) for one in now]
 
     def finished(side: int, check: int, target: int, out: Any) -> NDArray[Any] | None:
         """Return the result of a published call, or None if the others are late or differ."""
@@ -214,7 +206,7 @@ def _small(
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any] | None:
         if nothing is not None:
             return x, None
-        if out is not None and (
+        if out is not None and (  # noqa: PLR0916  (asked in every call)
             type(out) is not ndarray
             or out.shape != shape
             or (out.dtype is not kind and out.dtype != kind)
@@ -344,13 +336,10 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     # NumPy rounds an in-place product of one complex number differently.
     is_replica_local = prod(shape) == 1 and dtype.kind == "c"
     for left, right in order:
-        room = (
-            None
-            if left == 0
-            else held[left]
-            if held[left] is not terms[left]
-            else np.empty(shape, dtype)
-        )
+        if left == 0:
+            room = None
+        else:
+            room = held[left] if held[left] is not terms[left] else np.empty(shape, dtype)
         if is_replica_local and (left, right) != order[-1]:
             room = np.empty(shape, dtype)
         steps.append((held[left], held[right], room))
@@ -374,7 +363,7 @@ def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
     return call
 
 
-def _long(
+def _long(  # noqa: C901, PLR0914  (locals of closures)
     ground: PersistentCallBuilder,
     reduction: Reduction,
     shape: tuple[int, ...],

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
 
 
-def prepare_move(
+def prepare_move(  # noqa: C901  (closures over what is fixed for all calls)
     communicator: Communicator,
     request: CollectiveSpec,
     layout: TransferLayout,
@@ -132,18 +132,17 @@ def prepare_move(
             add((call_info, number, begin, monotonic_ns(), get_ident()))
             return True, blocks.result
         movement = Movement(layout, blocks)
-        steps = (
-            move_published(channel, check, movement, run)
-            if small is None
-            else take_blocks(channel, check, movement)
-        )
+        if small is None:
+            steps = move_published(channel, check, movement, run)
+        else:
+            steps = take_blocks(channel, check, movement)
         return False, followed(x, out, steps, movement)
 
     call = ground.build_python(arrays_of, attempt, notes=True)
     return _build_native(ground, call, later, layout, front, example) or call
 
 
-def _build_native(
+def _build_native(  # noqa: PLR0914  (one spec object will replace them)
     ground: PersistentCallBuilder,
     call: PreparedCall,
     later: Any,
@@ -164,10 +163,8 @@ def _build_native(
     nbytes = layout.elements * layout.dtype.itemsize
     keeps = blocks.own is not None and (folds or blocks.own_target is not None)
     sources = [_offset(block, x) for block in (*blocks.outgoing, *([blocks.own] if keeps else ()))]
-    targets = [
-        _offset(target, output)
-        for target in (*blocks.targets, *([blocks.own_target] if keeps and not folds else ()))
-    ]
+    own_target = [blocks.own_target] if keeps and not folds else []
+    targets = [_offset(target, output) for target in (*blocks.targets, *own_target)]
     is_plain = x.dtype == layout.dtype and (takes_nothing or output.dtype == layout.dtype)
     if None in sources or None in targets or not is_plain:
         return None
@@ -191,12 +188,10 @@ def _build_native(
             reads=layout.is_read(channel),
             **like_all,
         )
-        starts = (
-            tuple([start // layout.dtype.itemsize for start in sources]),
-            tuple([start // layout.dtype.itemsize for start in targets]),
-        )
+        itemsize = layout.dtype.itemsize
+        starts = [tuple([start // itemsize for start in part]) for part in (sources, targets)]
         is_known = native is not None and add_native_programs(
-            channel, layout, blocks, starts, native
+            channel, layout, blocks, (starts[0], starts[1]), native
         )
         return native if is_known else None
     places = enumerate(sources[: len(blocks.outgoing)])

@@ -1,4 +1,10 @@
-"""Chooses and compiles the schedule for each kind of call of a group, and caches it."""
+"""Chooses and caches the schedules of a group's calls, and runs them in shared memory.
+
+In shared memory each round is a publication, of which the other ranks take their parts. A short
+first publication goes into slots with phase 0. Everything else goes through cells, window by
+window, on two sides in turn. Window k of a call is its k-th phase. Invariant: a rank publishes the
+next phase only after it has taken this one.
+"""
 
 from __future__ import annotations
 
@@ -43,34 +49,27 @@ if TYPE_CHECKING:
     from syncvar.runtime.instructions import CompiledProgram
     from syncvar.shm.group_channel import GroupChannel
 
+_PLANS_MAX = 512
+_IDLE = LinkSchedule((), 0, 0, "idle")
+_MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(MemoryKind.SCRATCH)}
+
 
 class Published(NamedTuple):
-    """A schedule prepared for shared memory.
+    """A schedule prepared for shared memory."""
 
-    Args:
-        reduces: All inputs are combined, by each rank or by owners; `shm_reduce` runs it.
-        rounds: Publications of any other schedule.
-        algorithm: Algorithm of the schedule.
-        ends: Which ranks get which result, if it reduces.
-    """
-
-    reduces: bool
-    rounds: tuple[Publication, ...]
-    algorithm: str = ""
-    ends: ResultPlacement = EVERYWHERE
+    reduces: bool  # all inputs are combined, by each rank or by owners; `shm_reduce` runs it
+    rounds: tuple[Publication, ...]  # publications of any other schedule
+    algorithm: str = ""  # algorithm of the schedule
+    ends: ResultPlacement = EVERYWHERE  # which ranks get which result, if it reduces
     codes: dict[tuple[int, bool], CompiledProgram] = {}  # noqa: RUF012  (without rounds it stays empty)
 
     def code(self, rank: int, itemsize: int, *, begins: bool) -> CompiledProgram:
-        """Return the rounds as a program.
-
-        With `begins`, phase 0 has not been published, and a short first publication goes with it.
-        """
+        """Return the rounds as a program; if it `begins`, phase 0 may carry a short publication."""
         key = itemsize, begins
         if key not in self.codes:
             small = SMALL_BYTES // itemsize if begins else 0
-            self.codes[key] = assemble(
-                lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small)
-            )
+            program = lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small)
+            self.codes[key] = assemble(program)
         return self.codes[key]
 
 
@@ -81,8 +80,7 @@ SIDE_BY_SIDE = Published(reduces=False, rounds=(), algorithm="side by side")
 def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = None) -> Published:
     """Prepare the schedules of all ranks for shared memory, on one rank.
 
-    `root` is the root of a call of the group. None: this is part of a larger call, in which only an
-    all-reduce may leave the rounds of the schedule.
+    Without a `root` they are part of a larger call, where only an all-reduce may leave its rounds.
     """
     mine = plans[rank]
     reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
@@ -100,11 +98,9 @@ def run_rounds(
     work: NDArray[Any],
     ufunc: Combiner | None,
 ) -> Iterator[int]:
-    """Run a schedule of publications; yield the publications to wait for.
+    """Run a schedule on a flat array; yield the publications to wait for.
 
-    `opening` is (call, check) if phase 0 is still to be published, else None. `work` is the flat
-    array of the schedule's elements. `ufunc` combines two operands; None for schedules that only
-    move.
+    `opening` is (call, check) if phase 0 is still to be published, else None.
     """
     code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
     if code.uses_cells:
@@ -125,15 +121,8 @@ def run_rounds(
     yield from run_code(channel, code, arithmetic, arrays, (first,) * channel.size, slots)
 
 
-_PLANS_MAX = 512
-_IDLE = LinkSchedule((), 0, 0, "idle")
-
-
 class _Ready(NamedTuple):
-    """A compiled stage for the elements [start, stop) of the collective's buffer; plan None.
-
-    Nothing to do.
-    """
+    """A compiled stage for elements [start, stop) of the collective's buffer, or nothing."""
 
     start: int
     stop: int
@@ -141,15 +130,10 @@ class _Ready(NamedTuple):
 
 
 class PreparedStages(NamedTuple):
-    """The compiled stages of a collective over several hosts.
+    """The compiled stages of a collective over several hosts."""
 
-    Args:
-        stages: In order, as many on every rank.
-        algorithm: Name for the flight recorder.
-    """
-
-    stages: tuple[_Ready, ...]
-    algorithm: str = "hierarchical"
+    stages: tuple[_Ready, ...]  # in order, as many on every rank
+    algorithm: str = "hierarchical"  # name for the flight recorder
 
 
 class Planner:
@@ -160,8 +144,7 @@ class Planner:
         rank: This process in the group; None if it is not a member.
         forced: Algorithms that the job's setting demands, by collective.
         is_shared: Whether all members share memory.
-        host_sizes: Ranks on each host, for a group that spans several with shared memory; else
-            None.
+        host_sizes: Ranks on each host of a group that spans several with shared memory; else None.
     """
 
     def __init__(
@@ -193,14 +176,8 @@ class Planner:
     ) -> LinkSchedule | Published | PreparedStages:
         """Choose an algorithm and return this rank's compiled schedule, from the cache if possible.
 
-        Args:
-            collective: For instance "all_reduce".
-            counts: Elements of the vector, of each rank's block, or from each rank to each
-                (all_to_all).
-            itemsize: Bytes of an element.
-            root: Rank of the group that is the root.
-            reproducible: Sum by the tree.
-            algorithm: Algorithm forced by the caller; it precedes the job's setting.
+        `counts` are the elements of the vector, of each rank's block, or from each rank to each.
+        The caller's `algorithm` precedes the job's setting.
         """
         key = (collective, counts, itemsize, root, reproducible, algorithm)
         found = self._plans.get(key)
@@ -246,19 +223,11 @@ class Planner:
             )
             if parts is not None:
                 return _prepare_stages(parts, self._members)
-        chosen = choose(
-            collective,
-            total * itemsize,
-            size,
-            reproducible=reproducible,
-            forced=wanted,
-            shared=self._is_shared,
-            even=is_even,
-        ).algorithm
+        case = {"shared": self._is_shared, "even": is_even, "reproducible": reproducible}
+        chosen = choose(collective, total * itemsize, size, forced=wanted, **case).algorithm
         if self._is_shared:
-            return prepare_published(
-                build_all(collective, chosen, size, root=root, **sizes), rank, root
-            )
+            schedules = build_all(collective, chosen, size, root=root, **sizes)
+            return prepare_published(schedules, rank, root)
         return compile_for_links(build(collective, chosen, args), self._members)
 
 
@@ -278,20 +247,12 @@ def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> Prepa
     return PreparedStages(tuple(compiled))
 
 
-_MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(MemoryKind.SCRATCH)}
-
-
 def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: int = 0) -> Program:
-    """Return a rank's program of a schedule.
+    """Return a rank's program of a schedule, through cells of `window` elements.
 
-    Args:
-        rounds: The schedule, as publications.
-        rank: This rank.
-        window: Elements of a cell.
-        small: Elements up to which the first publication goes into slots with phase 0. 0 if phase 0
-            has been published: the opening then writes the first window, and the steps begin after
-                all
-            ranks have published it.
+    The first publication, up to `small` elements, goes into slots with phase 0. With `small` = 0
+    phase 0 has been published: the opening writes the first window, and the steps begin after all
+    ranks have published it.
 
     Example:
         >>> from syncvar.algorithms.builders import build_all
@@ -328,7 +289,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
             if isinstance(step, Copy):
                 steps.append(CopyInstruction(source, target))
             else:
-                steps.append(_combined(source, target, step.source_left))
+                steps.append(_combined(source, target, is_left=step.source_left))
     return Program(tuple(opening), tuple(steps), (windows - 1) & 1 if windows else None)
 
 
@@ -361,11 +322,11 @@ def _take_steps(take: Take, part: Span, first: int) -> list[Instruction]:
     if not part.length:
         return []
     if isinstance(take.step, RecvReduce):
-        return [_combined(part, target, take.step.incoming_left)]
+        return [_combined(part, target, is_left=take.step.incoming_left)]
     return [CopyInstruction(part, target)]
 
 
-def _combined(source: Span, target: Span, is_left: bool) -> Combine:
+def _combined(source: Span, target: Span, *, is_left: bool) -> Combine:
     return Combine((source, target) if is_left else (target, source), target)
 
 

@@ -1,4 +1,13 @@
-"""Run programs: compare phase 0, look up the memories, and run the steps in C or in Python."""
+"""Run programs: compare phase 0, look up the memories, and run the steps in C or in Python.
+
+The Python interpreter always works, and tests compare the C extension (`syncvar._native`) with it.
+
+The **location** of an array that other ranks can read is a number that ranks publish. It is an
+offset in shared memory, or an address in its rank's process with the bit `ADDRESS`. None: its rank
+has to copy it. Invariant: a published array must neither change nor be freed before all ranks have
+published that they are done with it. A rank that leaves such a call early keeps the array forever
+(`GroupChannel.keep`).
+"""
 
 from __future__ import annotations
 
@@ -16,12 +25,25 @@ from syncvar.shm.segment_file import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.arithmetic import Copier
+    from syncvar.runtime.arithmetic import Arithmetic, Copier
     from syncvar.runtime.instructions import CompiledProgram
     from syncvar.shm.group_channel import GroupChannel
+
+    # Flat input and output arrays of a rank.
+    Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"
+
+
+DISAGREE = 0
+"""Yielded when the ranks do not make the same call: only the launcher can end the wait."""
+
+_MISSING = object()
+_FOUND_MAX = 1024
+_NONE: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
+_SOURCE, _TARGET, _SCRATCH = map(int, (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH))
 
 
 def opened(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
@@ -43,15 +65,10 @@ def interpret(
     store: Copier,
     fold: Callable[[list[NDArray[Any]], NDArray[Any]], Any],
 ) -> Iterator[int]:
-    """Run the steps of a program; yield the publications to wait for.
+    """Run the steps of a program on flat arrays; yield the publications to wait for.
 
-    Args:
-        channel: This rank's channel.
-        steps: Steps of a compiled program.
-        memories: Flat arrays, by their numbers.
-        copy: Function of (target, value).
-        store: Function of (target, value): copies to a result, or applies a ufunc to it.
-        fold: Function of (terms, target): combines them; the target may be the first term.
+    `copy` and `store` are functions of (target, value), `fold` one of (terms, target), where the
+    target may be the first term.
     """
     for step in steps:
         kind = step[0]
@@ -63,10 +80,8 @@ def interpret(
             )
         elif kind in (COPY, STORE):
             _, source, first, target, start, count = step
-            into, value = (
-                memories[target][start : start + count],
-                memories[source][first : first + count],
-            )
+            into = memories[target][start : start + count]
+            value = memories[source][first : first + count]
             (copy if kind == COPY else store)(into, value)
         elif kind == AWAIT:
             yield step[1] - channel.phase
@@ -120,11 +135,7 @@ def place_of(channel: GroupChannel, array: NDArray[Any]) -> int | None:
 
 
 def read(channel: GroupChannel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
-    """Copy from the memory of another rank into a contiguous array, keeping the GIL if `hold`.
-
-    Raises:
-        UnknownRef: The other process has ended.
-    """
+    """Copy from another rank's memory into a contiguous array; UnknownRef if its process ended."""
     if channel.reach is None:
         raise InternalError("this process cannot read the memory of other ranks")
     try:
@@ -137,32 +148,11 @@ def read(channel: GroupChannel, rank: int, place: int, target: NDArray[Any], *, 
         raise UnknownRef
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import TypeAlias
-
-    from numpy.typing import NDArray
-
-    from syncvar.runtime.arithmetic import Arithmetic, Copier
-    from syncvar.runtime.instructions import CompiledProgram
-    from syncvar.shm.group_channel import GroupChannel
-
-    # Flat input and output arrays of a rank.
-    Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"
-
-DISAGREE = 0
-"""Yielded when the ranks do not make the same call: only the launcher can end the wait."""
-
-
 def settled(channel: GroupChannel, *, to_its_end: bool = True) -> Iterator[int]:
     """After an abandoned call, wait until the others are past what this rank has published.
 
-    Args:
-        channel: This rank's channel.
-        to_its_end: The ranks agreed on the call, so all of them come to its last phase. False for a
-            call that also needs other hosts: then all must have entered the call, so that no rank
-                is two
-            ahead.
+    `to_its_end`: the ranks agreed on the call, so all come to its last phase. A call that also
+    needs other hosts only waits until all have entered it, so that no rank is two ahead.
     """
     if not channel.is_settled:
         if channel.last:  # it has published something
@@ -187,9 +177,6 @@ def native_of(code: CompiledProgram, arithmetic: Arithmetic) -> Any:
             native_program(*code.numbers(), arithmetic.native) if is_known else None
         )
     return found
-
-
-_MISSING = object()
 
 
 def open_code(
@@ -226,8 +213,7 @@ def run_code(
         arithmetic: Its arithmetic.
         arrays: (SOURCEs, TARGETs).
         sides: Side of the first cells of each rank; from bit 1 on the page at which they begin.
-        slots: Offsets of the slots of all ranks in shared memory; None for the slots of these
-            sides.
+        slots: Offsets of the slots of all ranks in shared memory; None for those of the sides.
         location_of: Function of (kind, rank, place): location of an array of another rank.
     """
     found = _found(channel, code, arithmetic, arrays, sides, slots, location_of)
@@ -309,10 +295,6 @@ def _found(
     return found
 
 
-_SOURCE, _TARGET, _SCRATCH = map(int, (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH))
-_FOUND_MAX = 1024
-
-
 def _found_shared(
     channel: GroupChannel,
     code: CompiledProgram,
@@ -362,9 +344,6 @@ def _views(channel: GroupChannel, code: CompiledProgram, found: Sequence[Any]) -
         else one
         for one, count in zip(found, code.sizes.values(), strict=True)
     ]
-
-
-_NONE: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
 
 
 def _offsets(found: Sequence[Any]) -> tuple[int, ...]:

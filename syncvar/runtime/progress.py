@@ -1,13 +1,11 @@
-"""The progress engine of a process: one lock, one driver at a time.
-
-Every wait advances every group.
+"""The progress engine of a process: one lock, one driver at a time; every wait advances all groups.
 
 A caller that waits takes the engine's lock and drives: it drains the transport, passes frames to
 requests and checks deadlines. Other threads wait for it; when it leaves, one of them takes over. A
 progress thread drives when no caller waits.
 
-`state` holds the shared state. `active_requests` handles requests, `flow_control` credit, `rma_get`
-remote reads, `failures` decisions and losses.
+`state` holds the shared state. `active_requests` handles requests, decisions and losses,
+`link_exchange` credit, `p2p_requests` remote reads.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.link_exchange import Flow
 from syncvar.runtime.p2p_requests import Answer, GetRequest, GetRequests, SentMessages
-from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.state import Awaited, Core
-from syncvar.shm.spin_wait import pause_after
+from syncvar.shm.channel_table import pause_after
 from syncvar.transports.base import PeerDisconnected
 
 if TYPE_CHECKING:
@@ -37,6 +34,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.errors import UsageError
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Request
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Frame, Transport
@@ -57,39 +55,32 @@ _SLEEP_MIN_S = 0.001  # shorter waits do not use the transport
 
 
 class ProgressEngine(Core):
-    """Everything that runs in a process of a world larger than one, with a progress thread.
-
-    Attributes:
-        around: Context manager for the progress thread; a simulated rank binds its context to it.
-    """
+    """Everything that runs in a process of a world larger than one, with a progress thread."""
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
-        generation: int,
+        recorder: Recorder,
         transport: Transport,
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
         shm: SharedSegment | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
-        recorder = recorder or Recorder(rank, world_size, generation)
-        super().__init__(rank, generation, transport, control, config, hosts, shm, recorder)
-        self.flow = Flow(rank, generation, transport, config, self.active)
+        super().__init__(recorder, transport, control, config, hosts, shm)
+        self.flow = Flow(self.rank, self.generation, transport, config, self.active)
         self.when_broken.append(lambda _: self.flow.forget())
         self.sent = SentMessages()
         self._questions = GetRequests(self)
         self._started = StartedCalls(self, self.flow)
         self._verdicts = Verdicts(self, self._started, self._questions)
+        # Context manager for the progress thread; a simulated rank binds its context to it
         self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self._heard = 0.0  # when the launcher's channel was last polled
         self._last_caller = 0.0  # when a caller last drove; it may come again at once
         self._stopped = threading.Event()
         self._is_disowned = False
         self._progress = threading.Thread(
-            target=self._serve, name=f"syncvar-progress-{rank}", daemon=True
+            target=self._serve, name=f"syncvar-progress-{self.rank}", daemon=True
         )
         self._progress.start()
 
@@ -105,10 +96,7 @@ class ProgressEngine(Core):
     ) -> None:
         """Start an operation; it advances whenever a thread drives.
 
-        Args:
-            operation: The operation.
-            timeout_s: Seconds; None for the job's default.
-            began: Start time of a cached call that continues here, monotonic seconds.
+        A cached call that continues here began at `began`, in monotonic seconds.
         """
         now = time.monotonic() if began is None else began
         operation.started = now
@@ -132,10 +120,8 @@ class ProgressEngine(Core):
     def wait(self, operation: Awaited) -> Any:
         """Drive until an operation is over; return its result or raise its error.
 
-        Raises:
-            SyncvarError: The error of the operation. Any other exception that interrupts the wait
-                (KeyboardInterrupt, an alarm handler's) breaks the group and is passed on.
-            UsageError: This process is a forked copy; the operation belongs to its parent.
+        Any other exception that interrupts the wait (KeyboardInterrupt, an alarm handler's) breaks
+        the group and is passed on. A forked copy raises UsageError.
         """
         if not operation.is_over:
             self._require_own()
@@ -183,10 +169,7 @@ class ProgressEngine(Core):
         return self.wait(operation)
 
     def _inline(self, operation: Request) -> bool:
-        """Run an operation in shared memory without the lock.
-
-        Return False if it has to wait long.
-        """
+        """Run an operation in shared memory without the lock; return False if it has to wait."""
         channel = operation.channel
         if channel is None:
             return False
@@ -208,11 +191,9 @@ class ProgressEngine(Core):
     def ask(
         self, peer: int, key: int, label: str, timeout_s: float | None
     ) -> tuple[bytes, bytes] | None:
-        """Read what another process publishes under a key (one-sided; its engine answers).
+        """Read the description and bytes that another process publishes under a key.
 
-        Returns:
-            The description and the bytes; None if the key was not published within a short grace
-            period.
+        Its engine answers. None: the key was not published within a short grace period.
 
         Raises:
             DeadlineExceeded: No answer in time. Only this call fails; the group stays usable.
@@ -245,10 +226,7 @@ class ProgressEngine(Core):
         return all(operation.group != group for operation in self._started.all)
 
     def settle(self, group: int) -> None:
-        """Wait until no call of a group runs or waits to begin.
-
-        Their errors reach those who wait for them.
-        """
+        """Wait until no call of a group runs or waits to begin; their waiters get the errors."""
         self.adopt()
         for operation in self._started.all:
             if operation.group == group:
@@ -258,11 +236,7 @@ class ProgressEngine(Core):
     # -- shutdown ----------------------------------------------------------------------------------
 
     def leave(self, deadline: float) -> None:
-        """Complete started operations, then announce that this rank leaves.
-
-        Raises:
-            SyncvarError: A started operation failed.
-        """
+        """Complete started operations or raise their error, then announce that this rank leaves."""
         self.adopt()
         left = [f"{one.label} started at {one.site}" for one in self._started.all if one.site]
         if left and self.failure is None:
@@ -287,10 +261,7 @@ class ProgressEngine(Core):
                 )
 
     def disown(self, failure: UsageError) -> None:
-        """Make every later call raise `failure`.
-
-        This process is a forked copy without sockets and threads.
-        """
+        """Make every later call raise `failure`: this forked copy has no sockets and threads."""
         self.failure = failure
         self.is_quiet = False
         self._is_disowned = True
@@ -387,10 +358,7 @@ class ProgressEngine(Core):
                 self._poll_control()
 
     def look(self, until: Awaited | None = None) -> None:
-        """Handle arrived frames and advance their operations.
-
-        All of them, or until `until` is over.
-        """
+        """Handle arrived frames and advance their operations: all, or until `until` is over."""
         started = self._started
         if self.inbox:
             started.begin_waiting()

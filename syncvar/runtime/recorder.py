@@ -1,12 +1,14 @@
-"""The flight recorder.
-
-The last operations of this process, always on, written to a file after a failure.
+"""The flight recorder: the last operations of this process, written to a file after a failure.
 
 Every call, remote get and membership change adds one entry to one ring. Failure records and traces
 read that ring. Adding an entry formats no text: it refers to existing texts.
 
 Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a host share. A record names its
 host and boot, and the offset of its clock from rank 0's.
+
+In frames, each begin and end of a `strategy.run` continues call numbers at the next million, so
+that calls of different runs never match (`syncvar.runtime.communicator`). Texts show the ordinal:
+the first call of a group on a rank is call 1.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
 from syncvar.core.process_ids import process_name
@@ -31,6 +33,7 @@ from syncvar.runtime.call_record import (
     CallInfo,
     Event,
     PendingRecord,
+    Totals,
     call_info_of,
     call_site,
     error_text,
@@ -42,7 +45,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from syncvar.core.stack_dump import StackFrame
-    from syncvar.runtime.call_record import Totals
+
+RING = 2048
+FORMAT = "syncvar flight record 1"
+_WRITING_S = 1.0
+_REFUSED, _ENDED = 1, 2  # a record of the end replaces one of a refused call
+_WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
 
 Gap = tuple[int, int]
 """First number of a block of calls, and how many numbers before it belong to no call."""
@@ -103,71 +111,56 @@ def ordinal(gaps: Sequence[Gap], call: int) -> int:
     return call + 1 - (gaps[index - 1][1] if index else 0)
 
 
-RING = 2048
-FORMAT = "syncvar flight record 1"
-_WRITING_S = 1.0
-_REFUSED, _ENDED = 1, 2  # a record of the end replaces one of a refused call
-_WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
+class RecordIdentity(NamedTuple):
+    """The process that a record is about."""
+
+    rank: int = 0  # world rank, or the number of a server's process
+    world_size: int = 1  # ranks of the world
+    generation: int = 0  # version of the membership
+    job: str = ""  # identity of the job
+    host: str = ""  # name of its host
+
+
+_NO_JOB = RecordIdentity()
 
 
 class Recorder:
     """The ring of one rank or server, and the file that it is written to.
 
     Args:
-        rank: World rank, or the number of a server's process.
-        world_size: Ranks of the world.
-        generation: Version of the membership.
-        job: Identity of the job.
-        host: Name of this host.
+        identity: This process.
         folder: Folder for the record after a failure; empty for none.
         trace: Folder for the record of every run; empty for none.
         stats: Folder for the totals of all calls; empty for none.
-
-    Attributes:
-        numbers: Ordinals of calls.
-        is_due: The group broke, and the record has not been written since.
-        transport: Data path between ranks and its encryption; empty before they have met.
-        add: Adds (info, call, began, ended, thread) of a completed operation; atomic, from any
-            thread.
 
     Cost: 0.15 us for a cached call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
     """
 
     def __init__(
         self,
-        rank: int = 0,
-        world_size: int = 1,
-        generation: int = 0,
+        identity: RecordIdentity = _NO_JOB,
         *,
-        job: str = "",
-        host: str = "",
         folder: str = "",
         trace: str = "",
         stats: str = "",
     ) -> None:
-        self.numbers = CallNumbers()
+        self.numbers = CallNumbers()  # ordinals of calls
         self._ring: collections.deque[Any] = collections.deque(maxlen=RING)
+        # Adds (info, call, began, ended, thread) of a completed operation; atomic, from any thread
         self.add: Callable[[Any], None] = self._ring.append
         self._stats = stats
         self._totals: Totals | None = None
         if stats:
-            from syncvar.runtime.call_record import Totals
-
             self._totals = Totals(self._ring.append)
             self.add = self._totals.add
-        self._identity = {
-            "rank": rank,
-            "world_size": world_size,
-            "generation": generation,
-            "job": job,
-            "host": host,
-        }
+        self.identity = identity
         self._folder = folder
         self._trace = trace
         self._process = os.getpid()
         self._written = 0
         self._broken_by = ""
-        self.is_due = False
+        self.is_due = False  # the group broke, and the record has not been written since
+        # Data path between ranks and its encryption; empty before they have met
         self.transport = ""
         self._writing = threading.Lock()
 
@@ -200,12 +193,7 @@ class Recorder:
         self.is_due = True
 
     def ended(self, reason: str = "", stack: Sequence[StackFrame] = ()) -> None:
-        """Write the record because this rank ends with an error, unless that has been done.
-
-        Args:
-            reason: Why, if nothing broke before.
-            stack: Stack of the main thread; empty for the current one.
-        """
+        """Write the record because this rank ends with an error, unless that has been done."""
         self.is_due = False
         if self._folder and self._written < _ENDED:
             self._write(self._folder, self._broken_by or reason, _ENDED, stack)
@@ -222,8 +210,8 @@ class Recorder:
 
         from syncvar.core.output_files import write_record
 
-        text = json.dumps({"rank": self._identity["rank"], "rows": totals.rows()})
-        name = f"stats-{self._identity['rank']}.{self._identity['generation']}.json"
+        text = json.dumps({"rank": self.identity.rank, "rows": totals.rows()})
+        name = f"stats-{self.identity.rank}.{self.identity.generation}.json"
         try:
             write_record(self._stats, name, text)
         except OSError as error:
@@ -256,21 +244,16 @@ class Recorder:
     ) -> dict[str, Any]:
         """Return the ring and the identity of this process as plain data.
 
-        Args:
-            reason: Why the record is made.
-            is_final: This rank makes no more calls.
-            stack: Stack of the main thread, innermost first; empty for the current one.
+        `is_final`: this rank makes no more calls. `stack` is that of the main thread, innermost
+        first; empty for the current one.
         """
         entries = self._entries()
         events = [event_of(entry) for entry in entries]
-        groups = {
-            info.group: info.members
-            for info in (call_info_of(entry) for entry in entries)
-            if info.members
-        }
+        infos = [call_info_of(entry) for entry in entries]
+        groups = {info.group: info.members for info in infos if info.members}
         return {
             "format": FORMAT,
-            **self._identity,
+            **self.identity._asdict(),
             "boot": boot_identity(),
             "process": self._process,
             "reason": reason,
@@ -303,15 +286,12 @@ class Recorder:
         if os.getpid() != self._process or not self._writing.acquire(timeout=_WRITING_S):
             return
         try:
-            name = record_name(self._identity["rank"], self._identity["generation"])
+            name = record_name(self.identity.rank, self.identity.generation)
             try:
                 from syncvar.core.output_files import write_record
 
-                text = _text(
-                    self.record(
-                        reason, is_final=level != _REFUSED or folder == self._trace, stack=stack
-                    )
-                )
+                is_final = level != _REFUSED or folder == self._trace
+                text = _text(self.record(reason, is_final=is_final, stack=stack))
                 write_record(folder, name, text)
             except Exception as error:
                 self._report_lost(folder, name, error)
@@ -352,11 +332,8 @@ def _text(record: dict[str, Any]) -> str:
     head = json.dumps({name: value for name, value in record.items() if name != "events"}, indent=1)
     # An event begins with a text. Inside a text no quotation mark follows a bracket unescaped.
     events = json.dumps(record["events"])[1:-1].replace('], ["', '],\n  ["')
-    return (
-        f'{head[:-2]},\n "events": [\n  {events}\n ]\n}}\n'
-        if events
-        else f'{head[:-2]},\n "events": []\n}}\n'
-    )
+    events = f"\n  {events}\n " if events else ""
+    return f'{head[:-2]},\n "events": [{events}]\n}}\n'
 
 
 def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:

@@ -1,10 +1,14 @@
-"""A started call and the state of its steps.
+"""A started call, and the steps of its stages in shared memory, over links, or both.
 
 The steps are a generator. Each step works until it needs other ranks, and yields what it waits for.
 That is a word of the group's channel in shared memory, or a `Wait` (frames of a round, an answer in
-a message ring). `stage_executor` and `p2p.message_requests` write the steps.
+a message ring). A request never blocks: the caller drives it without the engine's lock, or the
+engine does.
 
-A request never blocks. The caller drives it inline without the engine's lock, or the engine does.
+Signature check: phase 0 of a call in shared memory compares signatures; over links every frame
+carries the signature. Before that, no rank uses another rank's data or changes its own: a call
+writes only its own work buffer. A group over several hosts alternates stages on the host and
+between hosts, see `algorithms.hierarchical`.
 """
 
 from __future__ import annotations
@@ -23,13 +27,6 @@ from syncvar.runtime.shm_reduce import ReduceBuffers, reduce_shared, reduce_smal
 from syncvar.shm.channel_table import check_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from syncvar.runtime.call_record import PendingRecord
-    from syncvar.runtime.link_exchange import LinkExchange
-    from syncvar.shm.group_channel import GroupChannel
-
-if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
@@ -43,6 +40,7 @@ if TYPE_CHECKING:
     from syncvar.transports.base import Frame
 
     Steps = Generator[int | "Wait", None, Any]
+
 
 _START = 1  # a wait that is over at once; words of a channel begin at 2
 
@@ -66,24 +64,19 @@ class RequestState(IntEnum):
 
 
 class Stage(NamedTuple):
-    """A schedule with its buffers.
+    """A schedule with its buffers."""
 
-    Args:
-        plan: Compiled schedule for links, for shared memory, or for several hosts.
-        work: Flat array of `plan.work_count` elements, changed in place.
-        ufunc: Combines two operands; None for schedules that only move data.
-        vector: Input and output buffers of an all-reduce in shared memory, instead of `work`.
-        movement: Blocks to move concurrently in shared memory, instead of the schedule.
-        send_buffer: Input that a schedule over links reads, instead of a copy of it in `work`.
-        several: Small vectors of other dtypes in shared memory, besides `vector` or instead of it.
-    """
-
+    # Compiled schedule for links, for shared memory, or for several hosts
     plan: LinkSchedule | Published | PreparedStages
-    work: NDArray[Any]
-    ufunc: Combiner | None = None
+    work: NDArray[Any]  # flat array of `plan.work_count` elements, changed in place
+    ufunc: Combiner | None = None  # combines two operands; None for schedules that only move data
+    # Input and output buffers of an all-reduce in shared memory, instead of `work`
     vector: ReduceBuffers | None = None
+    # Blocks to move concurrently in shared memory, instead of the schedule
     movement: Movement | None = None
+    # Input that a schedule over links reads, instead of a copy of it in `work`
     send_buffer: NDArray[Any] | None = None
+    # Small vectors of other dtypes in shared memory, besides `vector` or instead of it
     several: Sequence[ReduceBuffers] = ()
 
 
@@ -119,8 +112,7 @@ class Request:
     Args:
         entry: Record of the call in the flight recorder.
         steps: Generator of the call's steps; None for a call that is already over.
-        channel: This rank's end of the group's channel, for calls in shared memory; calls wait
-            there for their turn.
+        channel: Channel of a call in shared memory; calls wait there for their turn.
         links: Exchange of frames, for calls that use links.
         wait: Condition of the next step.
     """
@@ -164,8 +156,7 @@ class Request:
         if channel is not None:
             channel.queue.append(self)
 
-    # -- state, as the engine asks for it
-    # ---------------------------------------------------------
+    # -- state, as the engine asks for it ----------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -228,11 +219,9 @@ class Request:
         if not self.is_shared or self.state >= RequestState.DRAINING:
             return False
         wait = self._wait
-        return (
-            wait != DISAGREE or not self._is_first
-            if isinstance(wait, int)
-            else not self._is_first or wait.needs_looks
-        )
+        if not self._is_first:
+            return True
+        return wait != DISAGREE if isinstance(wait, int) else wait.needs_looks
 
     @property
     def is_unheard(self) -> bool:
@@ -246,19 +235,16 @@ class Request:
             return False
         if not isinstance(wait, int):
             return self._is_first and wait.look()
-        return (
-            channel is not None
-            and self.may_look
-            and channel.wait(channel.others, wait, channel.last + 2)
-        )
+        if channel is None or not self.may_look:
+            return False
+        return channel.wait(channel.others, wait, channel.last + 2)
 
     @property
     def _is_first(self) -> bool:
         channel = self.channel
         return channel is None or (channel.first is self and channel.is_open)
 
-    # -- progress
-    # -----------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------
 
     def advance(self) -> RequestState:
         """Make as much progress as possible without waiting."""
@@ -285,8 +271,7 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """End with an error. What this rank has published stays; its next call is past it.
 
-        Any thread may call this, even while another thread executes a step: that step ends, and no
-        step follows.
+        Any thread may call this. If another one executes a step, that step ends, and none follows.
         """
         self._end(error)
 
@@ -308,11 +293,7 @@ class Request:
                 while self.state == RequestState.RUNNING and self._is_reached():
                     self._wait = next(steps)
         except StopIteration as end:
-            if not self.is_over:
-                self.result = end.value
-                self.state = RequestState.DRAINING
-                self._leave_queue()
-                self._drain()
+            self._complete(end.value)
         except BodyError as wrapped:
             # all ranks raise it, because it follows from data that all have
             self._end(wrapped.error, is_agreed=True)
@@ -339,12 +320,20 @@ class Request:
             wait != DISAGREE and channel is not None and channel.is_reached(wait)
         )
 
+    def _complete(self, result: Any) -> None:
+        if not self.is_over:
+            self.result = result
+            self.state = RequestState.DRAINING
+            self._leave_queue()
+            self._drain()
+
     def _drain(self) -> None:
         if self.links is None or self.links.is_drained:
             self.state = RequestState.DONE
             self.entry.end()
 
     def _end(self, error: BaseException, *, is_agreed: bool = False) -> None:
+        """End with an error, `is_agreed` by all ranks or of this one; does nothing twice."""
         if self.is_over:
             return
         self.error = error
@@ -380,13 +369,9 @@ def stage_steps(
 ) -> Steps:
     """Return the steps of a call: they run its stages, and return the result of the body.
 
-    Args:
-        entry: Record of the call.
-        body: Generator of stages. If it raises a SyncvarError after this rank has published, all
-            ranks raise it.
-        channel: This rank's end of its host's channel; None if the call has no stage there.
-        links: Exchange of frames; None if the call has no stage over links.
-        has_published: Phase 0 is over.
+    If the body raises a SyncvarError after this rank has published, all ranks raise it. A call
+    without a stage on this host has no `channel`, one without a stage over links no `links`.
+    `has_published`: phase 0 is over.
     """
     check = check_of(entry.info.fingerprint, entry.call)
     # Arguments of phase 0, which the first stage on the host executes.
@@ -396,25 +381,17 @@ def stage_steps(
         if channel is not None and opening is not None and links is None:
             yield from settled(channel)
         while True:
+            is_published = links is not None and links.is_published
             try:
-                stage = next(body)
+                stage = _next_stage(
+                    body, is_published=is_published or (channel is not None and opening is None)
+                )
             except StopIteration as end:
-                if (
-                    channel is not None
-                    and opening is not None
-                    and (links is None or not links.is_published)
-                ):
+                if channel is not None and opening is not None and not is_published:
                     if links is not None:
                         yield from settled(channel, to_its_end=False)
                     yield from agreed(channel, check, channel.begin(*opening))
                 return end.value
-            except SyncvarError as error:
-                has_spoken = (channel is not None and opening is None) or (
-                    links is not None and links.is_published
-                )
-                if not has_spoken:
-                    raise
-                raise BodyError(error) from error
             if isinstance(stage.plan, PreparedStages) and links is not None:
                 opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
             elif isinstance(stage.plan, LinkSchedule):
@@ -424,18 +401,36 @@ def stage_steps(
             elif channel is None:
                 raise InternalError("a call over links has a schedule for shared memory")
             else:
-                if not is_read:  # this stage overwrites data that others may still read
-                    yield channel.publish()
-                is_read = yield from _on_host(entry, stage, channel, opening)
+                is_read = yield from _on_host(entry, stage, channel, opening, was_read=is_read)
                 opening = None
     finally:
         body.close()
 
 
+def _next_stage(body: Generator[Stage, None, Any], *, is_published: bool) -> Stage:
+    """Return the next stage; an error is one of all ranks if they may have seen this one."""
+    try:
+        return next(body)
+    except SyncvarError as error:
+        if is_published:
+            raise BodyError(error) from error
+        raise
+
+
 def _on_host(
-    entry: PendingRecord, stage: Stage, channel: GroupChannel, opening: tuple[int, int] | None
+    entry: PendingRecord,
+    stage: Stage,
+    channel: GroupChannel,
+    opening: tuple[int, int] | None,
+    *,
+    was_read: bool,
 ) -> Generator[int, None, bool]:
-    """Run a stage in shared memory; return whether all ranks have read what this rank published."""
+    """Run a stage in shared memory; return whether all ranks have read what this rank published.
+
+    `was_read` is the same of the stage before.
+    """
+    if not was_read:  # this stage overwrites data that others may still read
+        yield channel.publish()
     if stage.movement is not None:
         if opening is None:
             raise InternalError(

@@ -41,10 +41,7 @@ class SkippedRange(Counting, Protocol):
 
 
 class EpochRange:
-    """A block of call numbers that this rank ended after call `last`.
-
-    Following blocks without calls extend it.
-    """
+    """Call numbers that this rank ended after call `last`; empty blocks extend the range."""
 
     __slots__ = ("epoch_end", "is_reported", "last", "members")
 
@@ -56,19 +53,12 @@ class EpochRange:
 
 
 class SkippedCall(NamedTuple):
-    """A block of calls that this rank left while a peer made one more call of it.
+    """A block of calls that this rank left while a peer made one more call of it."""
 
-    Args:
-        members: World ranks of the group.
-        last: Last call of the block made on this rank.
-        epoch_end: Last number of the block.
-        following: First call after the block that is running or comes next.
-    """
-
-    members: tuple[int, ...]
-    last: int
-    epoch_end: int
-    following: int
+    members: tuple[int, ...]  # world ranks of the group
+    last: int  # last call of the block made on this rank
+    epoch_end: int  # last number of the block
+    following: int  # first call after the block that is running or comes next
 
 
 class SequenceTracker:
@@ -99,10 +89,7 @@ class SequenceTracker:
         )
 
     def may_refuse(self, group: int, call: int) -> bool:
-        """Return whether a call may have to be refused.
-
-        There is a decision on it, or a rank has left.
-        """
+        """Return whether there is a decision on a call, or a rank has left."""
         return bool(self.left) or any(
             old["group"] == group and old["last_call"] >= call for old in self._decisions
         )
@@ -110,9 +97,7 @@ class SequenceTracker:
     # -- numbers -----------------------------------------------------------------------------------
 
     def announce(self, group: int, next_call: int) -> None:
-        """Record that calls of a group below `next_call` will not begin here any more.
-
-        Their frames are dropped.
+        """Record that calls of a group below `next_call` will not begin here; drop their frames.
 
         Started calls announce themselves under the engine's lock. Their frames may have arrived
         before, and the progress thread must not drop them.
@@ -126,10 +111,7 @@ class SequenceTracker:
         self._next_call[group] = next_call
 
     def count_by(self, counting: Counting) -> None:
-        """Read the number of a group's next call from `counting`.
-
-        Calls in shared memory do not report to the tracker.
-        """
+        """Read a group's next call number from `counting`, which calls in shared memory advance."""
         self.counted[counting.identity] = counting
 
     def entered(self) -> dict[int, int]:
@@ -163,10 +145,7 @@ class SequenceTracker:
         ]
 
     def leave(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
-        """Record that a rank has left.
-
-        The last call that it entered in each group, and its `skipped`.
-        """
+        """Record that a rank has left: its last call in each group, and its `skipped`."""
         self.left[rank] = entered
         groups = self._skipped[rank] = {}
         for group, last, epoch_end in zip(
@@ -183,10 +162,7 @@ class SequenceTracker:
     # -- frames before their call ------------------------------------------------------------------
 
     def keep(self, frame: Frame) -> bool:
-        """Keep a frame for a call that has not begun.
-
-        Return False if the call is over or was skipped.
-        """
+        """Keep a frame for a call that has not begun; return False if it is over or was skipped."""
         header = frame.header
         if header.call < self.following(header.group):
             return False
@@ -218,21 +194,17 @@ class SequenceTracker:
     # -- blocks of calls ---------------------------------------------------------------------------
 
     def blocks(self, group: int) -> deque[EpochRange]:
-        """Return the ended blocks of a group's calls.
-
-        The thread that ends a block appends it without the lock.
-        """
+        """Return the ended blocks of a group's calls; a thread appends to them without the lock."""
         found = self._passed.get(group)
         return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX)) if found is None else found
 
     def check_ended_blocks(
         self, groups: Iterable[SkippedRange], reason: str, rank: int
     ) -> list[SkippedRange]:
-        """Check blocks that have just been ended against decisions.
+        """Check blocks that have just been ended against decisions; return the refused groups.
 
-        Returns:
-            Groups in which a rank is known to be in a call that this rank skipped. The call after
-            the block fails here, with `reason` for this `rank`, and has to fail on all ranks.
+        There a rank is known to be in a call that this one skipped. The call after the block fails
+        here, with `reason` for this `rank`, and has to fail on all ranks.
         """
         refused: list[SkippedRange] = []
         with self._lock:
@@ -249,10 +221,7 @@ class SequenceTracker:
     def _is_refused(
         self, blocks: deque[EpochRange], group: int, block: EpochRange, table: dict[int, str]
     ) -> bool:
-        """Record a block that ends while there are decisions.
-
-        Return whether the call after it fails here.
-        """
+        """Record a block that ends while there are decisions; return if the next call fails."""
         last, epoch_end = block.last, block.epoch_end
         overlapping = [
             old
@@ -271,25 +240,14 @@ class SequenceTracker:
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
-        self._decisions.append(
-            {
-                "group": group,
-                "call": following,
-                "last_call": following,
-                "text": text,
-                "table": table,
-                "has_waiting_ranks": False,
-            }
-        )
+        calls = {"group": group, "call": following, "last_call": following}
+        self._decisions.append({**calls, "text": text, "table": table, "has_waiting_ranks": False})
         return True
 
     def skipped_block(
         self, group: int, call: int, active: Iterable[tuple[int, int]]
     ) -> SkippedCall | None:
-        """Return the block of `call` if this rank left it without making that call.
-
-        Each block is returned once.
-        """
+        """Return the block of `call`, once, if this rank left it without making that call."""
         with self._lock:
             blocks = self._passed.get(group, deque())
             block = next((one for one in list(blocks) if one.last < call <= one.epoch_end), None)
@@ -305,10 +263,7 @@ class SequenceTracker:
     # -- calls that cannot succeed -----------------------------------------------------------------
 
     def add_decision(self, decision: Message) -> None:
-        """Record a decision of the coordinator.
-
-        The calls that it names fail, also those that have not begun.
-        """
+        """Record a decision of the coordinator; the calls that it names fail, even if not begun."""
         with self._lock:
             blocks = self._passed.get(decision["group"], deque())
             for block in list(blocks):
@@ -326,10 +281,7 @@ class SequenceTracker:
             self._decisions.append(decision)
 
     def refusal(self, operation: Request) -> SyncvarError | None:
-        """Return why a call cannot succeed, if that is known.
-
-        A decision, or a rank that left before the call.
-        """
+        """Return why a call cannot succeed, if known: a decision, or a rank that left before it."""
         for decision in self._decisions:
             if self.concerns(decision, operation):
                 return self.sentence(decision, operation)

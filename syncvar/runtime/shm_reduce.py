@@ -64,19 +64,14 @@ def is_direct(nbytes: int, size: int) -> bool:
 
 
 class ReduceBuffers(NamedTuple):
-    """Input and output of a reduction on this rank: each the concatenation of flat arrays.
+    """Input and output of a reduction on this rank: each the concatenation of flat arrays."""
 
-    Args:
-        sources: Arrays of one dtype; each may be its own target, but must not overlap another one.
-        targets: Arrays of the same counts, of one dtype; empty if this rank gets no result.
-        arithmetic: The arithmetic.
-        ends: Which ranks get which result.
-    """
-
+    # Arrays of one dtype; each may be its own target, but must not overlap another one
     sources: Sequence[NDArray[Any]]
+    # Arrays of the same counts, of one dtype; empty if this rank gets no result
     targets: Sequence[NDArray[Any]]
     arithmetic: Arithmetic
-    ends: ResultPlacement = EVERYWHERE
+    ends: ResultPlacement = EVERYWHERE  # which ranks get which result
 
     @classmethod
     def of(
@@ -91,12 +86,10 @@ class ReduceBuffers(NamedTuple):
     ) -> ReduceBuffers:
         """Return the buffers of arrays; half types are not widened in shared memory."""
         source_dtype = sources[0].dtype
-        is_widened = (
-            source_dtype != accumulate and targets[0].dtype == source_dtype and apply is None
-        )
-        arithmetic = Arithmetic(
-            ufunc, source_dtype if is_widened else accumulate, accumulate, divisor, apply
-        )
+        wire = accumulate
+        if source_dtype != accumulate and targets[0].dtype == source_dtype and apply is None:
+            wire = source_dtype
+        arithmetic = Arithmetic(ufunc, wire, accumulate, divisor, apply)
         return cls(sources, targets, arithmetic, ends)
 
     @property
@@ -112,10 +105,8 @@ class ReduceBuffers(NamedTuple):
     @property
     def suits_native(self) -> bool:
         """Whether the C extension takes it; the same on all ranks that make the same call."""
-        return (
-            self.sources[0].dtype == self.arithmetic.wire == self.targets[0].dtype
-            and self.arithmetic.suits_native
-        )
+        is_plain = self.sources[0].dtype == self.arithmetic.wire == self.targets[0].dtype
+        return is_plain and self.arithmetic.suits_native
 
     def only(self, places: Sequence[int]) -> ReduceBuffers:
         """Return the same for some of the arrays."""
@@ -152,16 +143,11 @@ def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
 
 
 class BufferLocations(NamedTuple):
-    """Published locations of the buffers of all ranks, in rank order.
+    """Published locations of the buffers of all ranks, in rank order."""
 
-    Args:
-        sources: Offset of `x` in shared memory; `_NOWHERE` if it is copied.
-        targets: Offset of `out`, or `_NOWHERE`.
-        sides: Side of the first cells of a copied input; from bit 1 on the page where they begin.
-    """
-
-    sources: Sequence[int]
-    targets: Sequence[int]
+    sources: Sequence[int]  # offset of `x` in shared memory; `_NOWHERE` if it is copied
+    targets: Sequence[int]  # offset of `out`, or `_NOWHERE`
+    # Side of the first cells of a copied input; from bit 1 on the page where they begin
     sides: tuple[int, ...]
 
     @classmethod
@@ -191,15 +177,9 @@ def reduce_shared(
 ) -> Generator[int, None, bool]:
     """Combine a vector of all ranks; yield the publications to wait for.
 
-    Args:
-        channel: This rank's channel.
-        opening: (call, check) in the first stage of a call; None in later ones.
-        vector: Buffers of the vector.
-        riders: Small vectors of other dtypes in the same call, which use the slots; first stage
-            only.
-
-    Returns:
-        Whether all ranks have read this rank's cells; the same on all ranks.
+    `opening` is (call, check) in the first stage of a call, else None. Small vectors of other
+    dtypes, `riders`, use the slots of the first stage. Returns whether all ranks have read this
+    rank's cells; the same on all ranks.
     """
     if opening is not None and not riders and is_direct(vector.nbytes, channel.size):
         yield from reduce_small(channel, opening, (vector,))
@@ -402,11 +382,8 @@ def _are_side_by_side(sizes: Sequence[int], size: int) -> bool:
 def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
     """Return whether vectors of several dtypes are reduced at once, and which one is long.
 
-    `sizes` are their bytes in a slot.
-
-    Returns:
-        (True, None): all are small. (True, index): that one is long, the others small. (False,
-        None): several are long, and they are reduced one after the other.
+    (True, None): all are small. (True, index): that one is long. (False, None): several are long,
+    and they are reduced one after the other. `sizes` are their bytes in a slot.
     """
     if _are_side_by_side(sizes, size):
         return True, None
@@ -428,10 +405,8 @@ def reduce_small(
 def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
     """Write small vectors into the slot that this rank publishes next."""
     side = channel.side ^ 1
-    own, (starts, _) = (
-        channel.small_offset(channel.rank, side),
-        places_of([vector.nbytes for vector in vectors]),
-    )
+    own = channel.small_offset(channel.rank, side)
+    starts, _ = places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, arithmetic = _code_of_small(channel, vector)
         open_code(channel, code, arithmetic, vector[:2], side, (own + start,) * channel.size)
@@ -440,29 +415,19 @@ def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
 def combine_small(
     channel: GroupChannel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
 ) -> Iterator[int]:
-    """Combine small vectors after all ranks have written theirs.
-
-    `nbytes` is their total size if wide vectors are in slots that ranks publish; 0 for fixed slots.
-    """
+    """Combine small vectors after all ranks have written theirs; `nbytes` is 0 for fixed slots."""
     slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, arithmetic = _code_of_small(channel, vector)
-        yield from run_code(
-            channel,
-            code,
-            arithmetic,
-            vector[:2],
-            channel.sides(),
-            tuple([slot + start for slot in slots]),
-        )
+        places, sides = tuple([slot + start for slot in slots]), channel.sides()
+        yield from run_code(channel, code, arithmetic, vector[:2], sides, places)
 
 
 def _code_of_small(
     channel: GroupChannel, vector: ReduceBuffers
 ) -> tuple[CompiledProgram, Arithmetic]:
-    arithmetic = vector.arithmetic._replace(
-        wire=vector.arithmetic.accumulate
-    )  # halves would save nothing in slots
+    accumulate = vector.arithmetic.accumulate
+    arithmetic = vector.arithmetic._replace(wire=accumulate)  # halves would save nothing in slots
     rank, size, counts = channel.rank, channel.size, vector.counts
     places = BufferPlacement(makes_first=_makes_first(vector, arithmetic.wire))
     return reduce_code(rank, size, counts, None, places, 1, vector.ends), arithmetic

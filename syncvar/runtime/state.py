@@ -1,6 +1,4 @@
-"""State that all parts of the engine share.
-
-Admission of calls, the driver's lock, the launcher's channel and the failure.
+"""State that all parts of the engine share: admission of calls, the driver's lock, the failure.
 
 Cached calls and C code read `is_quiet` and `driver` at every call. So these are attributes of one
 C object.
@@ -9,6 +7,9 @@ One thread at a time drives: it holds `lock` and owns the transport and the laun
 Other threads wait for it, or post callbacks to it. The first lost rank, missed deadline or
 interruption breaks the group: every running operation fails, and every later call raises the same
 failure.
+
+A call that may wait first sends the queues of deferred writes. So a replica that waits in any call
+has sent its writes before, and a replica that needs the writes of all others gets them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,7 @@ _FOLLOW_S = 1.0
 
 
 class Awaited(Protocol):
-    """Something that a thread may wait for.
-
-    An operation, a remote get, or the first of several operations.
-    """
+    """Something that a thread waits for: an operation, a remote get, or the first of several."""
 
     label: str
     call: int
@@ -69,52 +67,44 @@ class Awaited(Protocol):
 
 
 class Core(AdmissionState):
-    """State that all parts of the engine share.
-
-    Attributes:
-        is_quiet: No call can be refused, and no writes are queued: cached calls may skip the
-            engine.
-        failure: Error that broke the group; None while it works.
-        queues: Queues with deferred writes. A call that may wait sends them first.
-        before_calls: Functions called with group and name before each call.
-        async_calls: Cached calls that wait for other ranks, and that only their callers know.
-        book: Sequence numbers of the calls of each group.
-        lock: Held by the driver, see `seize`.
-        driver: Identity of the driving thread; 0 for none.
-        active: Running operations by group and call; only the driver changes it.
-        inbox: Operations that any thread has started and the driver has not begun.
-        under_way: Running operations that need polling, because no frame announces their progress.
-    """
+    """State that all parts of the engine share."""
 
     def __init__(
         self,
-        rank: int,
-        generation: int,
+        recorder: Recorder,
         transport: Transport,
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
         shm: SharedSegment | None,
-        recorder: Recorder,
     ) -> None:
-        self.rank = rank
-        self.generation = generation
+        self.rank = recorder.identity.rank
+        self.generation = recorder.identity.generation
         self.transport = transport
         self.control = control
         self.config = config
         self.hosts = hosts
         self.shm = shm
         self.recorder = recorder
+        # Sequence numbers of the calls of each group
         self.book = SequenceTracker(hosts, recorder.numbers)
+        # Error that broke the group; None while it works
         self.failure: TransportError | UsageError | None = None
+        # No call can be refused, and no writes are queued: cached calls may skip the engine
         self.is_quiet = True
+        # Queues with deferred writes. A call that may wait sends them first.
         self.queues: list[Queued] = []
+        # Functions called with group and name before each call
         self.before_calls: list[Callable[[int, str], None]] = []
+        # Cached calls that wait for other ranks, and that only their callers know
         self.async_calls: list[AsyncCall] = []
-        self.lock = threading.Lock()
-        self.driver = 0
+        self.lock = threading.Lock()  # held by the driver, see `seize`
+        self.driver = 0  # identity of the driving thread; 0 for none
+        # Running operations by group and call; only the driver changes it
         self.active: dict[tuple[int, int], Request] = {}
+        # Operations that any thread has started and the driver has not begun
         self.inbox: collections.deque[Request] = collections.deque()
+        # Running operations that need polling, because no frame announces their progress
         self.under_way: list[Request] = []
         self.when_broken: list[Callable[[TransportError | UsageError], None]] = []
         self._adopting = threading.RLock()
@@ -127,10 +117,8 @@ class Core(AdmissionState):
     def check(self) -> None:
         """Raise the failure that broke the group, if there is one.
 
-        Raises:
-            TransportError: The group broke. Only the first call raises the failure itself; later
-                calls raise GroupBroken.
-            UsageError: This process was forked from the one that joined.
+        Only the first call raises the failure itself; later calls raise GroupBroken. In a forked
+        copy all raise UsageError.
         """
         failure = self.failure
         if failure is None:
@@ -151,10 +139,7 @@ class Core(AdmissionState):
         return is_good or (self.failure is None and not self.book.may_refuse(group, call))
 
     def before_each_call(self, listener: Callable[[int, str], None]) -> None:
-        """Call `listener(group, name)` before each call that may wait.
-
-        From now on no call takes the cached path.
-        """
+        """Call `listener(group, name)` before each call that may wait; no call is cached then."""
         self.before_calls.append(listener)
         self.is_quiet = False
 
@@ -174,11 +159,7 @@ class Core(AdmissionState):
             self._adopting.release()
 
     def adopted(self, call: AsyncCall) -> Request | None:
-        """Continue a cached call in the engine; return its operation, or None if the call is over.
-
-        Raises:
-            TransportError: An exception interrupted the engine while it took over the call.
-        """
+        """Continue a cached call in the engine; return its operation, or None if it is over."""
         with self._adopting:
             call.adopt()
         operation: Request | None = call.operation
@@ -190,9 +171,7 @@ class Core(AdmissionState):
     # -- whose turn it is to drive -----------------------------------------------------------------
 
     def seize(self) -> bool:
-        """Try to take the driver's lock without waiting.
-
-        After unlocking, the caller calls `hand_over`.
+        """Try to take the driver's lock without waiting; after `let_go` the caller hands over.
 
         `driver` is set before the lock is taken and until after it is free. So a signal handler in
         this thread knows that it must not wait. No other thread can run between the check and the
@@ -274,10 +253,7 @@ class Core(AdmissionState):
     def reject_call(
         self, group: int, members: tuple[int, ...], call: int, label: str, reason: str
     ) -> None:
-        """Report that this rank's call had a bad argument.
-
-        The other ranks raise MismatchError at once.
-        """
+        """Report that this rank's call had a bad argument: the others raise MismatchError."""
         self.send_control_async(
             "reject_call",
             group=group,
@@ -394,14 +370,8 @@ def send_queued(waiting: list[Queued], also: Queued | None = None) -> None:
     """Send everything that this thread has deferred; all groups at once, so their order is free.
 
     Writes of other threads are started, but not waited for: on another rank, the thread that writes
-    there may wait for this one.
-
-    Args:
-        waiting: The engine's `queues`; a queue that becomes empty removes itself.
-        also: A queue to wait for, whichever thread has written.
-
-    Raises:
-        MismatchError: The replicas have made different writes.
+    there may wait for this one. Queue `also` is waited for, whichever thread has written. A queue
+    that becomes empty removes itself. Raises MismatchError if replicas have made different writes.
     """
     me = threading.current_thread()
     while waiting:

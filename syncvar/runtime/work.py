@@ -1,4 +1,4 @@
-"""The handle of an asynchronous call."""
+"""Handles of asynchronous calls, waits for several of them, and checks of `timeout`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def checked_timeout(timeout: Any) -> float:
-    """Return a timeout in seconds.
-
-    Raises:
-        ConfigError: The timeout is not a positive number.
-    """
+    """Return a timeout in seconds; raise ConfigError if it is not a positive number."""
     if (
         isinstance(timeout, bool)
         or not isinstance(timeout, int | float | np.integer | np.floating)
@@ -120,16 +116,13 @@ class Work(MigrationHintsMixin):
         return engine.wait(operation)
 
     def _take_result(self, async_call: AsyncCall, *, waits: bool) -> Any:
-        """Return the result of a call unknown to the engine.
-
-        None if the engine continues it now.
-        """
+        """Return the result of a call unknown to the engine; None if the engine continues it."""
         result = async_call.end(waits)
         if result is None:
             assert self._engine is not None
             operation = self._engine.adopted(async_call)
             if operation is None:
-                return async_call.end(False)  # the call has ended meanwhile
+                return async_call.end(waits)  # the call has ended meanwhile
             # set before `_async_call`: another thread may wait for the same call
             self._operation = operation
             self._async_call = None
@@ -199,27 +192,19 @@ def wait_any(works: Iterable[Work | None]) -> int:
     for index, work in started:
         if work.done():
             return index
-    engines = [work._engine for _, work in started]  # noqa: SLF001 - two files of one room
-    engine = next((one for one in engines if one is not None), None)
+    calls = [(work._engine, work._operation) for _, work in started]  # noqa: SLF001  (its own room)
+    engine = next((one for one, _ in calls if one is not None), None)
     if engine is None:
         started[0][1].wait()  # raises: only this thread could send the message
     else:
-        operations = [work._operation for _, work in started]  # noqa: SLF001
-        first = _FirstEnded(engine, operations)
+        first = _FirstEnded(engine, [operation for _, operation in calls])
         engine.wait(first)
         first.entry.end()
     return next(index for index, work in started if work.done())
 
 
 class _FirstEnded:
-    """A wait for the first of several operations.
-
-    It has the attributes that the engine's `wait` needs.
-
-    Args:
-        engine: Drives the operations.
-        operations: At least one.
-    """
+    """A wait for the first of several operations, with the attributes that the engine needs."""
 
     label = "wait_any"
     call = -1

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native import CheckGate
+from syncvar._native.constants import WRITES_PER_DECISION
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.stage_builders import gather_objects
@@ -41,7 +42,7 @@ from syncvar.variables.deferral_tuner import (
     SampleWindow,
 )
 from syncvar.variables.replica_check import CheckSchedule, compare
-from syncvar.variables.variable_state import WRITES_PER_DECISION, RegistryEntry
+from syncvar.variables.variable_state import RegistryEntry
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from syncvar._native.constants import StoreResult
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.migration_hints import MigrationHintsMixin
@@ -18,7 +19,7 @@ from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variab
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
 from syncvar.variables.values import ArrayProtocol
 from syncvar.variables.variable_owner import current_owner, current_scope
-from syncvar.variables.variable_state import UNPREPARED, VariableState, WriteResult
+from syncvar.variables.variable_state import UNPREPARED, VariableState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,7 +112,7 @@ COPIED = "syncvar: functions to call with each copied variable"
 """Key of a deep copy's memo: functions that optimizers want called with (variable, copy)."""
 
 _ASSIGN, _ADD, _SUB = AccessKind.ASSIGN, AccessKind.ASSIGN_ADD, AccessKind.ASSIGN_SUB
-_STORED: int = WriteResult.STORED
+_STORED: int = StoreResult.STORED
 _PACES = ("eager", "deferred")
 
 

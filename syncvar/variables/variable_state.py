@@ -11,12 +11,12 @@ group, a due comparison of the copies, views of the copy.
 from __future__ import annotations
 
 import weakref
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from syncvar._native import VariableCounters, access, which
+from syncvar._native import AccessScope, LocalCopy, VariableCounters, access, which
+from syncvar._native.constants import WRITES_PER_DECISION, StoreResult
 from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object
@@ -49,18 +49,7 @@ if TYPE_CHECKING:
     Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
-
-
-class WriteResult(IntEnum):
-    """What a cached write has done; `_native/variable_access.c` returns the same numbers."""
-
-    FALLBACK = 0  # nothing: the write has to follow the policy table
-    STORED = 1
-    STORED_AND_SAMPLE = 2  # stored, and AUTO's next decision is due
-
-
-_FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
+_FALLBACK, _STORED, _SAMPLE = (int(result) for result in StoreResult)
 
 
 def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
@@ -90,8 +79,8 @@ def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters)
 
     if storage.is_shared or which(owner.context.config.call_runner) == "python":
         return look
-    form = storage.array.dtype, storage.array.shape
-    result: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
+    local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
+    result: Look = access("Look", look, AccessScope(local, owner, is_default), local_copy)
     return result
 
 
@@ -103,14 +92,14 @@ def cached_write(  # noqa: C901  (one closure, because each call takes a microse
     *,
     counts: bool,
 ) -> Write:
-    """Return a cached write: a function of the operand that returns a `WriteResult`.
+    """Return a cached write: a function of the operand that returns a `StoreResult`.
 
     With `is_seen=True` the caller has checked whether a comparison of the copies is due.
     """
     local, registry, is_default = owner.places, owner.registry, owner.is_default
     communicator = owner.communicator
     channel, ndarray, replica = communicator.channel, np.ndarray, CallContext.REPLICA
-    form = dtype, shape = storage.array.dtype, storage.array.shape
+    dtype, shape = storage.array.dtype, storage.array.shape
 
     def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
         is_plain = type(x) is ndarray and x.shape == shape
@@ -147,11 +136,12 @@ def cached_write(  # noqa: C901  (one closure, because each call takes a microse
 
     if which(owner.context.config.call_runner) == "python":
         return write
-    where = (local, owner, communicator, channel, replica)
+
+    scope = AccessScope(local, owner, is_default, communicator, channel, replica)
+    local_copy = LocalCopy(storage, tally, dtype, shape)
     gate = cast("CheckGate | None", registry)
-    options = {"is_default": is_default, "is_increment": counts}
     native: Write = access(
-        "Write", write, where, storage, tally, form, call=call, watch=gate, **options
+        "Write", write, scope, local_copy, call=call, watch=gate, is_increment=counts
     )
     return native
 
@@ -178,11 +168,16 @@ def cached_reads(
         tally.collectives += 1
         return read_only(value)
 
-    where = owner, communicator, channel, CallContext.REPLICA
-    form = storage.array.dtype, storage.array.shape
-    known: Read = access("Read", read, (None, *where), storage, tally, form, call=call)
-    anywhere = owner.places, *where
-    look: Look = access("Read", uncached_look, anywhere, storage, tally, form, call=call)
+    scope = AccessScope(
+        owner.places,
+        owner,
+        communicator=communicator,
+        channel=channel,
+        replica=CallContext.REPLICA,
+    )
+    local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
+    known: Read = access("Read", read, scope._replace(places=None), local_copy, call=call)
+    look: Look = access("Read", uncached_look, scope, local_copy, call=call)
     return known, look
 
 

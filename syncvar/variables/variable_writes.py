@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native.constants import StoreResult
 from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import quiet, reduction
@@ -29,7 +30,7 @@ from syncvar.variables.values import (
     operand_array,
 )
 from syncvar.variables.variable_owner import context_here, context_of
-from syncvar.variables.variable_state import UFUNCS, WriteResult, cached_write, uncached_write
+from syncvar.variables.variable_state import UFUNCS, cached_write, uncached_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,7 +44,7 @@ _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it
 
 def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> None:
     """Finish a write that the cached write has not finished."""
-    if result == WriteResult.STORED_AND_SAMPLE:
+    if result == StoreResult.STORED_AND_SAMPLE:
         state.sample_deferral()
         return
     queue = state.queue
@@ -194,12 +195,12 @@ class WriteOp(ReplicaWrite):
         cached = state.prepared[operation]
         if self.is_direct and cached is not uncached_write:
             array = self._plain_operand()
-            result: int = WriteResult.FALLBACK
+            result: int = StoreResult.FALLBACK
             if array is not None:
                 result = cached(array, is_seen=True)
-            if result == WriteResult.STORED_AND_SAMPLE:
+            if result == StoreResult.STORED_AND_SAMPLE:
                 state.sample_deferral()
-            if result != WriteResult.FALLBACK:
+            if result != StoreResult.FALLBACK:
                 return
         self.execute()
         if not self.is_direct:

@@ -110,7 +110,7 @@ def main(seed=1, seconds=60.0, *options):
             line = {
                 "workers": workers,
                 "told": told,
-                "starts": text.count("as generation"),
+                "starts": text.count("as attempt"),
                 "exit": code,
                 "left": left,
                 "same": is_same,

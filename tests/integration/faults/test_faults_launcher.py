@@ -220,7 +220,7 @@ def test_f14_without_a_second_interrupt_the_grace_ends_it(launch):
     assert job.wait() == 143, str(job)
     assert job.ended - sent > 1.9, str(job)
     assert (
-        "syncvar: SIGTERM came: ending the ranks, up to 2 s; a second signal kills them\n"
+        "syncvar: received SIGTERM: ending the ranks, up to 2 s; a second signal kills them\n"
         in job.err
     ), str(job)
     check_bound("F13-ignored SIGTERM", job.ended - sent, 3.0)

@@ -157,7 +157,7 @@ def test_what_a_reader_does_not_take_is_dropped_in_the_end(tmp_path):
         events.add("notice", text="x" * 5000)  # no more than 2 000 characters of it
     events.close()
     assert time.monotonic() - began < 30
-    assert said == [f"some events were dropped, for nobody read {tmp_path / 'pipe'}"]
+    assert said == [f"some events were dropped, because nobody read {tmp_path / 'pipe'}"]
 
 
 def test_a_reader_gets_whole_lines_and_a_full_disk_is_told_once(tmp_path):

@@ -118,7 +118,8 @@ def test_f13_a_signal_while_the_launcher_is_imported(tmp_path, module, line, num
         process.communicate()
     assert (process.returncode, out) == (128 + number, "")
     assert (
-        err == f"syncvar-launch: {number.name} came before the ranks began; nothing was started\n"
+        err
+        == f"syncvar-launch: received {number.name} before the ranks began; nothing was started\n"
     )
 
 

@@ -226,7 +226,7 @@ def test_the_key_is_never_copied(tmp_path):
     ("words", "why"),
     [
         (["--stage", "train.py"], "none are named"),
-        (["-H", "a:1", "--stage", "--cwd", "/", "train.py"], "--cwd says otherwise"),
+        (["-H", "a:1", "--stage", "--cwd", "/", "train.py"], "--cwd names another folder"),
     ],
 )
 def test_what_contradicts_is_refused(tmp_path, words, why):

@@ -169,7 +169,7 @@ def test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_o
         "it is not started again: somebody wants the machine back"
     )
     assert first.report.rstrip("\n").split("\n") == [
-        "syncvar: SIGTERM came: ending the ranks, up to 5 s; a second signal kills them",
+        "syncvar: received SIGTERM: ending the ranks, up to 5 s; a second signal kills them",
         "syncvar: the ranks stopped as asked after SIGTERM (exit code 75); run it again to go on",
     ]
     second = training(launch, tmp_path / "c", 2, options=options)
@@ -288,8 +288,8 @@ def test_the_limit_ends_the_job_with_the_last_culprit_and_nothing_stays_of_an_ea
         (False, True),
         (True, True),
     ]
-    assert "syncvar: restart 1 of 2, in 0.1 s, as generation 1\n" in report
-    assert "syncvar: restart 2 of 2, in 0.2 s, as generation 2\n" in report
+    assert "syncvar: restart 1 of 2, in 0.1 s, as attempt 2\n" in report
+    assert "syncvar: restart 2 of 2, in 0.2 s, as attempt 3\n" in report
     assert "syncvar: not started again: there have been 2 of 2 restarts\n" in report
     assert report.count("\ntry:\n") == 1, "advice for the last only"
     summary = report.split("started again 2 times:\n")[1].rstrip("\n").split("\n")
@@ -301,9 +301,9 @@ def test_the_limit_ends_the_job_with_the_last_culprit_and_nothing_stays_of_an_ea
     ] == [True] * 4
     assert (tmp_path / "logs" / "rank-1.out").read_text().split("\n") == [
         "start 0",
-        "=== syncvar: restart 1 of 2, generation 1 ===",
+        "=== syncvar: restart 1 of 2, attempt 2 ===",
         "start 1",
-        "=== syncvar: restart 2 of 2, generation 2 ===",
+        "=== syncvar: restart 2 of 2, attempt 3 ===",
         "start 2",
         "",
     ]
@@ -354,7 +354,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_job(launch, number, cod
     job = launch(
         DYING, workers=1, options=("--max-restarts", "5"), env={"SYNCVAR_RESTART_DELAY_S": "20"}
     )
-    await_true(lambda: "as generation 1" in job.err)
+    await_true(lambda: "as attempt 2" in job.err)
     told = job.send(number)
     assert job.wait() == code, job
     check_bound("a signal in the pause", job.ended - told, 1.0)

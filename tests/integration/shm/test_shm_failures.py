@@ -114,7 +114,7 @@ def test_the_number_of_runs_has_no_end():
 
     def fn():
         world = current().world
-        world._block_end = ((1 << 47) // 10**6 - 2) * 10**6 - 1
+        world.block_end = ((1 << 47) // 10**6 - 2) * 10**6 - 1
         seen = []
         for _ in range(4):
             world.begin_epoch()

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar._native.constants import StoreResult
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
 from syncvar.variables import replica_call
 from syncvar.variables.policy import AccessKind
-from syncvar.variables.variable_state import WriteResult
 from tests.support.harness import caught, everywhere
 
-FALLBACK, STORED, SAMPLE = WriteResult
+FALLBACK, STORED, SAMPLE = StoreResult
 ADD = AccessKind.ASSIGN_ADD
 ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN

@@ -27,6 +27,7 @@ from syncvar.runtime.active_requests import StartedCalls
 from syncvar.runtime.call_record import CallInfo, PendingRecord
 from syncvar.runtime.communicator import CollectiveSpec, Communicator
 from syncvar.runtime.progress import ProgressEngine
+from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.runtime.request import Request, Stage
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
@@ -50,9 +51,7 @@ class Pair:
         self.network = MemoryNetwork(2, coordinator=Coordinator(2, "j", config))
         self.engines = [
             ProgressEngine(
-                rank,
-                2,
-                0,
+                Recorder(RecordIdentity(rank, 2)),
                 MemoryTransport(self.network, rank),
                 MemoryControl(self.network, rank),
                 config,
@@ -84,7 +83,7 @@ def barrier_operation(engine, call):
         )
         return call
 
-    return Communicator(0, (0, 1), engine.rank, engine).operation(
+    return Communicator(0, (0, 1), engine.recorder, engine).operation(
         call, CollectiveSpec(f"barrier {call}", 11, body())
     )
 

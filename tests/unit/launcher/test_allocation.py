@@ -5,9 +5,8 @@ import pytest
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts import multi_host
 from syncvar_launcher.hosts.agent_connection import ssh_error_text
-from syncvar_launcher.options.host_selection import restrict_hosts
 from syncvar_launcher.options.hostfile import parse_hosts
-from syncvar_launcher.options.parse_options import parse
+from syncvar_launcher.options.parse_options import parse, restrict_hosts
 from syncvar_launcher.schedulers.allocation import allocation, find_allocation
 
 SLURM = {  # of a batch script on n1, of sbatch --nodes=3 --ntasks=5

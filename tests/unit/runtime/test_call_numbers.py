@@ -9,7 +9,7 @@ import pytest
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount, pack_counts
 from syncvar.runtime.communicator import Communicator, begin_epochs
-from syncvar.runtime.recorder import CallNumbers
+from syncvar.runtime.recorder import CallNumbers, Recorder
 from syncvar.runtime.sequence import EpochRange, SequenceTracker
 
 GROUP = 7
@@ -48,7 +48,7 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
 
     thread = threading.Thread(target=look)
     thread.start()
-    group = Communicator(GROUP, (0, 1), 0, None)
+    group = Communicator(GROUP, (0, 1), Recorder(), None)
     group.engine = Quiet(book)
     for _ in range(1_500):
         begin_epochs([group])

@@ -15,7 +15,7 @@ from syncvar.runtime.call_record import (
     size_class,
     size_of,
 )
-from syncvar.runtime.recorder import RING, Recorder
+from syncvar.runtime.recorder import RING, Recorder, RecordIdentity
 from syncvar_launcher.job.job_files import merge_totals, read_totals, totals_table
 
 
@@ -85,7 +85,7 @@ def test_works_that_have_not_ended_are_looked_at_a_few_times_only():
 
 
 def test_more_calls_are_counted_than_the_ring_holds(tmp_path):
-    recorder = Recorder(1, 2, 3, stats=str(tmp_path))
+    recorder = Recorder(RecordIdentity(1, 2, 3), stats=str(tmp_path))
     small = told(label("all_reduce", "sum", 8), 8)
     for number in range(RING + 952):
         recorder.add((small, number, 100, 150, 0))
