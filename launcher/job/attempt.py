@@ -238,8 +238,8 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        questioned = self.store.coordinator.stalls.pinged
-        self.set.states.watch([rank for rank in running if rank in questioned], now)
+        pinged = self.store.coordinator.stalls.pinged
+        self.set.states.watch([rank for rank in running if rank in pinged], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"
             reason = "its process is stopped (state T)" if stopped else ""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncvar.algorithms.hierarchical import stages
-from syncvar.algorithms.render import step_text
 from syncvar.algorithms.schedule import (
     Buffer,
     Chunk,
@@ -25,6 +24,7 @@ from syncvar.algorithms.schedule import (
     Schedule,
     ScheduleArgs,
     Send,
+    step_text,
 )
 from syncvar.cli.plan import TrafficReport, traffic
 from syncvar.core.errors import PlanError
