@@ -184,7 +184,8 @@ def _launch(arguments: list[str], ahead: ForkServer | None) -> int:
 
 def _warn_about_other_launcher() -> None:
     """Warn if another launcher, such as mpirun, has started several of this one."""
-    from syncvar.bootstrap.launch_env.detection import started_with_others, wants_world_of_one
+    from syncvar.bootstrap.launch_env.detection import started_with_others
+    from syncvar.core.environment import wants_world_of_one
 
     seen = None if wants_world_of_one(os.environ) else started_with_others(os.environ)
     if seen is not None:

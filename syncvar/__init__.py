@@ -14,16 +14,18 @@ from syncvar.core.migration_hints import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers
-    from syncvar.bootstrap.identity import (
+    from syncvar.bootstrap.process import (
         host_count,
         host_index,
+        init,
+        is_initialized,
         local_rank,
         local_world_size,
         rank,
         restart_count,
+        shutdown,
         world_size,
     )
-    from syncvar.bootstrap.process import init, is_initialized, shutdown
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
     from syncvar.checkpoint.save import PendingSave
@@ -131,11 +133,13 @@ _HOMES = {
         "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
         "UsageError",
     ),
-    "syncvar.bootstrap.identity": (
+    "syncvar.bootstrap.process": (
         "host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count",
         "world_size",
+        "init",
+        "is_initialized",
+        "shutdown",
     ),
-    "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
     "syncvar.runner.local": ("run",),
     "syncvar.core.reduce_ops": ("register_op",),
     "syncvar.strategies.base": ("Strategy",),

@@ -107,21 +107,13 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 class RankSpec(NamedTuple):
-    """What one rank or server gets.
+    """What one rank or server gets."""
 
-    Args:
-        rank: The number of the process.
-        environ: Its own variables, beside those of all ranks.
-        cores: The cores that it may use, or None for all.
-        has_input: Whether it reads the launcher's standard input.
-        terminal: Rows and columns of its terminal; None for pipes.
-    """
-
-    rank: int
-    environ: dict[str, str]
-    cores: list[int] | None
-    has_input: bool
-    terminal: list[int] | None
+    rank: int  # the number of the process
+    environ: dict[str, str]  # its own variables, beside those of all ranks
+    cores: list[int] | None  # the cores that it may use, or None for all
+    has_input: bool  # whether it reads the launcher's standard input
+    terminal: list[int] | None  # rows and columns of its terminal; None for pipes
 
     @classmethod
     def read(cls, fields: Any) -> RankSpec:
@@ -138,45 +130,25 @@ class RankSpec(NamedTuple):
 
 
 class StartRequest(NamedTuple):
-    """What the agent of a host starts.
+    """What the agent of a host starts."""
 
-    Args:
-        job: The identity of the job.
-        generation: The first generation of the membership that its ranks may join.
-        secret: The secret of the job.
-        kind_of_target: "script", "module" or "command".
-        target: The script, module or command.
-        args: Its arguments.
-        cwd: The folder in which it starts.
-        environ: Variables of all ranks, beside those of the login.
-        start_method: "auto", "spawn" or "fork".
-        ranks: The ranks and servers of this host.
-        shm_bytes: The virtual size of their shared memory.
-        core_count: The number of cores that they may use together.
-        shm_unavailable_reason: Why they share no memory; empty if they do.
-        requests_shm: Whether they will request it.
-        env_clear: Whether they inherit only an allow-list of the login's variables.
-        saves_call_totals: Whether they leave the totals of their calls for the launcher.
-        server_count: The number of servers among them.
-    """
-
-    job: str
-    generation: int
-    secret: bytes
-    kind_of_target: str
-    target: str
-    args: list[str]
-    cwd: str
-    environ: dict[str, str]
-    start_method: str
-    ranks: list[RankSpec]
-    shm_bytes: int
-    core_count: int
-    shm_unavailable_reason: str
-    requests_shm: bool
-    env_clear: bool
-    saves_call_totals: bool
-    server_count: int
+    job: str  # the identity of the job
+    generation: int  # the first generation of the membership that its ranks may join
+    secret: bytes  # the secret of the job
+    kind_of_target: str  # "script", "module" or "command"
+    target: str  # the script, module or command
+    args: list[str]  # its arguments
+    cwd: str  # the folder in which it starts
+    environ: dict[str, str]  # variables of all ranks, beside those of the login
+    start_method: str  # "auto", "spawn" or "fork"
+    ranks: list[RankSpec]  # the ranks and servers of this host
+    shm_bytes: int  # the virtual size of their shared memory
+    core_count: int  # the number of cores that they may use together
+    shm_unavailable_reason: str  # why they share no memory; empty if they do
+    requests_shm: bool  # whether they will request it
+    env_clear: bool  # whether they inherit only an allow-list of the login's variables
+    saves_call_totals: bool  # whether they leave the totals of their calls for the launcher
+    server_count: int  # the number of servers among them
 
     @classmethod
     def read(cls, fields: Message) -> StartRequest:
@@ -211,15 +183,11 @@ def _are_variables(environ: Any) -> bool:
 class Reader:
     """Turns received bytes into whole messages.
 
-    Args:
-        awaits_greeting: Whether other text may come before the greeting; `before` keeps it.
-
-    Attributes:
-        before: The text before the greeting.
+    While it awaits the greeting, other text may come first; `before` keeps it.
     """
 
     def __init__(self, *, awaits_greeting: bool = False) -> None:
-        self.before = b""
+        self.before = b""  # the text before the greeting
         self.has_greeted = not awaits_greeting
         self._data = bytearray()
 
@@ -257,25 +225,12 @@ class Reader:
         return messages
 
 
+_TEXT_FACTS = ("host", "machine", "python", "syncvar", "numpy", "byte_order", "processor")
 _FACTS: dict[str, type] = {
-    "host": str,
-    "machine": str,
-    "python": str,
-    "syncvar": str,
-    "numpy": str,
-    "protocol": int,
-    "byte_order": str,
-    "cores": list,
-    "cpu_count": int,
-    "core_count": int,
-    "processor": str,
-    "interfaces": list,
-    "launcher_address": str,
-    "login_address": str,
-    "has_folder": bool,
-    "has_target": bool,
-    "pid": int,
-    "tasks_left": int,
+    **dict.fromkeys((*_TEXT_FACTS, "launcher_address", "login_address"), str),
+    **dict.fromkeys(("protocol", "cpu_count", "core_count", "pid", "tasks_left"), int),
+    **dict.fromkeys(("cores", "interfaces"), list),
+    **dict.fromkeys(("has_folder", "has_target"), bool),
 }
 _CORES_MAX = 1 << 14
 
@@ -295,12 +250,9 @@ def checked_facts(facts: Message) -> Message:
         for one in interfaces
     ):
         raise WireError("what it says of its cores and interfaces has another form than it should")
-    for one in (
-        facts["launcher_address"],
-        facts["login_address"],
-        *(address for _, address in interfaces),
-    ):
-        _check_address(one)
+    own = facts["launcher_address"], facts["login_address"]
+    for address in (*own, *(address for _, address in interfaces)):
+        _check_address(address)
     return facts
 
 
@@ -314,11 +266,7 @@ def _check_address(text: str) -> None:
 
 def checked_list(values: Any, kind: type, count: int) -> list[Any]:
     """Return a list of so many values of one type."""
-    if (
-        not isinstance(values, list)
-        or len(values) != count
-        or any(type(one) is not kind for one in values)
-    ):
+    if not isinstance(values, list) or [*map(type, values)] != [kind] * count:
         raise WireError(f"a list of {count} values was asked for, and something else came")
     return values
 
@@ -359,17 +307,10 @@ def _checked(kind: str, fields: Message) -> Message:
 
 
 class PipeOutbox:
-    """The bytes that wait for a pipe. It never blocks: its owner polls the descriptor.
-
-    Args:
-        descriptor: The end of the pipe, non-blocking.
-
-    Attributes:
-        nbytes: The number of bytes that wait.
-    """
+    """The bytes that wait for a pipe. It never blocks: its owner polls the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # the number of bytes that wait
         self._descriptor = descriptor
         self._unwritten: deque[memoryview] = deque()
 
@@ -417,14 +358,10 @@ _TEXT_MAX = 4096
 _NAME_MAX = 253
 _SLOTS_MAX = 1 << 16
 _TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "address": (str,),
+    **dict.fromkeys(("name", "address", "syncvar", "python", "byte_order"), (str,)),
     "slots": (int, type(None)),
     "cwd": (str, type(None)),
-    "syncvar": (str,),
     "protocol": (int,),
-    "python": (str,),
-    "byte_order": (str,),
 }
 
 
@@ -438,27 +375,16 @@ class JoinFrame:
 
 
 class Hello(NamedTuple):
-    """The greeting of a host that joins.
+    """The greeting of a host that joins."""
 
-    Args:
-        name: The name for messages.
-        address: Its own address towards the launcher.
-        slots: Its slots for workers; None for one per usable core.
-        cwd: The folder in which they start; None for the launcher's own.
-        syncvar: The version of syncvar there.
-        protocol: The version of the protocol there.
-        python: The version of Python there.
-        byte_order: "little" or "big".
-    """
-
-    name: str
-    address: str
-    slots: int | None
-    cwd: str | None
-    syncvar: str
-    protocol: int
-    python: str
-    byte_order: str
+    name: str  # the name for messages
+    address: str  # its own address towards the launcher
+    slots: int | None  # its slots for workers; None for one per usable core
+    cwd: str | None  # the folder in which they start; None for the launcher's own
+    syncvar: str  # the version of syncvar there
+    protocol: int  # the version of the protocol there
+    python: str  # the version of Python there
+    byte_order: str  # "little" or "big"
 
     def pack(self) -> bytes:
         """Return the greeting as bytes."""
@@ -472,19 +398,15 @@ class Hello(NamedTuple):
             found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
         except (ValueError, TypeError, msgpack.UnpackException):
             raise WireError("what it says of itself is no greeting") from None
-        if (
-            not isinstance(found, dict)
-            or found.pop("format", None) != _HELLO_FORMAT
-            or found.keys() != _TYPES.keys()
-        ):
+        is_known = isinstance(found, dict) and found.pop("format", None) == _HELLO_FORMAT
+        if not is_known or found.keys() != _TYPES.keys():
             raise WireError(
                 "what it says of itself has another form than here: it has another version of "
                 "syncvar; install the same on all"
             )
         for name, value in found.items():
-            if type(value) not in _TYPES[name] or (
-                isinstance(value, str) and len(value) > _TEXT_MAX
-            ):
+            is_long = isinstance(value, str) and len(value) > _TEXT_MAX
+            if type(value) not in _TYPES[name] or is_long:
                 raise WireError(f"the {name} that it says of itself cannot be")
         if not found["name"] or not found["name"].isprintable() or len(found["name"]) > _NAME_MAX:
             raise WireError("the name that it says of itself cannot be")

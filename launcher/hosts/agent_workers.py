@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
 from syncvar.core.exit_status import INTERNAL, exit_code_of
@@ -63,10 +63,8 @@ class CannotFork(ConfigError):
 class HostRanks:
     """The ranks of this host in one attempt.
 
-    Args:
-        order: The launcher's order.
-        tallies: The counts of pushes that the workers of the attempt before have left.
-        call: The call of `sv.run`, with its path; empty without one.
+    `tallies` are the counts of pushes that the workers of the attempt before have left. `call` is
+    the call of `sv.run`, with its path; empty without one.
     """
 
     def __init__(self, order: StartRequest, tallies: dict[str, bytes], call: bytes) -> None:
@@ -84,8 +82,8 @@ class HostRanks:
             base,
         )
         self._stopped: set[int] = set()
-        self._begun: dict[int, int] = {}
-        self.asked: dict[int, tuple[StackRequest, float]] = {}
+        self._started: dict[int, int] = {}
+        self.requests: dict[int, tuple[StackRequest, float]] = {}
         self._input = self._input_end = -1
         self._unfed = bytearray()
         self._has_all = self._is_finished = False
@@ -154,7 +152,7 @@ class HostRanks:
     def readable(self, descriptor: int) -> list[Event]:
         """Handle a descriptor that poll reported."""
         if self._server is not None and descriptor == self._server.descriptor():
-            return self._server_speaks(self._server)
+            return self._take_answer(self._server)
         self.sharing.readable(descriptor)
         events = list(self.agent.readable(descriptor))
         for event in events:
@@ -176,38 +174,41 @@ class HostRanks:
 
     def pop_started(self) -> dict[int, int]:
         """Return, once, the process of each rank that has started."""
-        begun, self._begun = self._begun, {}
-        return begun
+        started, self._started = self._started, {}
+        return started
 
     def ask(self, number: int, rank: int, *, all_threads: bool) -> None:
         """Request the stack of a rank."""
-        self.asked[number] = (
-            self._stacks.ask(rank, all_threads=all_threads),
-            time.monotonic() + ANSWER_S,
-        )
+        request = self._stacks.ask(rank, all_threads=all_threads)
+        self.requests[number] = request, time.monotonic() + ANSWER_S
 
-    def stood(self, now: float) -> Iterator[tuple[int, str, list[Any]]]:
+    def pop_stacks(self, now: float) -> Iterator[tuple[int, str, list[Any]]]:
         """Yield the stacks that have arrived, each with the number of its request."""
-        for number, (asked, until) in list(self.asked.items()):
-            threads = self._stacks.answer(asked, is_last=now >= until)
+        for number, (request, until) in list(self.requests.items()):
+            threads = self._stacks.answer(request, is_last=now >= until)
             if threads is not None:
-                told = [
-                    [one.ident, one.is_main, [list(frame) for frame in one.frames]]
-                    for one in threads
-                ]
-                yield number, asked.instead, told
+                yield (
+                    number,
+                    request.instead,
+                    [[one.ident, one.is_main, [*map(list, one.frames)]] for one in threads],
+                )
             if threads is not None or now >= until:
-                del self.asked[number]
+                del self.requests[number]
 
     def feed(self, data: bytes) -> None:
         """Forward data of the launcher's standard input; empty bytes are its end."""
         self._unfed += data
         self._has_all = not data
 
-    def resize(self, size: list[int]) -> None:
+    def resize(self, rank: int, size: list[int]) -> None:
         """Set rows and columns of the terminal of the debugged rank."""
         if self._input_end >= 0:
             resize(self._input_end, size)
+        self.agent.send([rank], signal.SIGWINCH)
+
+    def add_credit(self, rank: int, stream: str, nbytes: int) -> None:
+        """Let a rank write more."""
+        self.credit[rank, stream] += nbytes
 
     def feed_on(self) -> int:
         """Write waiting input to the pipe of rank 0; return how many bytes are done."""
@@ -301,7 +302,7 @@ class HostRanks:
         order = self._order
         return self._beginning.command(order.kind_of_target, order.target, order.args)
 
-    def begin_again(self, one: RankSpec) -> None:
+    def restart_rank(self, one: RankSpec) -> None:
         """Start one rank again, alone."""
         self._start([one], is_fresh=True)
 
@@ -318,35 +319,9 @@ class HostRanks:
         try:
             for one in ranks:
                 serves = is_server(one.rank)
-                argv = self._command()
-                if serves:
-                    argv = server_command(order.kind_of_target, order.target, one.rank - SERVER_0)
-                elif is_fresh:
-                    argv = worker_command(
-                        order.kind_of_target, order.target, order.args, is_forked=False
-                    )
-                stdin, outputs, source = null, None, -1
-                if one.terminal is not None:
-                    source, self._input = open_terminal(one.terminal)
-                    self._input_end, outputs = os.dup(source), (self._input, self._input)
-                elif one.has_input:
-                    self._input, self._input_end = os.pipe2(os.O_CLOEXEC)
-                if one.has_input:
-                    os.set_blocking(self._input_end, False)
-                    stdin = self._input
-                own = {
-                    **base,
-                    **one.environ,
-                    "SYNCVAR_HOST_DIRECTORY": str(self._folder),
-                    "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT),
-                }
-                if self._results is not None:
-                    own |= {
-                        "SYNCVAR_CALL_FD": str(self._call[0]),
-                        "SYNCVAR_RESULT_DIR": str(self._results),
-                    }
-                if order.saves_call_totals:
-                    own["SYNCVAR_STATS_DIR"] = str(self._folder)
+                argv = self._argv_of(one, is_fresh=is_fresh)
+                stdin, outputs, source = self._streams_of(one, null)
+                own = {**base, **self._environ_of(one)}
                 is_program = order.kind_of_target == "command" and not serves
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
@@ -365,7 +340,7 @@ class HostRanks:
                         is_fresh=is_fresh or serves,
                     )
                 )
-                self._begun[one.rank] = self.agent.workers[one.rank].process.pid
+                self._started[one.rank] = self.agent.workers[one.rank].process.pid
         except OSError as error:
             raise cannot_start(argv[0], error) from error
         finally:
@@ -375,7 +350,41 @@ class HostRanks:
                 os.close(self._input)
                 self._input = -1
 
-    def _server_speaks(self, server: ForkServer) -> list[Event]:
+    def _argv_of(self, one: RankSpec, *, is_fresh: bool) -> list[str]:
+        order = self._order
+        if is_server(one.rank):
+            return server_command(order.kind_of_target, order.target, one.rank - SERVER_0)
+        if is_fresh:
+            return worker_command(order.kind_of_target, order.target, order.args, is_forked=False)
+        return self._command()
+
+    def _streams_of(self, one: RankSpec, null: int) -> tuple[int, tuple[int, int] | None, int]:
+        """Return standard input, both outputs unless they are pipes, and our end of a terminal."""
+        outputs, source = None, -1
+        if one.terminal is not None:
+            source, self._input = open_terminal(one.terminal)
+            self._input_end, outputs = os.dup(source), (self._input, self._input)
+        elif one.has_input:
+            self._input, self._input_end = os.pipe2(os.O_CLOEXEC)
+        if not one.has_input:
+            return null, outputs, source
+        os.set_blocking(self._input_end, False)
+        return self._input, outputs, source
+
+    def _environ_of(self, one: RankSpec) -> dict[str, str]:
+        own = {
+            **one.environ,
+            "SYNCVAR_HOST_DIRECTORY": str(self._folder),
+            "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT),
+        }
+        if self._results is not None:
+            own["SYNCVAR_CALL_FD"] = str(self._call[0])
+            own["SYNCVAR_RESULT_DIR"] = str(self._results)
+        if self._order.saves_call_totals:
+            own["SYNCVAR_STATS_DIR"] = str(self._folder)
+        return own
+
+    def _take_answer(self, server: ForkServer) -> list[Event]:
         self._server = None
         with server:
             refusal = server.refusal()

@@ -18,7 +18,7 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core.errors import ConfigError, SyncvarError, WireError
 from syncvar.core.output_files import EVIDENCE, PRIVATE, LostFile, create_file, write_error_text
 from syncvar_launcher.hosts.agent_connection import poll_hosts
@@ -45,25 +45,17 @@ _PROGRESS_S = 60.0
 _OF_THE_CALL = ("SYNCVAR_CALL_FD", "SYNCVAR_RESULT_DIR", "SYNCVAR_OUTCOME_FILE", "SYNCVAR_PASS_FDS")
 _RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
 
-
 _Entry = tuple[str, str, int, str]
 """Path within the folder, kind ("folder", "file" or "link"), mode, and the target of a link."""
 
 
 class Collection(NamedTuple):
-    """The files to copy.
+    """The files to copy."""
 
-    Args:
-        folder: The source.
-        entries: What is in it; folders come first, links last.
-        nbytes: The size of all files together.
-        left_out: What is not copied, with the reasons.
-    """
-
-    folder: Path
-    entries: tuple[_Entry, ...]
-    nbytes: int
-    left_out: tuple[str, ...]
+    folder: Path  # the source
+    entries: tuple[_Entry, ...]  # what is in it; folders come first, links last
+    nbytes: int  # the size of all files together
+    left_out: tuple[str, ...]  # what is not copied, with the reasons
 
     def describe(self) -> str:
         """Return how much is copied, and what is not, as text."""
@@ -79,14 +71,9 @@ class Collection(NamedTuple):
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages from which an agent makes the copy."""
-        for path, kind, mode, link_target in self.entries:
-            yield {
-                "kind": "stage",
-                "path": path,
-                "type": kind,
-                "mode": mode,
-                "link_target": link_target,
-            }
+        for path, kind, mode, target in self.entries:
+            fields = {"path": path, "type": kind, "mode": mode, "link_target": target}
+            yield {"kind": "stage", **fields}
             if kind == "file":
                 try:
                     with open(self.folder / path, "rb", opener=_opened) as file:
@@ -107,9 +94,8 @@ def _source_of(options: LaunchOptions) -> Path:
     if options.program.kind == "module":
         return options.program.cwd
     path = options.program.cwd / options.program.target
-    if not path.is_file() or (
-        options.program.kind == "command" and "/" not in options.program.target
-    ):
+    is_searched = options.program.kind == "command" and "/" not in options.program.target
+    if is_searched or not path.is_file():
         raise ConfigError(
             "--stage copies the folder of a script, and there is no file "
             f"{options.program.target} in {options.program.cwd}"
@@ -231,10 +217,8 @@ def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, 
         return remote.host.cwd or str(options.program.cwd), options.program.target
     if options.program.kind == "module":
         return remote.staged, options.program.target
-    return (
-        remote.host.cwd or remote.staged,
-        f"{remote.staged}/{os.path.basename(options.program.target)}",
-    )
+    target = f"{remote.staged}/{os.path.basename(options.program.target)}"
+    return remote.host.cwd or remote.staged, target
 
 
 class HostCopy:
@@ -378,12 +362,7 @@ def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: 
 
 
 class ReceivedFiles:
-    """What the launcher writes for the ranks of other hosts; it names files that it cannot write.
-
-    Args:
-        job: The job.
-        folder: The folder for the totals of calls.
-    """
+    """Writes what the ranks of other hosts leave, and names files that it cannot write."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._job = job

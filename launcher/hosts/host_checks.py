@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import hmac
 import ipaddress
+import resource
 import select
 import socket
 import struct
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import syncvar
 from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.protocol.frame import PROTOCOL_VERSION
-from syncvar_launcher.local.host_resources import needed_tasks
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.local.host_resources import LimitTooLow, needed_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
 _IS_UP = 1
 _PROOF_NBYTES = 32
+_STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
 _ADDRESSES_MAX = 4  # of each host that are tried
+_FILES, _FILES_OF_A_HOST = 32, 4
 
 
 def version_mismatch(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
@@ -66,12 +70,12 @@ def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptio
     """Return why a job cannot run on a host, and what to do; empty if it can."""
     joins = options.join.listen is not None
     other_python = "join by the same Python" if joins else "give python=PATH or --remote-python"
-    why = version_mismatch(
+    mismatch = version_mismatch(
         facts["syncvar"], facts["protocol"], facts["byte_order"], facts["python"], other_python
     )
+    if mismatch:
+        return mismatch
     cwd = host.cwd or options.program.cwd
-    if why:
-        return why
     if not facts["numpy"]:
         python = "python" if joins else host.python or options.hosts.remote_python or sys.executable
         return f"NumPy is not installed there; {python} -m pip install numpy"
@@ -94,29 +98,50 @@ def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptio
     return ""
 
 
+def check_file_limit(chosen: LaunchOptions) -> None:
+    """Raise LimitTooLow if the launcher may not open as many files as it needs."""
+    hosts = len(chosen.hosts.entries) or chosen.join.host_count or chosen.ranks.workers
+    needed = (
+        _FILES
+        + hosts * _FILES_OF_A_HOST * (1 + (chosen.join.listen is not None))
+        + 2 * (chosen.ranks.workers or hosts) * (chosen.output.log_dir is not None)
+    )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise LimitTooLow(
+            f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: "
+            f"ulimit -n {needed}"
+        )
+
+
+def refusal_text(reasons: Mapping[Host, str]) -> str:
+    """Return why hosts cannot be used, one line for each."""
+    count = "1 host" if len(reasons) == 1 else f"{len(reasons)} hosts"
+    lines = [f"{count} cannot be used; nothing was started:"]
+    for host, reason in reasons.items():
+        name = f"{host.name} ({host.origin})" if host.origin else host.name
+        lines.append(escape(f"  {name}: {reason}"))
+    return "\n".join(lines)
+
+
 class HostCapacity(NamedTuple):
-    """The slots of a host.
+    """The slots of a host."""
 
-    Args:
-        name: The name for messages.
-        slots: The slots, at least 1.
-        max_slots: The limit when all slots of all hosts are taken; None for `slots`.
-    """
-
-    name: str
-    slots: int
+    name: str  # the name for messages
+    slots: int  # the slots, at least 1
+    # The limit when all slots of all hosts are taken; None for `slots`.
     max_slots: int | None = None
 
 
 def place_workers(
-    rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
+    hosts: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
 ) -> tuple[int, ...]:
     """Return the number of workers of each host; 0 for a host without any.
 
     Ranks are numbered host by host, so those of one host are neighbours.
 
     Args:
-        rooms: The hosts in their order.
+        hosts: The hosts in their order.
         workers: The number of workers; None for all slots.
         map_by: "slot" fills a host before the next one. "host" gives each one worker in turn.
 
@@ -126,36 +151,33 @@ def place_workers(
         ((4, 1), (3, 2))
     """
     if workers is None:
-        return tuple(one.slots for one in rooms)
-    soft = sum(one.slots for one in rooms)
-    most = [max(one.slots, one.max_slots or 0) for one in rooms]
+        return tuple(one.slots for one in hosts)
+    soft = sum(one.slots for one in hosts)
+    most = [max(one.slots, one.max_slots or 0) for one in hosts]
     if workers > sum(most):
-        there = ", ".join(f"{one.name} {limit}" for one, limit in zip(rooms, most, strict=True))
+        there = ", ".join(f"{one.name} {limit}" for one, limit in zip(hosts, most, strict=True))
         raise ConfigError(
             f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); "
             f"write --workers {sum(most)}, or give a host more: name:N in -H, "
             "slots=N or max_slots=N in a host file"
         )
-    limits = [one.slots for one in rooms]
-    given = _dealt(limits, min(workers, soft), map_by)
+    limits = [one.slots for one in hosts]
+    sizes = _deal(limits, min(workers, soft), map_by)
     if workers > soft:
-        more = _dealt(
-            [limit - slots for limit, slots in zip(most, limits, strict=True)],
-            workers - soft,
-            map_by,
-        )
-        given = [first + second for first, second in zip(given, more, strict=True)]
-    return tuple(given)
+        rest = [limit - slots for limit, slots in zip(most, limits, strict=True)]
+        more = _deal(rest, workers - soft, map_by)
+        sizes = [first + second for first, second in zip(sizes, more, strict=True)]
+    return tuple(sizes)
 
 
-def _dealt(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
-    given = [0] * len(limits)
+def _deal(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
+    sizes = [0] * len(limits)
     while workers:
         for index, limit in enumerate(limits):
-            share = min(limit - given[index], workers if map_by == "slot" else 1, workers)
-            given[index] += share
+            share = min(limit - sizes[index], workers if map_by == "slot" else 1, workers)
+            sizes[index] += share
             workers -= share
-    return given
+    return sizes
 
 
 class Interface(NamedTuple):
@@ -217,7 +239,7 @@ def allowed_addresses(
             and ipaddress.ip_address(one.address).is_loopback == is_near
         ]
     else:
-        wanted, unwanted = _understood(spec)
+        wanted, unwanted = _parse_interfaces(spec)
         rest = [
             one.address
             for one in found
@@ -229,7 +251,7 @@ def allowed_addresses(
     return list(dict.fromkeys([*first, *rest]))
 
 
-def _understood(spec: str) -> tuple[list[str], list[str]]:
+def _parse_interfaces(spec: str) -> tuple[list[str], list[str]]:
     wanted: list[str] = []
     unwanted: list[str] = []
     for part in spec.split(","):
@@ -243,8 +265,8 @@ def _understood(spec: str) -> tuple[list[str], list[str]]:
                     f"--iface {spec}: {name!r} is no network, such as 10.0.0.0/8"
                 ) from None
         elif not name or len(name) > 15 or not name.isprintable():
-            what = f"--iface {spec}: {word!r} is no name of an interface"
-            raise ConfigError(f"{what}; write for instance eth0, ^docker0 or 10.0.0.0/8")
+            problem = f"--iface {spec}: {word!r} is no name of an interface"
+            raise ConfigError(f"{problem}; write for instance eth0, ^docker0 or 10.0.0.0/8")
         (unwanted if word.startswith("^") else wanted).append(name)
     return wanted, unwanted
 
@@ -293,11 +315,7 @@ def launcher_candidates(
 ) -> list[str]:
     """Return the launcher's own addresses that hosts should try, the best first.
 
-    Args:
-        found: The addresses of this machine.
-        as_seen: The addresses of the launcher as the hosts see them.
-        iface: `--iface`.
-        is_here_only: Whether all hosts are this machine.
+    `as_seen` are the addresses of the launcher as the hosts see them.
     """
     seen = [*dict.fromkeys(address for one in as_seen if (address := _for_links(one)))]
     first = "127.0.0.1" if is_here_only else None
@@ -312,10 +330,8 @@ def choose_addresses(
 ) -> list[str]:
     """Return for the launcher and for each host its first address that all others reach.
 
-    Args:
-        names: The hosts.
-        candidates: The addresses of the launcher, and those of each host.
-        answers: For each host, whether it reaches each of all these addresses.
+    `candidates` are the addresses of the launcher, and those of each host. `answers` say for each
+    host whether it reaches each of all these addresses.
     """
     chosen = []
     unreachable = []
@@ -361,23 +377,16 @@ class Listeners:
     The same private address may belong to another machine elsewhere. Only a process with the token
     of the job can answer.
 
-    Args:
-        addresses: The addresses; those of other hosts are left out.
-        token: The token of this proof.
-
-    Attributes:
-        ports: The port of each address, or 0 if it cannot listen there.
+    It leaves out addresses of other hosts.
     """
 
     def __init__(self, addresses: Sequence[str], token: bytes) -> None:
-        self.ports: list[int] = []
+        self.ports: list[int] = []  # the port of each address, or 0 if it cannot listen there
         self._token = token
         self._sockets: dict[int, tuple[socket.socket, str]] = {}
         for address in addresses:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = socket.socket(
-                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            )
+            one = socket.socket(family, _STREAM)
             try:
                 one.bind((address, 0))
                 one.listen(256)
@@ -419,11 +428,7 @@ def reachable(
 ) -> list[bool]:
     """Return for each address and port whether a process with the token answers there.
 
-    Args:
-        targets: The addresses and ports; port 0 is not reachable.
-        token: The token of this proof.
-        timeout_s: The limit for all of them together, in seconds.
-        listeners: Our own, which answer meanwhile: the other hosts ask at the same time.
+    Port 0 is not reachable. `listeners` answer meanwhile: the other hosts ask at the same time.
     """
     answers = [False] * len(targets)
     waiting: dict[int, tuple[int, socket.socket]] = {}
@@ -437,9 +442,7 @@ def reachable(
             if not port:
                 continue
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = socket.socket(
-                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            )
+            one = socket.socket(family, _STREAM)
             waiting[one.fileno()] = (index, one)
             one.connect_ex((address, port))
             poller.register(one, select.POLLIN)

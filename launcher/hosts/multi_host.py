@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -38,6 +37,7 @@ from syncvar_launcher.hosts.file_transfer import Collection, collect_files, stag
 from syncvar_launcher.hosts.host_checks import (
     HostCapacity,
     Listeners,
+    check_file_limit,
     choose_addresses,
     host_candidates,
     interfaces,
@@ -45,6 +45,7 @@ from syncvar_launcher.hosts.host_checks import (
     launcher_candidates,
     missing_resources,
     place_workers,
+    refusal_text,
 )
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.dry_run import columns, settings_rows
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-_FILES, _FILES_OF_A_HOST = 32, 4
 _LOGINS_AT_ONCE = 16
 _LOGIN_S = 30.0
 _ANSWER_S = 15.0
@@ -73,7 +73,7 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     """Start a job on the named hosts; return the exit code."""
     for notice in chosen.hosts.notices:
         _show(notice)
-    _check_files(chosen)
+    check_file_limit(chosen)
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     with contextlib.closing(JobHosts(chosen, _show)) as host_group:
@@ -97,49 +97,23 @@ def _import_the_rest() -> None:
     from syncvar_launcher.job import restart_loop  # noqa: F401
 
 
-def _check_files(chosen: LaunchOptions) -> None:
-    hosts = len(chosen.hosts.entries) or chosen.join.host_count or chosen.ranks.workers
-    needed = (
-        _FILES
-        + hosts * _FILES_OF_A_HOST * (1 + (chosen.join.listen is not None))
-        + 2 * (chosen.ranks.workers or hosts) * (chosen.output.log_dir is not None)
-    )
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        raise LimitTooLow(
-            f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: "
-            f"ulimit -n {needed}"
-        )
-
-
 def _show(sentence: str) -> None:
     sys.stderr.write(f"syncvar-launch: {sentence}\n")
     sys.stderr.flush()
 
 
 class JobHosts:
-    """The hosts of one job.
-
-    Args:
-        options: The options, with at least one host.
-        show: Shows a sentence.
-
-    Attributes:
-        began: When the job began, in seconds of the monotonic clock; the time limit counts from it.
-        sites: The hosts that have workers, in the order of their ranks.
-        address: The address at which the launcher listens.
-        secret: The secret of the job.
-        exit_code: The exit code of the job, for hosts that have joined.
-    """
+    """The hosts of one job."""
 
     def __init__(self, options: LaunchOptions, show: Callable[[str], None]) -> None:
+        # When the job began, in seconds of the monotonic clock; the time limit counts from it.
         self.began = time.monotonic()
         self._until = self.began + options.limits.timeout_s
         self._options = options
         self._show = show
-        self.secret = os.urandom(KEY_BYTES)
-        self.sites: list[HostSlot] = []
-        self.address = ""
+        self.secret = os.urandom(KEY_BYTES)  # the secret of the job
+        self.sites: list[HostSlot] = []  # the hosts that have workers, in the order of their ranks
+        self.address = ""  # the address at which the launcher listens
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
         self._job = options.hosts.scheduled
@@ -147,6 +121,7 @@ class JobHosts:
         self._joined: JoinGroup | None = None
         self._started: StartedHosts | None = None
         self._collection: Collection | None = None
+        # The exit code of the job, for hosts that have joined.
         self.exit_code = exit_status.RENDEZVOUS
 
     def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
@@ -166,10 +141,8 @@ class JobHosts:
             self._check(self._remotes)
             self._merge_by_machine()
         capacities = [
-            HostCapacity(
-                one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots
-            )
-            for one in self._remotes
+            HostCapacity(host.name, host.slots or facts["core_count"], host.max_slots)
+            for host, facts in ((one.host, one.facts) for one in self._remotes)
         ]
         sizes = place_workers(capacities, options.ranks.workers or None, options.hosts.map_by)
         used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
@@ -188,12 +161,10 @@ class JobHosts:
         """Return a free port at the first host's address, by which all others reach it."""
         first = self.sites[0]
         first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
-        (ports,) = self._collect(
-            [first.remote],
-            "listening",
-            lambda _, message: checked_list(message["ports"], int, 1),
+        ((port,),) = self._collect(
+            [first.remote], "listening", lambda _, found: checked_list(found["ports"], int, 1)
         )
-        return int(ports[0])
+        return int(port)
 
     def close(self) -> None:
         """Let all agents end. Idempotent."""
@@ -259,11 +230,8 @@ class JobHosts:
             one = self.sites[place]
             listed = [address for _, address in one.remote.facts["interfaces"]]
             if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
-                reason = (
-                    f"it is another machine now, without the address {one.address}; start the job "
-                    "again"
-                )
-                self._refuse({one.remote.host: reason})
+                now = f"it is another machine now, without the address {one.address}"
+                self._refuse({one.remote.host: f"{now}; start the job again"})
             self.sites[place] = one._replace(facts=one.remote.facts)
 
     # -- how the launcher reaches the agents ------------------------------------------------------
@@ -441,12 +409,7 @@ class JobHosts:
         return ssh_error_text(one.host, status, one.words(), python, program)
 
     def _refuse(self, reasons: dict[Host, str]) -> None:
-        count = "1 host" if len(reasons) == 1 else f"{len(reasons)} hosts"
-        lines = [f"{count} cannot be used; nothing was started:"]
-        for host, reason in reasons.items():
-            name = f"{host.name} ({host.origin})" if host.origin else host.name
-            lines.append(escape(f"  {name}: {reason}"))
-        text = "\n".join(lines)
+        text = refusal_text(reasons)
         if time.monotonic() >= self._until:
             limit_s = self._options.limits.timeout_s
             raise TimePassed(f"the time limit of {limit_s:g} s passed; {text}")

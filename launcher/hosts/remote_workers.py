@@ -15,7 +15,7 @@ from syncvar.core.exit_status import INTERNAL
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, poll_hosts
-from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
+from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT, RankSpec
 from syncvar_launcher.hosts.file_transfer import (
     ReceivedFiles,
     call_parts,
@@ -75,30 +75,16 @@ class AgentHosts(Protocol):
 
     def free_port(self) -> int:
         """Return a free port at the first host's address."""
-        ...
 
     def take_messages(self) -> list[str]:
         """Return the messages for the user since the last call."""
-        ...
 
 
 class RemoteWorkers:
     """The workers of one attempt, each started by the agent of its host.
 
-    Args:
-        host_group: The hosts.
-        job: The job.
-        here: The processes of this machine, of which there are none; its cleanup process removes
-            `folder` if the launcher is killed.
-        folder: The private folder for the totals of calls that ranks leave.
-        rendezvous: The address at which the ranks meet.
-        generation: The first generation that they may join.
-        restarts: How often the launcher has started all ranks again.
-
-    Attributes:
-        workers: The ranks that were started, with their hosts.
-        places: Where each rank that answered stood when `note` asked it, in one line.
-        is_complete: Whether all ranks share one memory.
+    `here` are the processes of this machine, of which there are none; its cleanup process removes
+    `folder`, which gets the totals of calls, if the launcher is killed.
     """
 
     def __init__(
@@ -118,12 +104,14 @@ class RemoteWorkers:
         self._rendezvous = rendezvous
         self._generation = generation
         self._restarts = restarts
-        self.workers: dict[int, HostSlot] = {}
+        self.workers: dict[int, HostSlot] = {}  # the ranks that were started, with their hosts
+        # Where each rank that answered stood when `note` asked it, in one line.
         self.places: dict[int, str] = {}
         self._shm_unavailable_reason = [
             shm_unavailable_reason(job.options, job.processor_of(host), site.workers)
             for host, site in enumerate(host_group.sites)
         ]
+        # Whether all ranks share one memory.
         self.is_complete = self._shm_unavailable_reason == [""]
         self._running: set[int] = set()
         self._owed: dict[tuple[int, str], int] = {}
@@ -230,13 +218,7 @@ class RemoteWorkers:
             number, self._rendezvous, "", torch, self._generation, self._restarts, incarnation
         )
         terminal = list(self._input.size) if has_input and self._input.size is not None else None
-        return {
-            "rank": number,
-            "environ": environ,
-            "cores": cores,
-            "has_input": has_input,
-            "terminal": terminal,
-        }
+        return RankSpec(number, environ, cores, has_input, terminal)._asdict()
 
     def describe(self) -> tuple[str, str]:
         """Return the transport in few words, and as a whole line."""
@@ -444,11 +426,8 @@ class RemoteWorkers:
                         "missing"
                     )
                     site.remote.end("it does not answer in time")
-            waiting = [
-                site
-                for site in waiting
-                if site.name not in have_ended and not site.remote.loss_reason
-            ]
+            waiting = [one for one in waiting if one.name not in have_ended]
+            waiting = [one for one in waiting if not one.remote.loss_reason]
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -576,9 +555,7 @@ class RemoteWorkers:
         status = None if site.remote.is_ended else site.remote.status(0.2)
         ended = f"; its connection ended with {status}" if status is not None else ""
         last = f" ({words[-1].strip()})" if words else ""
+        reason = escape(f"its host {site.name} is gone: {site.remote.loss_reason}{ended}{last}")
         for rank in ranks:
             self._running.discard(rank)
-            yield WorkerUnreachable(
-                rank,
-                escape(f"its host {site.name} is gone: {site.remote.loss_reason}{ended}{last}"),
-            )
+            yield WorkerUnreachable(rank, reason)

@@ -5,7 +5,7 @@ marks that change the direction of text, appear as escapes. A terminal still get
 lines and prompts.
 
 A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return
-alone is progress. A terminal shows it at once, and the next text replaces it. Other outlets get its
+alone is progress. A terminal shows it at once, and the next text replaces it. Other sinks get its
 last state, and before that one state every 10 s.
 """
 
@@ -57,26 +57,17 @@ class Writable(Protocol):
 
     def write(self, data: bytes, /) -> int:
         """Write all of `data`."""
-        ...
 
     def flush(self) -> None:
         """Write as much as possible now."""
-        ...
 
 
 class Sink(NamedTuple):
-    """An outlet for forwarded lines.
+    """Where forwarded lines go."""
 
-    Args:
-        file: The file; the forwarder flushes it after each write.
-        is_terminal: Whether a person reads it: progress and prompts stay, and colours of the
-            programs pass.
-        color: Whether our own prefixes have colours.
-    """
-
-    file: Writable
-    is_terminal: bool = False
-    color: bool = False
+    file: Writable  # flushed after each write
+    is_terminal: bool = False  # progress and prompts stay, and colours of the programs pass
+    color: bool = False  # of our own prefixes
 
 
 _Tail = deque[tuple[Stream, bytes, bool]]
@@ -84,44 +75,18 @@ _Tail = deque[tuple[Stream, bytes, bool]]
 
 
 class _Source:
-    """One stream of one rank.
-
-    Attributes:
-        pending: The bytes of a line that has not ended.
-        continued: Whether the start of this line was forwarded already, because the line is too
-            long.
-        returned: Whether the last piece ended with progress, to which a following line feed
-            belongs.
-        held: Progress that waits because it may be replaced soon.
-        progressed: When progress was last forwarded, or first held; None before.
-        shown: The part of `pending` that the terminal shows as a prompt.
-        changed: When bytes last came.
-        closed: Whether the stream has ended.
-    """
-
-    __slots__ = (
-        "changed",
-        "closed",
-        "continued",
-        "held",
-        "pending",
-        "progressed",
-        "rank",
-        "returned",
-        "shown",
-        "stream",
-    )
+    """One stream of one rank."""
 
     def __init__(self, rank: int, stream: Stream) -> None:
         self.rank = rank
         self.stream: Stream = stream
-        self.pending = b""
-        self.continued = False
-        self.returned: bytes | None = None
-        self.held = b""
-        self.progressed: float | None = None
-        self.shown = b""
-        self.changed = 0.0
+        self.pending = b""  # of a line that has not ended
+        self.continued = False  # the start of a line that is too long was forwarded already
+        self.returned: bytes | None = None  # last progress, to which a following line feed belongs
+        self.held = b""  # progress that waits because it may be replaced soon
+        self.progressed: float | None = None  # when progress was last forwarded, or first held
+        self.shown = b""  # the part of `pending` that the terminal shows as a prompt
+        self.changed = 0.0  # when bytes last came
         self.closed = False
 
 
@@ -142,21 +107,10 @@ class OutputForwarder:
     handles no processes and no descriptors. The caller reads the pipes, calls `feed` with the
     bytes, and calls `tick` at the time that `tick` has returned.
 
-    Args:
-        stdout: The sink for the standard output of the ranks.
-        stderr: The sink for their standard error, and for our warnings.
-        shown: The ranks whose lines it forwards, None for all. It remembers the last lines of all
-            ranks.
-        clock: The wall clock in seconds since the epoch, for the local time before each line; None
-            for no time.
-        log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if
-            necessary.
-        ranks: The ranks whose files it makes at once, to replace those of an earlier job; others
-            follow with their first byte.
-        is_one: Whether both sinks lead to the same place, where a reader sees both in order.
-
-    Attributes:
-        broken: Whether the standard output has no reader any more.
+    `shown` are the ranks whose lines it forwards, None for all. `clock` is the wall clock for the
+    local time before each line. `log_dir` gets the raw bytes, one file for each rank and stream;
+    the files of `ranks` are made at once, to replace those of an earlier job. `is_one` says whether
+    both sinks lead to the same place, where a reader sees both in order.
 
     Example:
         >>> import io
@@ -182,11 +136,10 @@ class OutputForwarder:
         ranks: tuple[int, ...] = (),
         is_one: bool = False,
     ) -> None:
-        self.broken = False
+        self.broken = False  # whether the standard output has no reader any more
         self._is_one = is_one
-        self._recent: deque[tuple[int, Stream]] = deque(
-            maxlen=TAIL_LINES
-        )  # whose lines went to the sinks last
+        # Whose lines went to the sinks last.
+        self._recent: deque[tuple[int, Stream]] = deque(maxlen=TAIL_LINES)
         self._sinks: dict[Stream, Sink] = {"out": stdout, "err": stderr}
         self._dead: set[Stream] = set()
         self._shown = shown
@@ -205,14 +158,7 @@ class OutputForwarder:
             self._source(rank, "err")
 
     def feed(self, rank: int, stream: Stream, data: bytes, now: float) -> None:
-        """Add bytes of a rank, and forward every line that they complete.
-
-        Args:
-            rank: The rank.
-            stream: "out" or "err".
-            data: Any piece of the stream; it may end within a line.
-            now: The time of the monotonic clock, in seconds.
-        """
+        """Add bytes of a rank, and forward every line that they complete."""
         if not data:
             return
         source = self._source(rank, stream)
@@ -289,7 +235,7 @@ class OutputForwarder:
         """Return whether the reader has just seen the lines of `last_lines`."""
         lines = self._tails.get(rank, ())
         recent = [one for one in self._recent if self._is_one or one[1] == "err"][-len(lines) :]
-        is_all = len(recent) == len(lines) > 0 and all(who == rank for who, _ in recent)
+        is_all = len(recent) == len(lines) > 0 and all(each == rank for each, _ in recent)
         is_seen = self._is_one or all(stream == "err" for stream, _, _ in lines)
         return (
             is_all
@@ -312,7 +258,7 @@ class OutputForwarder:
         self._concealed.clear()
         self._recent.clear()
 
-    def say(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         """Write text of the launcher itself, whole lines, to standard error at once."""
         self._recent.append((-1, "err"))
         self._write("err", self._head(None, "err") + text.encode(errors="backslashreplace"))
@@ -373,7 +319,7 @@ class OutputForwarder:
         concealed = self._concealed.get((source.rank, source.stream))
         sink = self._sinks[source.stream]
         body = bytearray()
-        kept: _Source | None = None
+        unfinished: _Source | None = None
         for text, end in segments:
             live = is_forwarded
             if concealed and text == concealed[0] and end.endswith(b"\n") and not source.continued:
@@ -382,7 +328,7 @@ class OutputForwarder:
             rest = text
             while len(rest) > LINE_NBYTES:
                 cut = _cut(rest)
-                body += self._line(source, sink, rest[:cut], b"\n", live)
+                body += self._line(source, sink, rest[:cut], b"\n", live=live)
                 source.continued, rest = True, rest[cut:]
             source.returned = rest if end == b"\r" else None
             if end == b"\r":
@@ -391,21 +337,21 @@ class OutputForwarder:
                 is_now = live and (sink.is_terminal or self._is_due(source))
                 source.held = b"" if is_now else rest
                 line_end = b"\r" if sink.is_terminal else b"\n"
-                body += self._line(source, sink, rest, line_end, is_now, progress=True)
-                kept = source if sink.is_terminal else None
+                body += self._line(source, sink, rest, line_end, live=is_now, progress=True)
+                unfinished = source if sink.is_terminal else None
             else:
                 held, source.held = source.held, b""  # a text has replaced it; without one it stays
-                body += self._line(source, sink, rest or held, b"\n", live)
-                kept = None
+                body += self._line(source, sink, rest or held, b"\n", live=live)
+                unfinished = None
             source.continued = not end
         if body:
             head = self._head(source, source.stream)
             if sink.is_terminal:
-                self._live = kept
+                self._live = unfinished
             self._write(source.stream, head + body)
 
     def _is_due(self, source: _Source) -> bool:
-        """Return whether to forward progress now, to an outlet that cannot replace it."""
+        """Return whether to forward progress now, to a sink that cannot replace it."""
         if source.progressed is not None and self._now - source.progressed < PROGRESS_S:
             return False
         is_first, source.progressed = source.progressed is None, self._now
@@ -416,7 +362,7 @@ class OutputForwarder:
         if text and self.is_forwarded(source.rank):
             sink = self._sinks[source.stream]
             self._recent.append((source.rank, source.stream))
-            line = self._prefix(source, sink) + _safe(text, sink.is_terminal) + b"\n"
+            line = self._prefix(source, sink) + _safe(text, is_terminal=sink.is_terminal) + b"\n"
             self._write(source.stream, self._head(source, source.stream) + line)
 
     def _line(
@@ -425,17 +371,18 @@ class OutputForwarder:
         sink: Sink,
         text: bytes,
         end: bytes,
-        live: bool,
         *,
+        live: bool,
         progress: bool = False,
     ) -> bytes:
         lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
             lines.pop()  # progress is replaced by what follows it
         lines.append((source.stream, text[:_TAIL_NBYTES], progress))
-        if live:
-            self._recent.append((source.rank, source.stream))
-        return self._prefix(source, sink) + _safe(text, sink.is_terminal) + end if live else b""
+        if not live:
+            return b""
+        self._recent.append((source.rank, source.stream))
+        return self._prefix(source, sink) + _safe(text, is_terminal=sink.is_terminal) + end
 
     def _prefix(self, source: _Source, sink: Sink) -> bytes:
         label = f"[{short_name(source.rank)}{'+' if source.continued else ''}]"
@@ -465,20 +412,16 @@ class OutputForwarder:
         if self._live is source:
             self._end_live()
         else:  # another rank's line has wiped it off
-            self._write(
-                source.stream,
-                self._head(source, source.stream)
-                + self._prefix(source, sink)
-                + _safe(text, True)
-                + b"\n",
-            )
+            line = self._prefix(source, sink) + _safe(text, is_terminal=True) + b"\n"
+            self._write(source.stream, self._head(source, source.stream) + line)
 
     def _show_prompt(self, source: _Source) -> None:
         sink = self._sinks[source.stream]
         head = self._head(source, source.stream)
         source.shown = source.pending
         self._live = source
-        self._write(source.stream, head + self._prefix(source, sink) + _safe(source.pending, True))
+        prompt = self._prefix(source, sink) + _safe(source.pending, is_terminal=True)
+        self._write(source.stream, head + prompt)
 
     def _head(self, source: _Source | None, stream: Stream) -> bytes:
         """Return the bytes that clear a prompt or an unfinished line of another rank."""
@@ -519,16 +462,15 @@ class OutputForwarder:
             if stream == "out":
                 self.broken = getattr(error, "errno", None) == errno.EPIPE
                 if not self.broken:
-                    self._lost_output.append(
-                        LostFile("the standard output", "the launcher", write_error_text(error))
-                    )
+                    reason = write_error_text(error)
+                    lost = LostFile("the standard output", "the launcher", reason)
+                    self._lost_output.append(lost)
                     self._warn(
-                        f"cannot write to the standard output: {write_error_text(error)}; the job "
-                        "goes on without it"
+                        f"cannot write to the standard output: {reason}; the job goes on without it"
                     )
 
     def _warn(self, text: str) -> None:
-        self.say(f"syncvar: {text}\n")
+        self.write_text(f"syncvar: {text}\n")
 
 
 class _Logs:
@@ -553,21 +495,16 @@ class _Logs:
             try:
                 path.unlink()
             except OSError as error:
-                why = write_error_text(error)
-                self._warn(f"cannot remove {path} of an earlier job: {why}; it is not of this job")
+                reason = write_error_text(error)
+                self._warn(
+                    f"cannot remove {path} of an earlier job: {reason}; it is not of this job"
+                )
 
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
         """Open a file: a new one, or an existing one with a mark after its content."""
-        flags = (
-            os.O_WRONLY
-            | os.O_CREAT
-            | (os.O_APPEND if mark else os.O_TRUNC)
-            | os.O_NOFOLLOW
-            | os.O_CLOEXEC
-        )
-        flags |= (
-            os.O_NONBLOCK
-        )  # nothing to a file; a pipe that stands there under this name must not block us
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mark else os.O_TRUNC)
+        # A pipe that stands there under this name must not block us.
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._files[rank, stream] = os.open(self._path(rank, stream), flags, REQUESTED)
         except OSError as error:
@@ -611,14 +548,11 @@ class _Logs:
         return self._folder / f"{process_name(rank).replace(' ', '-')}.{stream}"
 
     def _failed(self, rank: int, stream: Stream, error: OSError) -> None:
-        lost = LostFile(str(self._path(rank, stream)), "--log-dir", write_error_text(error))
-        self._lost.setdefault((rank, stream), lost)
+        path, reason = self._path(rank, stream), write_error_text(error)
+        self._lost.setdefault((rank, stream), LostFile(str(path), "--log-dir", reason))
         if not self._warned:
             self._warned = True
-            self._warn(
-                f"cannot write {self._path(rank, stream)}: {write_error_text(error)}; the job goes "
-                "on without this log"
-            )
+            self._warn(f"cannot write {path}: {reason}; the job goes on without this log")
 
 
 def _cut(text: bytes) -> int:
@@ -633,7 +567,7 @@ def _decode(text: bytes) -> str:
     return text.decode("utf-8", "backslashreplace")
 
 
-def _safe(text: bytes, is_terminal: bool) -> bytes:
+def _safe(text: bytes, *, is_terminal: bool) -> bytes:
     if _PLAIN.fullmatch(text):
         return text
     if not is_terminal:

@@ -1,12 +1,12 @@
 """The standard streams and the signals of the launcher, which never block its loop.
 
 A reader of the output may stop for good: a pager, a terminal after Ctrl-S, a stuck collector of
-logs. The loop that supervises the ranks must not stop with it. So each outlet has a queue for bytes
-that it does not take at once, and the loop polls it for writing. While the queue is full, the
+logs. The loop that supervises the ranks must not stop with it. So each writer keeps a queue for
+bytes that it does not take at once, and the loop polls it for writing. While the queue is full, the
 launcher does not read the pipes of the ranks, and a rank that writes much waits in its own `write`.
 
 O_NONBLOCK belongs to an open file, which we share with the shell and other programs on the
-terminal, so we never set it on an inherited descriptor. Each kind of outlet needs another way:
+terminal, so we never set it on an inherited descriptor. Each kind of file needs another way:
 
 pipe, terminal
     We open it again through /proc, which makes an open file of our own. `poll` alone is not
@@ -53,43 +53,35 @@ _NO_SIZE = (0, 0)
 
 
 class NonblockingWriter:
-    """An inherited descriptor, and the bytes that it has not taken yet.
+    """An inherited descriptor, which stays open and blocking, and the bytes that wait for it."""
 
-    Args:
-        given: The descriptor; it stays open, and blocking.
-
-    Attributes:
-        taken: The number of bytes that it has taken.
-        dropped: The number of bytes given up since `renew`.
-    """
-
-    def __init__(self, given: int) -> None:
-        self.taken = self.dropped = 0
+    def __init__(self, descriptor: int) -> None:
+        self.written = 0  # bytes
+        self.dropped = 0  # bytes given up since `renew`
         self._queue = bytearray()
-        self._is_given_up = False
-        self._seen: tuple[int, float] | None = (
-            None  # how many bytes had been taken, and since when no more
-        )
+        self._is_abandoned = False
+        # How many bytes had been written, and since when no more.
+        self._seen: tuple[int, float] | None = None
         self._most = _PIECE_NBYTES
         self._polls = False
         self._socket: socket.socket | None = None
-        self._given = self._own = given
-        mode = os.fstat(given).st_mode
+        self._inherited = self._own = descriptor
+        mode = os.fstat(descriptor).st_mode
         if stat.S_ISSOCK(mode):
-            self._socket = socket.socket(fileno=os.dup(given))
-        elif stat.S_ISFIFO(mode) or os.isatty(given):
-            self._own = _opened_again(given)
+            self._socket = socket.socket(fileno=os.dup(descriptor))
+        elif stat.S_ISFIFO(mode) or os.isatty(descriptor):
+            self._own = _opened_again(descriptor)
             if self._own < 0:
-                self._own, self._most, self._polls = given, select.PIPE_BUF, True
+                self._own, self._most, self._polls = descriptor, select.PIPE_BUF, True
 
     def close(self) -> None:
         """Close our own open file. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._own != self._given:
+        if self._own != self._inherited:
             os.close(self._own)
-            self._own = self._given
+            self._own = self._inherited
 
     @property
     def is_full(self) -> bool:
@@ -105,7 +97,7 @@ class NonblockingWriter:
 
     def write(self, data: bytes, /) -> int:
         """Write `data`; bytes that the reader does not take now wait in the queue."""
-        if self._is_given_up:
+        if self._is_abandoned:
             self.dropped += len(data)
         else:
             self._queue += data
@@ -119,7 +111,7 @@ class NonblockingWriter:
                 with memoryview(self._queue) as view, view[: self._most] as piece:
                     count = self._put(piece)
                 del self._queue[:count]
-                self.taken += count
+                self.written += count
         except BlockingIOError:
             pass
         except OSError:
@@ -130,23 +122,20 @@ class NonblockingWriter:
         """Drop the queue, and all later bytes."""
         with contextlib.suppress(OSError):
             self.flush()
-        self._is_given_up = True
+        self._is_abandoned = True
         self.dropped += len(self._queue)
         self._queue.clear()
 
     def give_up_after(self, patience_s: float, now: float) -> float:
         """Give up if the reader has taken nothing for too long; return when to call again.
 
-        Args:
-            patience_s: The seconds since the first call with a finite number; infinite never gives
-                up.
-            now: The time of the monotonic clock, in seconds.
+        `patience_s` counts from the first call with a finite number; infinite never gives up.
         """
         if not self._queue or patience_s == float("inf"):
             self._seen = None
             return float("inf")
-        if self._seen is None or self._seen[0] != self.taken:
-            self._seen = self.taken, now
+        if self._seen is None or self._seen[0] != self.written:
+            self._seen = self.written, now
         due = self._seen[1] + patience_s
         if now >= due:
             self.give_up()
@@ -156,7 +145,7 @@ class NonblockingWriter:
     def renew(self) -> int:
         """Write again after giving up; return how many bytes were dropped."""
         dropped, self.dropped = self.dropped, 0
-        self._is_given_up, self._seen = False, None
+        self._is_abandoned, self._seen = False, None
         return dropped
 
     def _put(self, piece: memoryview) -> int:
@@ -174,18 +163,11 @@ class Outlets:
     """Standard output and standard error of the launcher.
 
     If both are the same pipe, terminal or socket, they share one queue, which keeps the order.
-
-    Args:
-        out: The descriptor of standard output.
-        err: The descriptor of standard error.
-
-    Attributes:
-        patience_s: The seconds until the launcher gives up a reader that takes nothing. They are
-            infinite during a job, because a pager may wait for its user. The end of a job makes
-            them finite.
     """
 
     def __init__(self, out: int, err: int) -> None:
+        # The seconds until the launcher gives up a reader that takes nothing. They are infinite
+        # during a job, because a pager may wait for its user. The end of a job makes them finite.
         self.patience_s = float("inf")
         self.out = NonblockingWriter(out)
         is_shared = os.path.sameopenfile(out, err) and not stat.S_ISREG(os.fstat(out).st_mode)
@@ -198,7 +180,7 @@ class Outlets:
 
     def has_room(self) -> bool:
         """Return whether no queue is full."""
-        return not any(outlet.is_full for outlet in self._each())
+        return not any(writer.is_full for writer in self._each())
 
     def is_full(self, stream: str) -> bool:
         """Return whether the launcher should read no more for a stream, "out" or "err"."""
@@ -206,16 +188,16 @@ class Outlets:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for writing."""
-        return [outlet.descriptor for outlet in self._each() if outlet.descriptor >= 0]
+        return [writer.descriptor for writer in self._each() if writer.descriptor >= 0]
 
     def give_up_late(self, now: float) -> float:
         """Give up readers that are too late; return when to look again, on the same clock."""
-        return min(outlet.give_up_after(self.patience_s, now) for outlet in self._each())
+        return min(writer.give_up_after(self.patience_s, now) for writer in self._each())
 
     def renew(self) -> int:
         """Write again, with infinite patience; return how many bytes were dropped."""
         self.patience_s = float("inf")
-        return sum(outlet.renew() for outlet in self._each())
+        return sum(writer.renew() for writer in self._each())
 
     def are_empty(self) -> bool:
         """Return whether no bytes wait."""
@@ -224,7 +206,7 @@ class Outlets:
     @property
     def dropped(self) -> int:
         """The number of bytes given up since `renew`."""
-        return sum(outlet.dropped for outlet in self._each())
+        return sum(writer.dropped for writer in self._each())
 
     def _each(self) -> list[NonblockingWriter]:
         return [self.out] if self.out is self.err else [self.out, self.err]
@@ -248,14 +230,8 @@ def await_readers(
 ) -> None:
     """Wait until the readers have taken enough.
 
-    It gives up readers after the patience, and at once after a signal or at the limit.
-
-    Args:
-        forwarder: Writes to the outlets.
-        outlets: The outlets.
-        watch: Its signals stay pending for the caller.
-        is_enough: Returns, after each step, whether to stop; true if no bytes wait.
-        limit: The end of the job's time limit, on the clock of `watch`.
+    It gives up readers after the patience, and at once after a signal or at the limit. Signals stay
+    pending for the caller. `limit` is on the clock of `watch`.
     """
     while not is_enough():
         now = watch.now()
@@ -273,9 +249,8 @@ def wait(forwarder: OutputForwarder, outlets: Outlets, watch: SignalWatch, secon
         poller.register(descriptor, select.POLLOUT)
     for descriptor in watch.descriptors():
         poller.register(descriptor, select.POLLIN)
-    for descriptor, _ in poller.poll(
-        None if seconds == float("inf") else int(max(0.0, seconds) * 1000) + 1
-    ):
+    limit_ms = None if seconds == float("inf") else int(max(0.0, seconds) * 1000) + 1
+    for descriptor, _ in poller.poll(limit_ms):
         watch.readable(descriptor)
     if watch.is_to_stop:
         watch.stop()
@@ -310,23 +285,20 @@ class SignalWatch:
         environ: SYNCVAR_PARENT_FD in it is the read end of a pipe. `sv.run` holds the other end,
             and its end means that the calling program is gone.
         forwarded: The numbers of the signals to forward to the ranks.
-
-    Attributes:
-        pending: The signals to end that no code has handled yet, oldest first.
-        passing: The signals that still have to be forwarded, oldest first.
-        is_orphan: Whether the program that called `sv.run` is gone.
-        is_to_stop: Whether Ctrl-Z was pressed (SIGTSTP), so that the owner should call `stop`.
     """
 
     def __init__(self, environ: Mapping[str, str], forwarded: Sequence[int] = ()) -> None:
+        # The signals to end that no code has handled yet, oldest first.
         self.pending: deque[int] = deque()
+        # The signals that still have to be forwarded, oldest first.
         self.passing: deque[int] = deque()
         self._forwarded = forwarded
-        self.is_to_stop = self.is_orphan = False
+        self.is_to_stop = False  # after Ctrl-Z (SIGTSTP): the owner should call `stop`
+        self.is_orphan = False  # the program that called `sv.run` is gone
         self._stopped_s = 0.0
         self._parent = int(environ.get("SYNCVAR_PARENT_FD", "-1"))
         if self._parent >= 0:
-            os.set_inheritable(self._parent, False)
+            os.set_inheritable(self._parent, False)  # noqa: FBT003  (positional only)
         self._before: dict[int, Any] = {}
         self._read = self._write = self._previous = -1
 
@@ -334,21 +306,16 @@ class SignalWatch:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # A hangup that was ignored at the start, as under nohup, stays ignored, and so
         # does all but the plain request to end.
-        wanted = (*_SIGNALS, *self._forwarded)
-        chosen = [
-            one
-            for one in wanted
-            if one in _NEVER_IGNORED or signal.getsignal(one) != signal.SIG_IGN
-        ]
-        self._before = {number: signal.signal(number, self._signalled) for number in chosen}
+        for number in (*_SIGNALS, *self._forwarded):
+            if number in _NEVER_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._signalled)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *error: object) -> None:
         signal.set_wakeup_fd(self._previous)
         for number, handler in self._before.items():
-            # Who got here without an error knows how the job ended, and nothing is
-            # left to be interrupted.
+            # Without an error the end of the job is known, and nothing is left to interrupt.
             signal.signal(number, signal.SIG_IGN if error[0] is None else handler)
         os.close(self._read)
         os.close(self._write)
@@ -382,9 +349,7 @@ class SignalWatch:
         signal.signal(signal.SIGTSTP, self._signalled)
         lasted = time.monotonic() - began
         self._stopped_s += lasted
-        while (
-            signal.SIGCONT in self.passing
-        ):  # it was for us, and who stopped the ranks lets them go on
+        while signal.SIGCONT in self.passing:  # it was for us; our caller continues the ranks
             self.passing.remove(signal.SIGCONT)
         return lasted
 
@@ -409,30 +374,21 @@ class Input:
         screen: The descriptor of the rank's output.
         is_debugged: Whether the rank that reads is debugged; it has a terminal if both descriptors
             are one.
-
-    Attributes:
-        size: Rows and columns of the rank's terminal, or None.
-        unfed: The number of bytes that were read, and that the rank has not taken.
     """
 
     def __init__(self, descriptor: int, screen: int, *, is_debugged: bool) -> None:
-        self.unfed = 0
+        self.unfed = 0  # the number of bytes that were read, and that the rank has not taken
         self._descriptor = descriptor
         self._is_over = False
         self._before: list[int | list[bytes | int]] | None = None
-        self.size = (
-            _size(descriptor)
-            if is_debugged and os.isatty(descriptor) and os.isatty(screen)
-            else None
-        )
+        has_terminal = is_debugged and os.isatty(descriptor) and os.isatty(screen)
+        # Rows and columns of the rank's terminal, or None.
+        self.size = _size(descriptor) if has_terminal else None
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return (
-            [self._descriptor]
-            if not self._is_over and self.unfed < _UNFED_MAX and self._is_ours()
-            else []
-        )
+        is_wanted = not self._is_over and self.unfed < _UNFED_MAX and self._is_ours()
+        return [self._descriptor] if is_wanted else []
 
     def is_at(self, descriptor: int) -> bool:
         """Return whether to read from this descriptor."""
@@ -445,10 +401,8 @@ class Input:
         except BlockingIOError:
             return None
         except OSError as error:
-            if error.errno == errno.EIO and os.isatty(
-                self._descriptor
-            ):  # the shell has the terminal again
-                return None
+            if error.errno == errno.EIO and os.isatty(self._descriptor):
+                return None  # the shell has the terminal again
             data = b""
         self.unfed += len(data)
         self._is_over = not data
@@ -505,12 +459,9 @@ def open_terminal(size: Sequence[int]) -> tuple[int, int]:
 
 def resize(terminal: int, size: Sequence[int]) -> None:
     """Set rows and columns of a terminal."""
+    rows_and_columns = (max(0, min(one, 0xFFFF)) for one in size[:2])
     with contextlib.suppress(OSError):
-        fcntl.ioctl(
-            terminal,
-            termios.TIOCSWINSZ,
-            struct.pack("HHHH", *(max(0, min(one, 0xFFFF)) for one in size[:2]), 0, 0),
-        )
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *rows_and_columns, 0, 0))
 
 
 def _size(terminal: int) -> tuple[int, int]:

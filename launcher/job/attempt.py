@@ -33,7 +33,7 @@ from syncvar_launcher.local.local_workers import (
 )
 
 if TYPE_CHECKING:
-    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.job_private import JobDirectory
     from syncvar_launcher.io.output import Stream
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.attempt_workers import AttemptStart
@@ -238,7 +238,7 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        questioned = self.store.coordinator.stalls.asked
+        questioned = self.store.coordinator.stalls.pinged
         self.set.states.watch([rank for rank in running if rank in questioned], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"

@@ -67,7 +67,7 @@ class JobConsole(NamedTuple):
 
     def show(self, sentence: str) -> None:
         """Show a sentence of the launcher."""
-        self.forwarder.say(f"syncvar: {sentence}\n")
+        self.forwarder.write_text(f"syncvar: {sentence}\n")
 
     def log_signal(self, event: str, number: int) -> None:
         """Add an event about a signal."""
@@ -137,7 +137,7 @@ class AttemptReport:
             error = cause.error
         return Ending(
             exit_code=outcome.exit_code,
-            why=sentence,
+            failure=sentence,
             error=error,
             was_end_requested=outcome.interrupted != 0 or bool(self._watch.pending),
             had_met=had_met,
@@ -166,7 +166,7 @@ class AttemptReport:
         places = self._others(-1) if self._positions and has_reader else []
         raised = [one for one in self._raised(_LOST_PEER) if one.is_own]
         name = exit_status.signal_name(number)
-        self._forwarder.say(interrupted_block(name, places, raised, is_whole=self._is_whole))
+        self._forwarder.write_text(interrupted_block(name, places, raised, is_whole=self._is_whole))
 
     def _show_failure(
         self, outcome: JobOutcome, cause: FailureCause, records: str, *, is_last: bool
@@ -184,7 +184,7 @@ class AttemptReport:
             is_whole=self._is_whole,
         )
         if not outcome_file or not is_last:
-            self._forwarder.say(text)
+            self._forwarder.write_text(text)
             return
         failure = {
             "rank": cause.rank,

@@ -11,9 +11,9 @@ import syncvar
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core import exit_status
 from syncvar.core.exit_status import STARTED
-from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
+from syncvar.transports.zeromq_sockets import tcp_endpoint
 from syncvar_launcher.job.attempt_report import AttemptReport, RankStates
 from syncvar_launcher.job.failure_report import SecondaryFailure, spared_block
 from syncvar_launcher.job.start_progress import StartProgress, clock
@@ -40,7 +40,7 @@ from syncvar_launcher.local.worker_start import ForkUnsupported, ServerEnded, St
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.job_private import JobDirectory
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.workers import WorkersFactory
@@ -154,7 +154,7 @@ class WorkerSet:
             bound = f" | {job.binding.reason}" if is_local else ""
             transport, _ = self.workers.describe()
             text = f"syncvar {syncvar.__version__} | {job.summary()} | {transport}{bound}\n"
-            self.console.forwarder.say(text)
+            self.console.forwarder.write_text(text)
         if is_local and is_verbose:
             self.console.show(f"workers are {job.beginning}")
         self.handle_all(self.workers.start())
@@ -281,7 +281,7 @@ class WorkerSet:
     def show_spared(self, event: Spared) -> None:
         """Show which ranks got no signal because it would have ended them, and what they do."""
         places = [SecondaryFailure(rank, self.report.position(rank)) for rank in event.ranks]
-        self.console.forwarder.say(spared_block(event.number, places, os.getpid()))
+        self.console.forwarder.write_text(spared_block(event.number, places, os.getpid()))
 
     def _log_end(self, rank: int, code: int | None, number: int | None) -> None:
         self.progress.reached(rank, self.watch.now())
@@ -345,8 +345,10 @@ class WorkerSet:
         self.workers.abort()  # first: a rank that waits in shared memory sees nothing else
         if is_server(action.rank):
             self.store.servers.ended(action.rank, action.reason)
-        notify = self.store.ended if action.has_ended else self.store.fence_rank
-        notify(action.rank, action.reason, self.watch.now())
+        if action.has_ended:
+            self.store.ended(action.rank, action.reason, self.watch.now(), action.status)
+        else:
+            self.store.fence_rank(action.rank, action.reason, self.watch.now())
 
     def _drop_server(self, action: DropServer) -> None:
         """Continue without a server, whose variables another one has copied."""

@@ -27,7 +27,7 @@ _UNITS = {"timeout": "s"}
 def dry_run(job: Job) -> str:
     """Return the text of `--dry-run` for a job on this machine."""
     from syncvar import _native
-    from syncvar.bootstrap.job_directory import runtime_directory
+    from syncvar.bootstrap.job_private import runtime_directory
     from syncvar_launcher.local.shm_service import make_shm_service
 
     options = job.options
@@ -71,7 +71,7 @@ def dry_run(job: Job) -> str:
 
 def _checked_start(method: StartMethod) -> StartMethod:
     """Return how workers would start, after the checks that need NumPy."""
-    from syncvar.bootstrap.prefork.preloaded_imports import unsupported_blas_reason
+    from syncvar.bootstrap.preloaded_imports import unsupported_blas_reason
 
     doubt = unsupported_blas_reason() if method.may_change else ""
     return method._replace(is_forked=False, reason=doubt, may_change=False) if doubt else method

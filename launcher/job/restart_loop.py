@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
-from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, write_error_text
@@ -68,7 +68,9 @@ def run(job: Job, server: ForkServer | None, make_workers: WorkersFactory = Dire
         stack.callback(outlets.close)
         forwarder = _make_forwarder(chosen, job.servers, outlets)
         events = EventLog(
-            chosen.output.events, job.job_id, lambda text: forwarder.say(f"syncvar: {text}\n")
+            chosen.output.events,
+            job.job_id,
+            lambda text: forwarder.write_text(f"syncvar: {text}\n"),
         )
         stack.callback(events.close)
         signals = parse_signals(chosen.limits.forward_signals)
@@ -181,7 +183,7 @@ class _RestartLoop:
         ending = attempt.report.ending(outcome, had_met=has_met)
         decision = self.restarting.after(ending)
         attempt.report.show(outcome, is_last=not decision.restarts)
-        self.culprit = _culprit(outcome, ending.why)
+        self.culprit = _culprit(outcome, ending.failure)
         if self.code == exit_status.PREEMPTED and outcome.cause is None:
             console.events.add("preempted", signal=outcome.interrupted or None)
         if not decision.restarts:
@@ -240,7 +242,7 @@ class _RestartLoop:
     def _end_in_pause(self, code: int, text: str) -> None:
         self.code = self.code if self.code == exit_status.PREEMPTED else code
         self.culprit = {"rank": None, "why": text.split("\n", 1)[0]}
-        self.console.forwarder.say(text)
+        self.console.forwarder.write_text(text)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class _RestartLoop:
         job, watch = self.job, self.watch
         outlets, forwarder, events, _ = self.console
         for line in self.restarting.summary():
-            forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
+            forwarder.write_text(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
         forwarder.finish()
         if self.options.output.stats:
             job.lost_files.add(self._show_totals())
@@ -293,7 +295,7 @@ class _RestartLoop:
         rows = merge_totals(self.totals)
         missing = [number for number in everybody if number not in self.totals]
         if not isinstance(file, Path):
-            self.console.forwarder.say(totals_table(rows, missing))
+            self.console.forwarder.write_text(totals_table(rows, missing))
             return []
         import json
 

@@ -23,10 +23,16 @@ import syncvar
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_status
 from syncvar.core.errors import ConfigError, HostUnreachable
-from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
-from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar.transports.zeromq_sockets import (
+    address_towards,
+    bound_messages,
+    events_of,
+    monitor_of,
+    set_family,
+    tcp_endpoint,
+)
 from syncvar_launcher.hosts.agent_connection import AGENT, start_agent
 from syncvar_launcher.hosts.agent_protocol import (
     FRAME_NBYTES,
@@ -94,18 +100,15 @@ class _Host:
         own = ""
         with contextlib.suppress(OSError):
             own = address_towards(address, port)
-        self._hello = (
-            JoinFrame.HELLO
-            + Hello(
-                socket.gethostname(),
-                own,
-                chosen.join.slots,
-                None if chosen.origin["cwd"] == "default" else str(chosen.program.cwd),
-                syncvar.__version__,
-                PROTOCOL_VERSION,
-                platform.python_version(),
-                sys.byteorder,
-            ).pack()
+        self._hello = Hello(
+            socket.gethostname(),
+            own,
+            chosen.join.slots,
+            None if chosen.origin["cwd"] == "default" else str(chosen.program.cwd),
+            syncvar.__version__,
+            PROTOCOL_VERSION,
+            platform.python_version(),
+            sys.byteorder,
         )
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
@@ -133,15 +136,10 @@ class _Host:
                     f"no syncvar-launch --listen answers at {self._place} since {limit_s:g} s; is "
                     "it running, and can it be reached?"
                 )
-            elif (
-                self._agent is None
-                and self._has_joined
-                and time.monotonic() - self._heard > self._chosen.runtime.host_silence_s
-            ):
-                self._lose(
-                    "nothing has come from the launcher for "
-                    f"{self._chosen.runtime.host_silence_s:g} s"
-                )
+            elif self._agent is None and self._has_joined:
+                silence_s = self._chosen.runtime.host_silence_s
+                if time.monotonic() - self._heard > silence_s:
+                    self._lose(f"nothing has come from the launcher for {silence_s:g} s")
         return self._code
 
     def close(self) -> None:
@@ -246,7 +244,7 @@ class _Host:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failures = 0
                 if not self._has_joined:
-                    self._unsent = [self._hello]
+                    self._unsent = [JoinFrame.HELLO + self._hello.pack()]
             elif event == zmq.EVENT_DISCONNECTED:
                 self._is_cut = self._has_joined
             else:

@@ -18,13 +18,13 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.job_secret import secret_of_file
+from syncvar.bootstrap.job_private import secret_of_file
 from syncvar.bootstrap.kv_store import shared_folder
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import ConfigError, HostUnreachable, WireError
-from syncvar.core.network import address_towards_any, bracket_ipv6
 from syncvar.core.output_files import PRIVATE, create_file
 from syncvar.protocol.auth_keys import KEY_BYTES, derive
+from syncvar.transports.zeromq_sockets import address_towards_any, bracket_ipv6
 from syncvar_launcher.hosts.agent_connection import (
     NOT_UNDERSTOOD,
     RemoteHost,
@@ -128,15 +128,9 @@ def join_lines(options: LaunchOptions) -> list[str]:
 class JoinGroup:
     """The hosts that join one job.
 
-    Args:
-        options: The options, with `join.listen`.
-        show: Shows a sentence.
-        ask: Asks an agent for facts about its host.
-        starter: The command that makes the hosts join; empty if people start it.
-        start_failure: Returns the reason for which hosts will not join; empty while all may.
-
-    Attributes:
-        place: The address of the launcher, as `--join` takes it.
+    `ask` asks an agent for facts about its host. `starter` is the command that makes the hosts
+    join; empty if people start it. `start_failure` returns why hosts will not join; empty while all
+    may.
     """
 
     def __init__(
@@ -162,6 +156,7 @@ class JoinGroup:
         self._listener = Listener(
             address, port, join_secret(options.join.key_file), options.join.host_count or _MOST
         )
+        # The address of the launcher, as `--join` takes it.
         self.place = f"{bracket_ipv6(address)}:{self._listener.port}"
         self._command = join_command(address, self._listener.port, options)
 
@@ -180,12 +175,7 @@ class JoinGroup:
         joined = self._await(self._has_enough, self._rejection_of, awaited)
         self._listener.fill(len(joined))
         self._rename_twins(joined)
-        joined.sort(
-            key=lambda one: [
-                int(part) if part.isdigit() else part for part in re.split(r"(\d+)", one.host.name)
-            ]
-        )
-        return joined
+        return sorted(joined, key=_natural_order)
 
     def again(self, host: Host, machine: str) -> RemoteHost:
         """Return the connection to a new agent on a host whose agent is gone.
@@ -236,12 +226,7 @@ class JoinGroup:
         until, heartbeat_at = now + self._limit_s, now + _BEAT_S
         while not is_enough(joined):
             now = time.monotonic()
-            if now >= until:
-                self._give_up(joined, awaited)
-            if failure := self._start_failure():
-                raise HostUnreachable(
-                    f"{awaited} cannot be used; nothing was started:\n  {failure}"
-                )
+            self._check_start(joined, awaited, is_late=now >= until)
             if now >= heartbeat_at:
                 heartbeat_at = now + _BEAT_S
                 for one in joined:
@@ -337,7 +322,13 @@ class JoinGroup:
             return len(joined) >= count
         return sum(map(_slots, joined)) >= self._options.ranks.workers
 
-    def _give_up(self, joined: list[RemoteHost], awaited: str) -> None:
+    def _check_start(self, joined: list[RemoteHost], awaited: str, *, is_late: bool) -> None:
+        """Raise HostUnreachable if the time has passed, or if hosts will not join."""
+        failure = self._start_failure()
+        if failure and not is_late:
+            raise HostUnreachable(f"{awaited} cannot be used; nothing was started:\n  {failure}")
+        if not is_late:
+            return
         each = f"By {self._starter} each" if self._starter else "Each"
         lines = [
             (
@@ -366,49 +357,31 @@ def _shown(one: RemoteHost) -> str:
     return f"{one.host.name} ({one.host.origin})"
 
 
+def _natural_order(one: RemoteHost) -> list[int | str]:
+    parts = re.split(r"(\d+)", one.host.name)
+    return [int(part) if part.isdigit() else part for part in parts]
+
+
 def _slots(one: RemoteHost) -> int:
     return int(one.host.slots or one.facts["core_count"])
 
 
 def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:
-    """Return the command line by which a host of the job joins.
-
-    Args:
-        options: The options, with an allocation.
-        host: The host.
-        place: The address of the launcher.
-        key: The file with the key.
-    """
+    """Return the command line by which a host of the job joins."""
     job = options.hosts.scheduled
     assert job is not None
-    own = [
-        "--join",
-        place,
-        "--key-file",
-        key,
-        *(["--slots", str(host.slots)] if host.slots else []),
-        *(["--cwd", host.cwd] if host.cwd else []),
-    ]
+    own = ["--join", place, "--key-file", key]
+    own += ["--slots", str(host.slots)] if host.slots else []
+    own += ["--cwd", host.cwd] if host.cwd else []
     if host.name == job.here and host.python is None and options.hosts.remote_python is None:
         return [*command_of(_RUN), *own]
-    words = [
-        *module_command(host.python or options.hosts.remote_python or sys.executable, _RUN),
-        *own,
-    ]
+    python = host.python or options.hosts.remote_python or sys.executable
+    words = [*module_command(python, _RUN), *own]
     return words if host.name == job.here else job.command(host, words)
 
 
 class StartedHosts:
-    """The commands that run on the hosts of a job and make them join.
-
-    Args:
-        options: The options, with an allocation whose command has no pipes.
-        show: Shows a sentence.
-        ask: Asks an agent for facts about its host.
-
-    Attributes:
-        joined: The hosts that join.
-    """
+    """The commands that run on the hosts of a job and make them join."""
 
     def __init__(
         self, options: LaunchOptions, show: Callable[[str], None], ask: Callable[[RemoteHost], None]
@@ -417,11 +390,10 @@ class StartedHosts:
         assert job is not None
         self._program = job.starter.program
         others = [one.name for one in options.hosts.entries if one.name != job.here]
-        address = (
-            allowed_addresses(interfaces(), options.hosts.iface, None)[0]
-            if options.hosts.iface
-            else address_towards_any(others)
-        )
+        if options.hosts.iface:
+            address = allowed_addresses(interfaces(), options.hosts.iface, None)[0]
+        else:
+            address = address_towards_any(others)
         self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
         self._started: dict[Host, subprocess.Popen[bytes]] = {}
         count = len(options.hosts.entries)

@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.core.network import bracket_ipv6, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
-from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar.transports.zeromq_sockets import (
+    bound_messages,
+    bracket_ipv6,
+    events_of,
+    monitor_of,
+    set_family,
+    tcp_endpoint,
+)
 from syncvar_launcher.hosts.agent_protocol import (
     FRAME_NBYTES,
     FRAMES_QUEUED,
@@ -61,10 +67,8 @@ class JoinedHost(NamedTuple):
 class AgentPipe:
     """The connection to the agent of a host that has joined; it looks like a process.
 
-    Args:
-        refuse: Sends the host the reason why the job rejects it, and disconnects it.
-        again: Starts another agent there, and returns the connection; None if the host is gone.
-        kill: Ends the agent.
+    `refuse` sends the host the reason why the job rejects it, and disconnects it. `again` starts
+    another agent there; it returns None if the host is gone.
     """
 
     def __init__(
@@ -184,17 +188,7 @@ class _HostLink:
 
 
 class Listener:
-    """Listens for hosts that join, in one thread, until `close`.
-
-    Args:
-        address: An address of this machine.
-        port: The port, or 0 for any free one.
-        secret: The secret that protects the connections.
-        places: How many hosts may be connected at once.
-
-    Attributes:
-        port: The port on which it listens.
-    """
+    """Listens for hosts that join, in one thread, until `close`."""
 
     def __init__(self, address: str, port: int, secret: bytes, places: int) -> None:
         self._places = places
@@ -231,7 +225,7 @@ class Listener:
                     f"{error.strerror}"
                 ) from None
             endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            self.port = int(endpoint.rpartition(":")[2])
+            self.port = int(endpoint.rpartition(":")[2])  # the port on which it listens
             gate.guard(endpoint)
             self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             self._news = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,6 +1,6 @@
 """How workers start: forked from one process with NumPy imported, or as fresh processes.
 
-`ForkServer` is the launcher's side of `syncvar.bootstrap.prefork.fork_server`. An interpreter takes
+`ForkServer` is the launcher's side of `syncvar.bootstrap.fork_server`. An interpreter takes
 as long to start as the launcher to read its options. So the launcher may start the server first and
 send the order when it knows the options. A server without an order has imported nothing. The code
 that starts it must not wait for imports; later code imports what it needs.
@@ -66,7 +66,7 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
     """
     if kind == "command":
         return [target, *args]
-    module = "prefork.fork_server" if is_forked else "worker_main"
+    module = "fork_server" if is_forked else "worker_main"
     return [*command_of(f"syncvar.bootstrap.{module}"), *worker_arguments(kind, target, args)]
 
 
@@ -142,7 +142,7 @@ def plan_start(
 
 def _named_in(kind: str, target: str, cwd: str) -> list[str]:
     """Return the variables in a script's text that NumPy reads once, sorted."""
-    from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE
+    from syncvar.bootstrap.preloaded_imports import READ_ONCE
 
     path = os.path.join(cwd, target.replace(".", os.sep) if kind == "module" else target)
     for name in (f"{path}.py",) * (kind == "module") + (path, os.path.join(path, "__main__.py")):
@@ -394,7 +394,7 @@ def start_early(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkSer
         return None
     if any(environ.get(name) for name in SHOW_IMPORTS):  # its text would stand among the workers'
         return None
-    argv = [*command_of("syncvar.bootstrap.prefork.fork_server"), *arguments]
+    argv = [*command_of("syncvar.bootstrap.fork_server"), *arguments]
     try:
         return ForkServer(argv, dict(environ), os.getcwd())  # noqa: PTH109
     except OSError:  # later code tries once more, and shows the reason

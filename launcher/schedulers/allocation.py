@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncvar.bootstrap.launch_env.detection import started_with_others
-from syncvar.bootstrap.launch_env.slurm import counts
+from syncvar.bootstrap.launch_env.schedulers import counts
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts.agent_connection import agent_command_line, remote_command
 from syncvar_launcher.options.hostfile import Host, expand_ranges
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Options of srun for the whole job. An agent needs its pipes unchanged and all resources of the job
 # on its host.
-_OF_SRUN = (
+_SRUN_VARIABLES = (
     "SLURM_LABELIO",
     "SLURM_STDINMODE",
     "SLURM_STDOUTMODE",
@@ -30,6 +30,17 @@ _OF_SRUN = (
     "SLURM_CPUS_PER_TASK",
     "SLURM_EXACT",
     "SLURM_DISTRIBUTION",
+)
+_SRUN_OPTIONS = (
+    "--nodes=1",
+    "--ntasks=1",
+    "--ntasks-per-node=1",
+    "--nodelist={host}",
+    "--overlap",
+    "--mem=0",
+    "--cpu-bind=none",
+    "--mpi=none",
+    "--unbuffered",
 )
 
 
@@ -64,11 +75,6 @@ def allocation(
 ) -> Allocation | None:
     """Return the job of a scheduler in which this process runs, or None.
 
-    Args:
-        environ: The environment.
-        own_name: The name of this host.
-        read: Returns the content of a file.
-
     Example:
         >>> job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3"}
         >>> job |= {"SLURM_TASKS_PER_NODE": "2,1"}
@@ -90,34 +96,24 @@ def _slurm(environ: Mapping[str, str], own_name: str) -> Allocation | None:
     names = _names(environ[listed], listed)
     cpus = _spread(environ, "SLURM_JOB_CPUS_PER_NODE", names)
     if "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ:
-        slots, told = _spread(environ, "SLURM_TASKS_PER_NODE", names), "SLURM_TASKS_PER_NODE"
+        slots, counts_in = _spread(environ, "SLURM_TASKS_PER_NODE", names), "SLURM_TASKS_PER_NODE"
     else:
         each = _number(environ.get("SLURM_CPUS_PER_TASK", "1"), "SLURM_CPUS_PER_TASK")
-        slots, told = [max(1, one // each) for one in cpus or ()], "SLURM_JOB_CPUS_PER_NODE"
+        slots, counts_in = [max(1, one // each) for one in cpus or ()], "SLURM_JOB_CPUS_PER_NODE"
     if not slots:
         raise ConfigError(
-            f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {told} is not "
-            "set: give -H, or --allocation off"
+            f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {counts_in} is "
+            "not set: give -H, or --allocation off"
         )
     hosts = tuple(
-        Host(name, count, max(count, cpus[place]) if cpus else None, origin=f"{listed}, {told}")
+        Host(
+            name, count, max(count, cpus[place]) if cpus else None, origin=f"{listed}, {counts_in}"
+        )
         for place, (name, count) in enumerate(zip(names, slots, strict=True))
     )
-    words = (
-        "--nodes=1",
-        "--ntasks=1",
-        "--ntasks-per-node=1",
-        "--nodelist={host}",
-        "--overlap",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--mpi=none",
-        "--unbuffered",
-    )
     here = environ.get("SLURMD_NODENAME") or _here(hosts, own_name)
-    return Allocation(
-        f"job {job} of Slurm", hosts, {}, here, Starter("srun", words, unset=_OF_SRUN)
-    )
+    starter = Starter("srun", _SRUN_OPTIONS, unset=_SRUN_VARIABLES)
+    return Allocation(f"job {job} of Slurm", hosts, {}, here, starter)
 
 
 def _lsf(environ: Mapping[str, str], own_name: str) -> Allocation | None:

@@ -1,5 +1,5 @@
 /* Persistent writes and reads of variables: the C twins of syncvar/variables/variable_state.py
- * and flat_bucket.py. */
+ * and grouped_writes.py. */
 #include "native.h"
 
 /* -- the copy of a variable -------------------------------------------------------------------- */

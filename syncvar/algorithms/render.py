@@ -69,10 +69,8 @@ def schedule_text(schedules: Sequence[Schedule], *, most: int | None = None) -> 
                 kinds[
                     0 if isinstance(step, Send) else 1 if isinstance(step, Recv | RecvReduce) else 2
                 ].append(step_text(step))
-            cells = [
-                "; ".join(text or _DOTS for text in _shortened(texts, most and 3))
-                for texts in kinds
-            ]
+            short = [_shortened(texts, most and 3) for texts in kinds]
+            cells = ["; ".join(text or _DOTS for text in texts) for texts in short]
             rows.append((f"rank {schedule.rank}", *cells))
         lines += _table(rows)
     return "".join(f"{line}\n" for line in lines)

@@ -126,7 +126,7 @@ class ScheduleArgs(NamedTuple):
     # Elements of each rank's block, in rank order; uneven counts and 0 are allowed.
     counts: tuple[int, ...] = ()
     root: int = 0  # root of a broadcast, reduce, gather or scatter
-    # Matrix[s][d] elements go from rank s to rank d in an all-to-all.
+    # matrix[s][d] elements go from rank s to rank d in an all-to-all.
     matrix: tuple[tuple[int, ...], ...] = ()
 
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.bootstrap.context import ProcessContext
-from syncvar.bootstrap.job_secret import job_secret, keys_of
+from syncvar.bootstrap.job_private import job_secret, keys_of
 from syncvar.bootstrap.launch_env.detection import (
     launcher_info,
     unknown_identity_reason,
-    wants_world_of_one,
 )
-from syncvar.bootstrap.rank_process import environment_of
+from syncvar.core.environment import environment_of, wants_world_of_one
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.exit_status import error_exit_code, is_interactive
 from syncvar.core.fork_cleanup import hook_exceptions
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from syncvar.bootstrap.launch_env.base import LaunchInfo
-    from syncvar.bootstrap.mpi_rendezvous import MpiCards
+    from syncvar.bootstrap.kv_store import MpiStore
+    from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.fork_cleanup import ExceptionHook
     from syncvar.core.settings import RuntimeConfig
@@ -50,11 +49,8 @@ _FREED_NBYTES = 31 << 20  # a little less than glibc's largest dynamic threshold
 def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool) -> ProcessContext:
     """Return the context of this process, which has joined its job.
 
-    Raises:
-        RendezvousError: Not all ranks came in time.
-        ConfigError: The environment or a setting is wrong, launchers contradict each other, or a
-            secret is missing.
-        UsageError: This process is a server, or another process is the rank.
+    Raise RendezvousError if not all ranks came in time, ConfigError if the environment or a setting
+    is wrong, and UsageError in a server or a process that is no rank.
     """
     from syncvar.core.settings import RuntimeConfig, doubtful_variables
 
@@ -79,7 +75,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
     secret: bytes | None = None
-    kv_store: MpiCards | None = None
+    kv_store: MpiStore | None = None
     if environment is not None and not config.uses_mpi:
         launcher_info(environ, environment)  # raises if another launcher contradicts
     elif environment is not None:
@@ -109,10 +105,10 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
 
 def _launcher_identity(
     config: RuntimeConfig, environ: Mapping[str, str]
-) -> tuple[LaunchInfo | None, MpiCards | None]:
+) -> tuple[LaunchInfo | None, MpiStore | None]:
     """Return what MPI or another launcher says about this process, and MPI's key-value store."""
     if config.uses_mpi:
-        from syncvar.bootstrap.mpi_rendezvous import join
+        from syncvar.bootstrap.kv_store import join
 
         kv_store = join(config, environ)
         return (None, None) if kv_store is None else (kv_store.info, kv_store)
@@ -135,8 +131,8 @@ def _wired(
     """Return the context of a rank with others: control channel, transport and shared memory."""
     import zmq
 
-    from syncvar.core.network import tcp_endpoint
-    from syncvar.transports.zeromq_control import ZeromqControl
+    from syncvar.transports.zeromq_links import ZeromqControl
+    from syncvar.transports.zeromq_sockets import tcp_endpoint
     from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
 
     _keep_freed_memory()

@@ -1,6 +1,7 @@
-"""`ProcessContext`.
+"""`ProcessContext`: one process's membership in one generation of a job, and all it owns for that.
 
-One process's membership in one generation of a job, and everything it owns for that.
+It begins with the handshake: the rank announces itself and its versions, and receives the members
+and their addresses. The launcher, or rank 0's process, decides; see `protocol/membership.py`.
 """
 
 from __future__ import annotations
@@ -8,17 +9,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from syncvar._native import runner_text, which
 from syncvar.algorithms.selection import parse_forced
-from syncvar.bootstrap.handshake import join_handshake
 from syncvar.core.environment import HostMap, RankEnvironment
-from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
+from syncvar.core.errors import (
+    HandshakeError,
+    PeerLost,
+    RendezvousError,
+    SyncvarError,
+    TransportError,
+    UsageError,
+)
 from syncvar.core.process_ids import rank_list
-from syncvar.protocol.control_messages import pack_message
+from syncvar.protocol.control_messages import Message, pack_message
+from syncvar.protocol.frame import PROTOCOL_VERSION
+from syncvar.protocol.membership import SETTING
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts
 from syncvar.runtime.p2p_endpoints import EndpointTable
@@ -40,18 +52,135 @@ if TYPE_CHECKING:
 _WORLD = 0
 _WORLD_OF_ONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
+_SCRIPT_NBYTES_MAX = 4 << 20
+# A rank that joins again may still receive news of its last generation.
+_OF_THE_LAST = ("leave_notice", "decision")
+
+
+def join_handshake(
+    environment: RankEnvironment,
+    config: RuntimeConfig,
+    transport: Transport,
+    control: Control,
+    generation: int,
+    without_shm: str,
+) -> Message:
+    """Announce this rank; open the transport and return the answer when all ranks have come."""
+    control.send(
+        pack_message(
+            "join",
+            rank=environment.rank,
+            job=environment.job_id,
+            generation=generation,
+            address=transport.address,
+            pid=os.getpid(),
+            host=environment.host,
+            about={
+                **compatibility_fields(config),
+                "shm": without_shm,
+                "host_index": environment.host_index,
+                "outside": transport.outside,
+            },
+        )
+    )
+    # The launcher decides when the handshake has failed; this limit only guards against a stuck
+    # launcher.
+    limit_s = config.rendezvous_timeout_s + 10.0
+    began, has_warned = time.monotonic(), False
+    deadline = began + limit_s
+    while True:
+        message: Message | None = control.receive()
+        if message is None:
+            now = time.monotonic()
+            if now > deadline:
+                raise RendezvousError(_no_answer(environment, control, limit_s))
+            if now - began >= config.missing_report_s and not has_warned:
+                has_warned = True
+                _warn_of_wait(environment, control, now - began)
+            transport.wait(min(1.0, deadline - time.monotonic()))
+        elif message["kind"] == "members":
+            transport.open(message["addresses"], message["generation"])
+            return message
+        elif message["kind"] == "refused":
+            if message["error"] == "HandshakeError":
+                raise HandshakeError(message["reason"])
+            raise RendezvousError(
+                f"rank {environment.rank} could not join: {message['reason']}", message["missing"]
+            )
+        elif message["kind"] == "abort":
+            raise PeerLost(
+                message["rank"],
+                message["host"],
+                message["reason"],
+                "while the ranks met",
+                status=next(iter(message["status"]), None),
+            )
+        elif message["kind"] not in _OF_THE_LAST:
+            raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
+
+
+def _warn_of_wait(environment: RankEnvironment, control: Control, waited_s: float) -> None:
+    """Log that this rank waits, unless another process on this host names the missing ranks."""
+    if control.keeper not in (None, environment.rank) and environment.local_rank == 0:
+        _log.warning(
+            "rank %d has waited %.0f s for the others at %s, where rank %d runs the rendezvous",
+            environment.rank,
+            waited_s,
+            environment.rendezvous,
+            control.keeper,
+        )
+
+
+def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -> str:
+    """Return the error text for a handshake without answer."""
+    rank, address = environment.rank, environment.rendezvous
+    if control.keeper is None:
+        return f"syncvar-launch did not answer rank {rank} at {address} within {limit_s:g} s"
+    hosts = f"{environment.host_count} host{'s' * (environment.host_count != 1)}"
+    return (
+        f"rank {control.keeper} did not answer rank {rank} at {address} within {limit_s:g} s: no "
+        "syncvar-launch started these ranks, so they meet in the process of rank "
+        f"{control.keeper}. Check that it runs, that this host reaches the address, and that all "
+        f"ranks have the same variables: rank {rank} reads from its own that "
+        f"{environment.world_size} ranks run on {hosts}, {environment.local_world_size} of them "
+        "on this one"
+    )
+
+
+def compatibility_fields(config: RuntimeConfig) -> dict[str, int | str]:
+    """Return versions, script and settings that must be equal on all ranks (some 50 us)."""
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "byte_order": sys.byteorder,
+        # Importing the package here would be circular.
+        "syncvar": sys.modules["syncvar"].__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "numpy": ".".join(np.__version__.split(".")[:2]),
+        "script": _script(),
+        **{SETTING + name: value for name, value in config.shared().items()},
+    }
+
+
+def _script() -> str:
+    """Return name and digest of the file that runs as `__main__`; empty if there is none."""
+    import hashlib  # imported late: it slows down importing the package
+
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not isinstance(path, str) or not os.path.isfile(path):  # a pipe has been read already
+        return ""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_SCRIPT_NBYTES_MAX)
+    except OSError:
+        return ""
+    return f"{os.path.basename(path)[:100]} {hashlib.blake2b(data, digest_size=4).hexdigest()}"
 
 
 class ProcessContext:
     """One process's membership in one generation of a job.
 
-    Args:
-        environment: Identity of this process; None for a world of one.
-        config: Deadlines and limits.
-        transport: Not yet opened; None for a world of one.
-        control: Channel to the launcher; None for a world of one.
-        generation: Version of the membership.
-        shm: Shared memory of this host, or the reason why there is none.
+    In a world of one `environment`, `transport` (not yet opened) and `control` are None. `shm` is
+    the shared memory of this host, or the reason why there is none.
     """
 
     def __init__(
@@ -98,39 +227,17 @@ class ProcessContext:
         self.shm: SharedSegment | None = None if isinstance(shm, str) else shm
         self.without_shm = shm if isinstance(shm, str) else ""
         self._forced = parse_forced(config.algorithm)
-        self._channels = (
-            None
-            if self.shm is None
-            else ChannelTable(
-                self.shm,
-                self.local_ranks,
-                reaches=config.single_copy == "auto",
-                runner=which(config.call_runner),
+        self._channels: ChannelTable | None = None
+        if self.shm is not None:
+            reaches, runner = config.single_copy == "auto", which(config.call_runner)
+            self._channels = ChannelTable(
+                self.shm, self.local_ranks, reaches=reaches, runner=runner
             )
-        )
         self.hosts = HostMap((self.world_size,))
         self._have_shm: frozenset[int] = frozenset()  # hosts on which all ranks have shared memory
         if transport is not None and control is not None:
             answer = join_handshake(me, config, transport, control, generation, self.without_shm)
-            self.hosts = HostMap.of_places(answer["host_indices"])
-            if self.hosts.ranks(self.host_index) != self.local_ranks:
-                raise RendezvousError(
-                    f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
-                    f"environment, and {rank_list(self.hosts.ranks(self.host_index))} by what the "
-                    "others say"
-                )
-            missing = {self.hosts.host_of(rank) for rank in answer["without_shm"]}
-            self._have_shm = frozenset(range(len(self.hosts.sizes))) - missing
-            without = {
-                rank: reason_of
-                for rank, reason_of in answer["without_shm"].items()
-                if rank in self.local_ranks
-            }
-            # One rank without shared memory disables it for its host.
-            if without and self.shm is not None:
-                self._release_shm()
-                rank, self.without_shm = next(iter(without.items()))
-                self.without_shm += f" (rank {rank})"
+            self._adopt(answer)
             self.engine = ProgressEngine(
                 self.recorder, transport, control, config, answer["hosts"], self.shm
             )
@@ -144,14 +251,30 @@ class ProcessContext:
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
         self.world = self.communicator(_WORLD, tuple(range(self.world_size)))
 
+    def _adopt(self, answer: Message) -> None:
+        """Take the hosts, and which of them share memory, from the answer of the handshake."""
+        self.hosts = HostMap.of_places(answer["host_indices"])
+        if self.hosts.ranks(self.host_index) != self.local_ranks:
+            raise RendezvousError(
+                f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
+                f"environment, and {rank_list(self.hosts.ranks(self.host_index))} by what the "
+                "others say"
+            )
+        missing = {self.hosts.host_of(rank) for rank in answer["without_shm"]}
+        self._have_shm = frozenset(range(len(self.hosts.sizes))) - missing
+        # One rank without shared memory disables it for its host.
+        without = [rank for rank in answer["without_shm"] if rank in self.local_ranks]
+        if without and self.shm is not None:
+            self._release_shm()
+            reason = answer["without_shm"][without[0]]
+            self.without_shm = f"{reason} (rank {without[0]})"
+
     @property
     def transport(self) -> str:
         """The data path between processes of this host, and why."""
-        between = (
-            f"; {self.config.between_hosts} between {self.host_count} hosts"
-            if self.host_count > 1
-            else ""
-        )
+        between = ""
+        if self.host_count > 1:
+            between = f"; {self.config.between_hosts} between {self.host_count} hosts"
         if self.shm is not None:
             return (
                 f"shared memory: {self.local_world_size} ranks of this host share "
@@ -174,12 +297,9 @@ class ProcessContext:
     def communicator(
         self, identity: int, members: tuple[int, ...], *, shares: bool = True
     ) -> Communicator:
-        """Create the communicator of a group; every member must use the same identity.
+        """Create the communicator of a group, whose members all use the same `identity`.
 
-        Args:
-            identity: Number of the group, the same on all members.
-            members: World ranks, in the group's order.
-            shares: Use shared memory if all members have it; else use links only.
+        If all members have shared memory, it uses that, unless `shares` is false.
         """
         channel = None
         if (
@@ -205,10 +325,7 @@ class ProcessContext:
         return created
 
     def _hosts_of(self, identity: int, members: tuple[int, ...]) -> GroupHosts | None:
-        """Return the hosts of a group that uses the segments of several hosts.
-
-        The same on all its ranks.
-        """
+        """Return the hosts of a group that uses the segments of several hosts; None for others."""
         sizes = self.hosts.blocks(members)
         if self.rank not in members or sizes is None or len(sizes) == 1 or max(sizes) == 1:
             return None
@@ -216,9 +333,8 @@ class ProcessContext:
             [rank for rank in members if self.hosts.host_of(rank) == host]
             for host in range(len(self.hosts.sizes))
         ]
-        if any(
-            len(ranks) > 1 and host not in self._have_shm for host, ranks in enumerate(on_hosts)
-        ):
+        shared = [host for host, ranks in enumerate(on_hosts) if len(ranks) > 1]
+        if not self._have_shm.issuperset(shared):
             return None
         mine = on_hosts[self.host_index]
         if len(mine) == 1 or self._channels is None:
@@ -259,14 +375,9 @@ class ProcessContext:
     ) -> None:
         """Leave the job.
 
-        Args:
-            orderly: Complete started calls, announce the end and flush; otherwise release
-                everything at once.
-            reason: Reason of a failure, for the flight record.
-            stack: Stack of the main thread, for the flight record; empty for the current one.
-
-        Raises:
-            SyncvarError: An asynchronous call that was not waited for had failed.
+        In order it completes started calls, announces the end and flushes; otherwise it releases
+        everything at once. `reason` and `stack` (empty for the current one) go to the flight
+        record. Raises the error of an asynchronous call that was not waited for.
         """
         if self.is_closed:
             return
@@ -291,13 +402,8 @@ class ProcessContext:
                     error = failed
         finally:
             engine.stop()
-            if (
-                self._control is not None
-                and self.is_rank_served
-                and not orderly
-                and engine.failure is None
-            ):
-                # a launcher would notice it by itself
+            is_unnoticed = self.is_rank_served and not orderly and engine.failure is None
+            if self._control is not None and is_unnoticed:  # a launcher notices it by itself
                 self._control.send(pack_message("process_failure", reason=reason))
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)

@@ -1,6 +1,6 @@
-"""The context of this process.
+"""The context of this process, and its rank, size and host.
 
-Created by `init` or by the first call that needs it, ended by `shutdown`.
+`init` or the first call that needs it creates the context, `shutdown` ends it.
 
 There is one context per process. Threads of an in-process test world have contexts of their own,
 bound by `use`.
@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from syncvar._native import entrance, message_entrance, note_change
-from syncvar.bootstrap.rank_process import environment_of
+from syncvar.core.environment import environment_of
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.exit_status import exit_error_text
 from syncvar.core.fork_cleanup import register_exit
@@ -151,9 +151,7 @@ def use(context: ProcessContext) -> Iterator[None]:
 def abandon(reason: str = "it ends with an error", stack: Sequence[StackFrame] = ()) -> None:
     """Leave the job at once, because this process is about to end with an error.
 
-    Args:
-        reason: The error, for the flight record.
-        stack: Stack of the main thread at the error, for the flight record.
+    `reason` and `stack`, of the main thread at the error, go to the flight record.
     """
     context = _state.default
     if context is not None and context.process == os.getpid():
@@ -167,10 +165,6 @@ def member(environ: MutableMapping[str, str]) -> Iterator[None]:
 
     For processes that live before and after they are a rank: actors of Ray, workers of Dask. A
     block that raises leaves the job at once.
-
-    Raises:
-        UsageError: This process is a rank already.
-        SyncvarError: An asynchronous call that was not waited for had failed.
     """
     with _state.lock:
         if _state.environ is not os.environ or (
@@ -235,3 +229,62 @@ def _at_exit() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+def rank() -> int:
+    """Return this process's rank in the world; 0 without a launcher.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.rank()
+        0
+    """
+    return current().rank
+
+
+def world_size() -> int:
+    """Return the number of ranks in the world; 1 without a launcher.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.world_size()
+        1
+    """
+    return current().world_size
+
+
+def local_rank() -> int:
+    """Return this process's rank among those of its host."""
+    return current().local_rank
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this host."""
+    return current().local_world_size
+
+
+def host_index() -> int:
+    """Return the index of this host, 0 for the first."""
+    return current().host_index
+
+
+def host_count() -> int:
+    """Return the number of hosts."""
+    return current().host_count
+
+
+def restart_count() -> int:
+    """Return how often this job's workers have been restarted; 0 in the first run.
+
+    Equal on all ranks.
+
+    `syncvar-launch --max-restarts` restarts all workers when one fails. So do torchrun, a requeue
+    of Slurm and a JobSet. Only checkpoints survive a restart. An Indexed Job of Kubernetes does not
+    count its restarts, so the number stays 0.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.restart_count()
+        0
+    """
+    return current().restarts

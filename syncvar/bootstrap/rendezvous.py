@@ -1,6 +1,6 @@
 """Rendezvous without syncvar-launch, for processes of another launcher or scheduler.
 
-The first rank of each host serves the shared memory, and rank 0 the rendezvous (`host_service`). On
+The first rank of each host serves the shared memory, and rank 0 the rendezvous (`HostService`). On
 one host all use unix sockets in a private folder, whose name follows from the launcher's variables.
 Between hosts they use TCP with a common secret: from the user, or drawn by rank 0 if the ranks
 share a private key-value store.
@@ -8,45 +8,225 @@ share a private key-value store.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import socket
+import sys
+import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.bootstrap.host_service import READY, HostService
-from syncvar.bootstrap.job_directory import MEETING, JobDirectory
+import zmq
+
+from syncvar.bootstrap.job_private import MEETING, JobDirectory
 from syncvar.bootstrap.kv_store import FolderStore, ProcessManager
-from syncvar.bootstrap.launch_env.base import ADDRESS, PMI
-from syncvar.bootstrap.launch_env.rank_placement import assume_equal_hosts
+from syncvar.bootstrap.launch_env import ADDRESS, PMI, assume_equal_hosts
+from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
-from syncvar.core.fork_cleanup import unregister_exit
-from syncvar.core.network import address_towards, address_towards_any, resolve_host, tcp_endpoint
+from syncvar.core.exit_status import exit_error_text, is_failing
+from syncvar.core.fork_cleanup import register_exit, unregister_exit
 from syncvar.protocol.auth_keys import KEY_BYTES
+from syncvar.shm.fd_passing import FdServer, fd_socket_path
+from syncvar.shm.host_limits import core_quota
+from syncvar.shm.segment_file import CreatedSegment, create, unsupported_machine
+from syncvar.transports.zeromq_sockets import (
+    address_towards,
+    address_towards_any,
+    resolve_host,
+    tcp_endpoint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from syncvar.bootstrap.kv_store import KeyValueStore
-    from syncvar.bootstrap.launch_env.base import LaunchInfo
+    from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.settings import RuntimeConfig
 
 _log = logging.getLogger("syncvar")
-_PAUSE_S = 0.02
 _met: dict[LaunchInfo, Met] = {}  # kept, because a process joins again after `shutdown`
 _hosts: list[HostService] = []
 
+READY = "ready"  # file in the private folder that says that the services are up
+_PAUSE_S = 0.02
+_LOOK_MS = 200
+_ENDED = "its process ended without leaving"
+
+
+class HostService:
+    """The services of a host's first rank: shared memory and, on rank 0, the rendezvous (`store`).
+
+    They run in a thread until `end`, which also runs when the process ends. The system may choose
+    the port of `endpoint`. Rank 0 removes `kv_store` when all ranks have come.
+    """
+
+    def __init__(
+        self,
+        directory: JobDirectory,
+        info: LaunchInfo,
+        endpoint: str,
+        config: RuntimeConfig,
+        job_id: str,
+        secret: bytes | None,
+        kv_store: KeyValueStore | None,
+    ) -> None:
+        self._directory = directory
+        self._info = info
+        self._config = config
+        self._kv_store = kv_store
+        self._process = os.getpid()
+        self._pidfds: dict[int, int] = {}  # descriptor -> rank
+        self._watched: set[int] = set()
+        self._ends = threading.Event()
+        self._handing: FdServer | None = None
+        self._thread: threading.Thread | None = None
+        self.store: RendezvousServer | None = None
+        umask = os.umask(0o077)
+        try:
+            if info.rank == 0:
+                from syncvar.transports.curve import link_keys
+
+                is_open = secret is None or config.encryption == "off"
+                keys = None if secret is None or is_open else link_keys(secret, job_id)
+                self.store = RendezvousServer(endpoint, info.world_size, job_id, config, keys=keys)
+            if info.local_world_size > 1 and config.shares_memory:
+                self._handing = FdServer(
+                    fd_socket_path(str(directory.path)), job_id, info.local_world_size, self._make
+                )
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.umask(umask)
+        # Without services there is no thread: polling nothing would not wait, and take the GIL
+        # from calls.
+        if self.store is not None or self._handing is not None:
+            self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
+            self._thread.start()
+        (directory.path / READY).touch()
+        register_exit(self.end)  # registered before the context's, so it runs after it
+
+    def end(self, patience_s: float | None = None) -> None:
+        """Serve until the others have left, for `patience_s` at most; a failing rank informs them.
+
+        None is the default at the end of a process.
+        """
+        if os.getpid() != self._process:
+            return
+        if self.store is not None:
+            if patience_s is None:
+                patience_s = 0.0 if is_failing() else self._config.rendezvous_timeout_s
+            until = time.monotonic() + patience_s
+            while time.monotonic() < until and self._others(self.store):
+                time.sleep(_PAUSE_S)
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._close()
+
+    def _others(self, store: RendezvousServer) -> set[int]:
+        """Return the other ranks that have joined, and have neither left nor failed."""
+        coordinator = store.coordinator
+        return (
+            set(coordinator.handshake.members)
+            - {self._info.rank}
+            - set(coordinator.left)
+            - set(coordinator.failed_ranks)
+            - coordinator.lost
+        )
+
+    def _serve(self) -> None:
+        store, handing = self.store, self._handing
+        while not self._ends.is_set():
+            poller = zmq.Poller()
+            if store is not None:
+                poller.register(store.socket, zmq.POLLIN)
+            handed = handing.descriptors() if handing is not None else []
+            for descriptor in (*handed, *self._pidfds):
+                poller.register(descriptor, zmq.POLLIN)
+            ready = [item for item, _ in poller.poll(_LOOK_MS)]
+            if store is not None:
+                self._serve_rendezvous(
+                    store, [item for item in ready if item in self._pidfds], time.monotonic()
+                )
+            if handing is not None:
+                for item in ready:
+                    if isinstance(item, int) and item in handed:
+                        handing.readable(item)
+                _warn(handing.take_messages())
+
+    def _serve_rendezvous(self, store: RendezvousServer, ended: list[int], now: float) -> None:
+        """Handle messages of the rendezvous and ended processes; `ended` are descriptors."""
+        store.serve(now)
+        coordinator = store.coordinator
+        for rank, member in coordinator.handshake.members.items():
+            is_other = member.host_index == self._info.host_index and rank != self._info.rank
+            if is_other and member.pid not in self._watched:  # no launcher watches them
+                self._watched.add(member.pid)
+                with contextlib.suppress(OSError):
+                    self._pidfds[os.pidfd_open(member.pid)] = rank
+        if (
+            self._kv_store is not None
+            and len(coordinator.handshake.members) == self._info.world_size
+        ):
+            self._kv_store.remove()
+            self._kv_store = None
+        # No link reports these during the handshake, or after this rank has left.
+        for rank, reason in store.take_lost(now).items():
+            is_member = rank in coordinator.handshake.members and rank not in coordinator.left
+            if rank != self._info.rank and (
+                is_member or rank in coordinator.next_handshake.members
+            ):
+                store.ended(rank, reason, now)
+        for descriptor in ended:
+            rank = self._pidfds.pop(descriptor)
+            os.close(descriptor)
+            if rank not in coordinator.left:
+                if self._handing is not None:
+                    self._handing.abort()
+                store.ended(rank, _ENDED, now)
+        if coordinator.broken_by is not None and self._handing is not None:
+            self._handing.abort(coordinator.handshake.generation)
+        _warn(store.take_messages())
+
+    def _make(self, generation: int) -> tuple[CreatedSegment | None, str]:
+        reason = unsupported_machine(os.uname().machine)
+        if reason:
+            return None, reason
+        cores = min(len(os.sched_getaffinity(0)), core_quota() or sys.maxsize)
+        size, folder = self._info.local_world_size, str(self._directory.path)
+        host = self._info.host_index
+        return create(self._config.shm_bytes, size, cores, generation, folder, host)
+
+    def _close(self) -> None:
+        if self.store is not None:
+            linger_s = 0.0
+            # Inform them before the server closes.
+            if self._ends.is_set() and self._others(self.store):
+                self.store.ended(self._info.rank, exit_error_text() or _ENDED, time.monotonic())
+                linger_s = self._config.shutdown_timeout_s
+            self.store.close(linger_s)
+        if self._handing is not None:
+            self._handing.close()
+        for descriptor in self._pidfds:
+            os.close(descriptor)
+        self._pidfds.clear()
+        if self._kv_store is not None:
+            self._kv_store.remove()
+        self._directory.remove()
+
+
+def _warn(sentences: list[str]) -> None:
+    for sentence in sentences:
+        _log.warning("%s", sentence)
+
 
 class Met(NamedTuple):
-    """Identity of a process and the secret of its job.
-
-    Args:
-        environment: The variables that syncvar-launch would have set.
-        secret: Secret of the job; None without one.
-    """
+    """The variables that syncvar-launch would have set, and the secret of the job, if any."""
 
     environment: RankEnvironment
     secret: bytes | None
@@ -61,12 +241,8 @@ def meet(
 ) -> Met:
     """Return the identity of this process; start the services that syncvar-launch would provide.
 
-    Args:
-        info: What the launcher says.
-        config: Deadlines and limits.
-        environ: Environment variables: XDG_RUNTIME_DIR, TMPDIR, HOME.
-        secret: Secret from the user; None without one.
-        kv_store: Key-value store, if it is neither the process manager nor a folder.
+    `environ` is read for XDG_RUNTIME_DIR, TMPDIR and HOME. `secret` is that of the user, if any.
+    `kv_store` is one that is neither the process manager nor a folder.
 
     Raises:
         ConfigError: Several hosts have no secret, or another job has the same variables.
@@ -78,11 +254,7 @@ def meet(
 
 
 def leave(patience_s: float) -> None:
-    """End the services of this process now, instead of at its end.
-
-    Args:
-        patience_s: Longest wait until the others have left, in seconds; 0 if this rank has failed.
-    """
+    """End the services of this process now, instead of at its end; `patience_s` as for `end`."""
     _met.clear()
     while _hosts:
         host = _hosts.pop()
@@ -166,11 +338,10 @@ class _Rendezvous:
             self.secret = None if self.config.encryption == "off" else os.urandom(KEY_BYTES)
             text = "none" if self.secret is None else self.secret.hex()
         nonce = os.urandom(8).hex()
-        address = (
-            resolve_host(info.address, self.config.rendezvous_timeout_s)
-            if info.address
-            else address_towards_any(names)
-        )
+        if info.address:
+            address = resolve_host(info.address, self.config.rendezvous_timeout_s)
+        else:
+            address = address_towards_any(names)
         self._agree(address, nonce)
         met = self._begin(tcp_endpoint(address, "*"), kv_store)
         kv_store.put("meet", f"{met.environment.rendezvous} {nonce} {text}")
@@ -179,16 +350,12 @@ class _Rendezvous:
         return met
 
     def _walk(self, kv_store: KeyValueStore) -> list[str]:
-        """Read the entries of all hosts.
-
-        Set this host's index, and return the names of the other hosts.
-        """
+        """Read the entries of all hosts; set this host's index and return the others' names."""
         info, names = self.info, []
         first = index = count = 0
         while first < info.world_size:
-            size, _, name = kv_store.read(
-                f"host-{first}", f"rank {first}, the first of its host,"
-            ).partition(" ")
+            owner = f"rank {first}, the first of its host,"
+            size, _, name = kv_store.read(f"host-{first}", owner).partition(" ")
             if first == info.rank - info.local_rank:
                 index = count
                 if name != self.name:
@@ -211,28 +378,20 @@ class _Rendezvous:
     def _begin(self, endpoint: str, kv_store: KeyValueStore | None = None) -> Met:
         """Start the services on the first rank of a host; on other ranks, wait for them.
 
-        Args:
-            endpoint: Address of the rendezvous server; empty on one host.
-            kv_store: Key-value store that rank 0 removes when all ranks have come.
+        `endpoint` is the address of the rendezvous server, empty on one host.
         """
         info, secret = self.info, self.secret
         job = repr((info.address, info.port, info.run, info.world_size))
-        name = (
-            MEETING
-            + hashlib.blake2b(
-                f"{job} {info.rank - info.local_rank}".encode(), digest_size=4, key=secret or b""
-            ).hexdigest()
-        )
-        job_id = hashlib.blake2b(job.encode(), digest_size=16, key=secret or b"").hexdigest()
+        key, here = secret or b"", f"{job} {info.rank - info.local_rank}"
+        name = MEETING + hashlib.blake2b(here.encode(), digest_size=4, key=key).hexdigest()
+        job_id = hashlib.blake2b(job.encode(), digest_size=16, key=key).hexdigest()
         if info.local_rank == 0:
             directory = JobDirectory(self.environ, name)
             endpoint = endpoint or f"ipc://{directory.path}/store"
             host = HostService(directory, info, endpoint, self.config, job_id, secret, kv_store)
             _hosts.append(host)
-            path, endpoint = (
-                directory.path,
-                host.store.endpoint if host.store is not None else endpoint,
-            )
+            path = directory.path
+            endpoint = endpoint if host.store is None else host.store.endpoint
         else:
             path = self._await_directory(name)
             endpoint = endpoint or f"ipc://{path}/store"

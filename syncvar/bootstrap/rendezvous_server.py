@@ -1,6 +1,6 @@
 """The server end of the control channels: one ROUTER socket and a coordinator. Imports no NumPy.
 
-The launcher runs it; without a launcher, rank 0's process does (`host_service`).
+The launcher runs it; without a launcher, rank 0's process does (`HostService`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from syncvar.protocol.control_messages import Message, pack_message, parse_messa
 from syncvar.protocol.coordinator import AbortJob, Action, Coordinator, ShowMessage, Unresponsive
 from syncvar.protocol.frame import CONTROL_NBYTES_MAX
 from syncvar.protocol.server_directory import ServerTable
-from syncvar.transports.zeromq_control import parse_control_identity
-from syncvar.transports.zeromq_links import Connections
+from syncvar.transports.zeromq_links import Connections, parse_control_identity
 from syncvar.transports.zeromq_sockets import (
     bound_messages,
     look_for_silence,
@@ -78,11 +77,9 @@ class RendezvousServer:
             if endpoint.startswith("tcp://"):
                 self._listen_to_hosts(endpoint, config, keys)
             self.socket.bind(endpoint)
-            self.endpoint = (
-                endpoint
-                if not endpoint.endswith(":*")
-                else self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            )
+            self.endpoint = endpoint
+            if endpoint.endswith(":*"):
+                self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             if self._connections.gate is not None:
                 self._connections.gate.guard(self.endpoint)
         except zmq.ZMQError as error:
@@ -124,9 +121,9 @@ class RendezvousServer:
             for peer in self._asking:
                 self._send_servers(peer)
 
-    def ended(self, rank: int, reason: str, now: float) -> None:
-        """Inform the other ranks that a rank ended with an error."""
-        self._carry_out(self.coordinator.ended(rank, reason, now))
+    def ended(self, rank: int, reason: str, now: float, status: int | None = None) -> None:
+        """Inform the other ranks that a rank ended with an error, and with this status if known."""
+        self._carry_out(self.coordinator.ended(rank, reason, now, status))
 
     def fence_rank(self, rank: int, reason: str, now: float) -> None:
         """Inform all ranks, including itself, that a rank counts as failed."""
@@ -137,10 +134,7 @@ class RendezvousServer:
         self._carry_out(self.coordinator.finished(rank, now))
 
     def take_lost(self, now: float) -> dict[int, str]:
-        """Return ranks whose channel has closed since the last call, with reasons.
-
-        Handles their messages first.
-        """
+        """Handle messages; return ranks whose channel has closed since the last call, and why."""
         self._note_closed()
         if not self._closed:
             return {}
@@ -217,7 +211,7 @@ class RendezvousServer:
         )
 
     def _send_servers(self, peer: bytes) -> None:
-        self._send(peer, self.servers.told(self._asking[peer]))
+        self._send(peer, self.servers.message_for(self._asking[peer]))
 
     def _send(self, peer: bytes, data: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):
@@ -236,9 +230,8 @@ class RendezvousServer:
                 )
                 self.coordinator.stalls.record_silent(action.rank, words)
                 location = self.place(action.rank)
-                self.messages.append(
-                    f"rank {action.rank}: {words}" + (f", {location}" if location else "")
-                )
+                text = f"rank {action.rank}: {words}"
+                self.messages.append(f"{text}, {location}" if location else text)
             elif isinstance(action, AbortJob):
                 reason = self._with_absent(action.reason, action.absent)
                 self.failure = self.failure or action._replace(reason=reason)

@@ -18,11 +18,7 @@ _LENGTH_BYTES = 8  # prefix of the packed path
 
 
 def command_of(module: str) -> list[str]:
-    """Return the start of a command line that imports a module and calls its `main`.
-
-    Args:
-        module: Name of a module of this package, or of the launcher.
-    """
+    """Return the start of a command line that imports a module and calls its `main`."""
     return [sys.executable, os.path.abspath(__file__), module]
 
 
@@ -38,12 +34,9 @@ def pack_path() -> bytes:
 
 
 def adopt_path(descriptor: int) -> None:
-    """Use the module path of the caller of `sv.run`.
+    """Use the module path of the caller of `sv.run`, from a file that begins with `pack_path()`.
 
-    Another interpreter searches its own folders first.
-
-    Args:
-        descriptor: File that begins with the result of `pack_path`. Its position stays.
+    Another interpreter searches its own folders first. The position of the file stays.
     """
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     executable, *folders = os.fsdecode(os.pread(descriptor, length, _LENGTH_BYTES)).split("\0")

@@ -25,8 +25,8 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from syncvar.bootstrap.rank_process import claim_rank
 from syncvar.core import stack_dump
+from syncvar.core.environment import claim_rank
 from syncvar.core.exit_status import StatusPipe, error_exit_code, set_status_pipe
 from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.core.process_ids import server_number
@@ -75,22 +75,21 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
                 )
     word.announce_start()
     # Registered first, so it runs last, after the user's handlers and shutdown.
-    register_exit(word.goodbye)
+    register_exit(word.announce_end)
     try:
         _settled(run or _run)
     except SystemExit as request:
         if os.getpid() == process:
             failure = failure_of(request)
             _let_go(f"SystemExit: {failure.message}", request)
-            word.failed(
-                "SystemExit",
+            message, text, written = (
                 failure.message,
                 failure.text,
-                failure.exit_code,
-                written=f"{failure.text}\n" if failure.text else "",
+                failure.text and f"{failure.text}\n",
             )
+            word.failed("SystemExit", message, text, failure.exit_code, written=written)
             if isinstance(request.code, int) and failure.text:
-                sys.stderr.write(f"{failure.text}\n")
+                sys.stderr.write(written)
                 raise SystemExit(failure.exit_code) from None
         raise
     except BaseException as error:  # noqa: BLE001  (the last frame that sees it)
@@ -114,12 +113,9 @@ def _settled(run: Callable[[list[str]], None]) -> None:
 def add_folder(arguments: list[str]) -> None:
     """Put the folder of a script or module on the module path, as Python does."""
     if not sys.flags.safe_path:  # not with PYTHONSAFEPATH
-        sys.path.insert(
-            0,
-            os.getcwd()
-            if arguments[0] == "-m"
-            else os.path.dirname(os.path.realpath(arguments[0])),
-        )
+        is_module = arguments[0] == "-m"
+        script = os.path.realpath(arguments[0])
+        sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(script))
 
 
 def _run(arguments: list[str]) -> None:
@@ -201,12 +197,8 @@ def _let_go(reason: str, error: BaseException) -> None:
 class WorkerFailure(NamedTuple):
     """An exception as it affects the process that it ends.
 
-    Args:
-        error: Name of the exception.
-        message: Its text.
-        text: Traceback for the author of the script.
-        brief: Traceback with frames of syncvar folded.
-        exit_code: Exit code of the process.
+    `text` is the traceback for the author of the script; in `brief` the frames of syncvar are
+    folded.
     """
 
     error: str
@@ -224,12 +216,10 @@ def failure_of(error: BaseException) -> WorkerFailure:
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
         status = code & 0xFF
         if code and not status:
-            status, text = (
-                1,
-                (
-                    f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number "
-                    "are 0; it counts as 1. Use 1 to 255"
-                ),
+            status = 1
+            text = (
+                f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are "
+                "0; it counts as 1. Use 1 to 255"
             )
         return WorkerFailure(name, str(error.code), text, text, status)
     code = 130 if isinstance(error, KeyboardInterrupt) else error_exit_code(error)
@@ -274,14 +264,9 @@ def _call_hook(error: BaseException) -> None:
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of syncvar before those of the script."""
-    first = trace
-    while (
-        first is not None
-        and first.tb_next is not None
-        and _is_around(first.tb_frame.f_code.co_filename)
-    ):
-        first = first.tb_next
-    return first
+    while trace and trace.tb_next and _is_around(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -289,9 +274,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _traceback_texts(error: BaseException) -> tuple[str, str]:
-    """Return the traceback for the user, without surrounding frames of syncvar.
-
-    And with inner ones folded.
+    """Return the traceback without outer frames of syncvar, and the same with inner ones folded.
 
     Outer frames of the package and of runpy always go. Inner frames of the package go for errors
     about the user's call. Those of an InternalError stay, because a bug report needs them.
@@ -325,11 +308,9 @@ def _folded(stack: traceback.StackSummary) -> traceback.StackSummary:
     frames: list[traceback.FrameSummary] = []
     for is_ours, run in itertools.groupby(stack[:-1], lambda frame: _is_inside(frame.filename)):
         together = list(run)
-        frames += (
-            [traceback.FrameSummary(_MARK, len(together), "folded", line="")]
-            if is_ours
-            else together
-        )
+        if is_ours:
+            together = [traceback.FrameSummary(_MARK, len(together), "folded", line="")]
+        frames += together
     return traceback.StackSummary.from_list([*frames, *stack[-1:]])
 
 

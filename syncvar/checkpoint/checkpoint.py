@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from syncvar.checkpoint.checkpoint_format import Label, checked_path
@@ -212,16 +213,14 @@ class CheckpointCore:
             return
         prefix = waiting.options.prefix
         found = [leaf for name, value in self.objects.items() for leaf in self._walk(name, value)]
-        collected = sort_leaves(found, _default, prefix=prefix, only=waiting.keys)
-        if not collected.leaves and collected.on_servers is None:
+        content = sort_leaves(found, _default, prefix=prefix, only=waiting.keys)
+        if not content.leaves and content.on_servers is None:
             return
-        group = (
-            None if collected.on_servers is None and is_local(collected.leaves) else collected.group
-        )
+        group = None if content.on_servers is None and is_local(content.leaves) else content.group
         with outside_scopes():
-            self._restored(collected, group, waiting.path, None, waiting.options)
-        server_leaves = [] if collected.on_servers is None else collected.on_servers.leaves()
-        restored = [*collected.leaves, *server_leaves]
+            self._restored(content, group, waiting.path, None, waiting.options)
+        server_leaves = [] if content.on_servers is None else content.on_servers.leaves()
+        restored = [*content.leaves, *server_leaves]
         waiting.keys.difference_update(prefix + leaf.key for leaf in restored)
 
     def follow(self, key: str, value: Any) -> None:
@@ -259,8 +258,8 @@ class CheckpointCore:
         above = (*above, ident, id(self))
         if nested is not None:
             for name, inner in nested.objects.items():
-                put = nested.replacer(name)
-                yield from self._walk(f"{key}/{name}", inner, above, put)
+                replace = partial(nested.objects.__setitem__, name)
+                yield from self._walk(f"{key}/{name}", inner, above, replace)
         elif is_nested(value):
             for name, inner in _items(value):
                 yield from self._walk(f"{key}/{name}", inner, above, _refuse)
@@ -272,16 +271,8 @@ class CheckpointCore:
         elif isinstance(value, ServerVariable):
             yield ServerVariableLeaf(key, value)
         else:
-            put = self.replacer(key) if replace is None else replace
+            put = replace or partial(self.objects.__setitem__, key)
             yield leaf_of(key, value, None if put is _refuse else put)
-
-    def replacer(self, name: str) -> Callable[[Any], None]:
-        """Return the function that replaces plain data under a name."""
-
-        def replace(state: Any) -> None:
-            self.objects[name] = state
-
-        return replace
 
 
 def core_of(value: Any) -> CheckpointCore | None:

@@ -82,6 +82,15 @@ class Disk:
         return room.f_bavail * room.f_frsize
 
 
+@contextlib.contextmanager
+def _reported(failure: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that begins with `failure`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{failure}: {error.strerror}") from error
+
+
 class CheckpointFolder:
     """An open folder; it opens files relative to its descriptor and follows no links."""
 
@@ -145,12 +154,8 @@ class CheckpointFolder:
 
     def require_room(self, nbytes: int) -> None:
         """Raise CheckpointError unless so many bytes can be written."""
-        try:
+        with _reported(f"cannot read the free space of {self.path}"):
             free = Disk.free_bytes(self._descriptor)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read the free space of {self.path}: {error.strerror}"
-            ) from error
         if free < nbytes * _SLACK:
             raise CheckpointError(
                 f"{self.path} has room for {free} bytes, the checkpoint takes {nbytes}: free some "
@@ -159,10 +164,8 @@ class CheckpointFolder:
 
     def names(self) -> list[str]:
         """Return the names in the folder, sorted."""
-        try:
+        with _reported(f"{self.path} cannot be listed"):
             return sorted(os.listdir(self._descriptor))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be listed: {error.strerror}") from error
 
     def has(self, name: str) -> bool:
         """Return whether a file of this name exists."""
@@ -218,10 +221,8 @@ class CheckpointFolder:
 
     def sync(self) -> None:
         """Wait until the names in the folder are on disk."""
-        try:
+        with _reported(f"cannot sync {self.path}"):
             Disk.sync_folder(self._descriptor)
-        except OSError as error:
-            raise CheckpointError(f"cannot sync {self.path}: {error.strerror}") from error
 
     def sweep(self, identity: str | None) -> None:
         """Remove unfinished files and shards of other checkpoints than the committed `identity`."""
@@ -310,13 +311,9 @@ class FolderLock:
 
 def _locked(path: str, activity: str) -> int:
     while True:
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with _reported(f"cannot lock {os.path.dirname(path)}"):
             descriptor = os.open(path, flags, REQUESTED)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot lock {os.path.dirname(path)}: {error.strerror}"
-            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder may have removed the file between our open and our lock: try again.
@@ -366,7 +363,6 @@ def _read(descriptor: int) -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Return the start time of a process, since process ids are reused."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -29,7 +29,7 @@ from syncvar.checkpoint.checkpoint_format import (
 from syncvar.checkpoint.checkpoint_reader import StepFolders, best_of, removable
 from syncvar.checkpoint.folder import CheckpointFolder, FolderLock, make_folder
 from syncvar.checkpoint.restore import RestoreOptions
-from syncvar.checkpoint.save import checked_metric
+from syncvar.checkpoint.save import SINGLE_RANK_ADVICE, checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
 from syncvar.collectives.all_reduce import reduce_request
@@ -310,9 +310,7 @@ class CheckpointManager(MigrationHintsMixin):
             following = found[-1].step + 1 if found else 0
             return [self.directory, step, None if rated is None else repr(rated), following]
 
-        communicator.require_all(
-            "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
-        )
+        communicator.require_all("saving a checkpoint", SINGLE_RANK_ADVICE)
         everyone = gather(communicator, "checkpoint step", describe, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             saves = zip(communicator.members, everyone, strict=True)
@@ -336,12 +334,11 @@ class CheckpointManager(MigrationHintsMixin):
             if is_first:
                 self._folders.forget(agreed)
                 self._warn_of_going_back(agreed)
-                self._remove_superfluous()
+                for retained in removable(self._folders.committed(), self._keep, self._best):
+                    self._remove(retained.step)
 
-        path = self._folders.path(agreed)
-        return self._core.save(
-            path, label, timeout, async_op=async_op, guard=self._hold, after=after
-        )
+        at = self._folders.path(agreed)
+        return self._core.save(at, label, timeout, async_op=async_op, guard=self._hold, after=after)
 
     def _finish_pending(self) -> None:
         with outside_scopes():
@@ -373,10 +370,6 @@ class CheckpointManager(MigrationHintsMixin):
                 step = step_of(name)
                 if step is not None and step not in committed:
                     self._remove(step)
-
-    def _remove_superfluous(self) -> None:
-        for retained in removable(self._folders.committed(), self._keep, self._best):
-            self._remove(retained.step)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint, its manifest first, so that no one sees a part. Other files stay."""
@@ -490,13 +483,11 @@ class CheckpointManager(MigrationHintsMixin):
         if not self._must_stop and self._checks % self._check_every == 0:
             pending = self._core.pending
             is_writing = pending is not None and not pending.done()
-            must_stop, somebody_writes = int(self._stop_notice.is_requested), int(is_writing)
+            must_stop, some_write = int(self._stop_notice.is_requested), int(is_writing)
             if not isinstance(communicator, SoloGroup):
-                must_stop, somebody_writes = _most(
-                    communicator, [must_stop, somebody_writes], timeout
-                )
+                must_stop, some_write = _most(communicator, [must_stop, some_write], timeout)
             self._must_stop = bool(must_stop)
-            if pending is not None and not somebody_writes:
+            if pending is not None and not some_write:
                 self._core.finish_pending()
         return self._must_stop
 
@@ -537,7 +528,6 @@ class CheckpointManager(MigrationHintsMixin):
 
 
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:
-    """Return the element-wise maximum over the ranks."""
     flags = np.array(mine, np.uint8)
     largest: list[int] = communicator.perform(
         "should_stop",

@@ -350,9 +350,7 @@ def _restore_servers(
         path = record["path"] = where() if callable(where) else where
         if path is not None:
             staged, found = stage_leaves(leaves, group, path, options)
-            own = {
-                leaf.key: data for leaf in leaves if (data := getattr(leaf, "worker_states", None))
-            }
+            own = {one.key: data for one in leaves if (data := getattr(one, "worker_states", None))}
             record |= {"identity": found.identity, "left": sorted(found.left), "own": own}
             record["pushes"] = found.pushes
             for leaf, value in staged:

@@ -68,6 +68,9 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.checkpoint_format import Label
     from syncvar.checkpoint.trackables import Leaf, Together
 
+SINGLE_RANK_ADVICE = (
+    "let one rank write alone: sv.save(path, …)"  # advice for a group that is not whole
+)
 _CHUNK = 1 << 20  # bytes that are digested and written while they are in the cache
 _NOTHING = "nothing was saved, and the previous checkpoint is unchanged"
 _log = logging.getLogger("syncvar")
@@ -92,11 +95,8 @@ class SaveOperation:
         timeout: float | None,
         guard: Callable[[], None] | None = None,
     ) -> None:
-        communicator.require_all(
-            "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
-        )
-        self.path = path
-        self._label = label
+        communicator.require_all("saving a checkpoint", SINGLE_RANK_ADVICE)
+        self.path, self._label = path, label
         self.pushes: dict[int, int] = {}
         # A worker that saves alone need not be initialized.
         self._context = None if isinstance(communicator, SoloGroup) else current()
@@ -255,9 +255,7 @@ class SaveOperation:
                 f"save(…, async_op=True) before sv.shutdown()"
             )
         communicator = self._communicator
-        communicator.require_all(
-            "committing a checkpoint", "let one rank write alone: sv.save(path, …)"
-        )
+        communicator.require_all("committing a checkpoint", SINGLE_RANK_ADVICE)
         timeout = self._timeout if timeout is None else timeout
         mine = written if isinstance(written, CheckpointError) else None
         result = [None, written] if mine is None else [failure_of(mine), None]
@@ -320,11 +318,8 @@ class SaveOperation:
                 folder.remove(name)
 
     def _write_manifest(self, written: list[Any]) -> None:
-        shards = {
-            rank: shard
-            for rank, one in enumerate(written)
-            if (shard := shard_of(one[0])) is not None
-        }
+        found = enumerate(shard_of(one[0]) for one in written)
+        shards = {rank: shard for rank, shard in found if shard is not None}
         entries = entries_of(self._layout, [one[1] for one in written])
         size = self._communicator.size
         manifest = Manifest(self._identity, size, self._label, shards, entries, self.pushes)
@@ -418,8 +413,7 @@ class PendingSave:
     def __init__(
         self, saving: SaveOperation | ChiefSave, rank: int, after: Callable[[], None] | None = None
     ) -> None:
-        self._saving = saving
-        self._after = after
+        self._saving, self._after = saving, after
         self._written: list[list[Any] | CheckpointError] = []
         self._path: str | None = None
         self._error: BaseException | None = None
@@ -493,7 +487,6 @@ class PendingSave:
 
 
 def _give_up(saving: SaveOperation | ChiefSave, thread: threading.Thread, process: int) -> None:
-    """Remove the files of a save without a commit."""
     if os.getpid() != process:
         return
     thread.join()

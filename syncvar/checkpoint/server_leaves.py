@@ -208,7 +208,6 @@ class _ArrayLeaf:
         return LeafHeader("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
 
     def snapshot(self) -> NDArray[Any]:
-        """Return the value in the snapshot."""
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
@@ -223,11 +222,11 @@ class _ArrayLeaf:
         return read(stored)
 
     def now(self) -> Any:
-        """Return None: `OnServers.give_back` changes it last, in one transaction."""
+        """Return None: `ServerLeaves.give_back` changes it last, in one transaction."""
         return None
 
     def put(self, staged: Any) -> None:
-        """Note the new value for `OnServers.give_back`."""
+        """Note the new value for `ServerLeaves.give_back`."""
         self.array = staged
 
 
@@ -240,7 +239,6 @@ class _IterationsLeaf(_ArrayLeaf):
         self.worker_states: list[Any] = []
 
     def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
-        """Return the number, on every rank."""
         del communicator
         require_kind(self.key, entry, "variable", "the iterations of an optimizer")
         stored = entry.choose(self.key, 0, 1, policy, own=False)
@@ -250,15 +248,12 @@ class _IterationsLeaf(_ArrayLeaf):
         return self.worker_states[0]
 
     def accept(self, data: Any) -> Any:
-        """Return the number that rank 0 has recorded."""
         return data
 
     def now(self) -> Any:
-        """Return the number of this worker's steps."""
         return self._optimizer.iterations
 
     def put(self, staged: Any) -> None:
-        """Set the number of this worker's steps."""
         remote = self._optimizer.remote_step
         assert remote is not None, "it steps server-side variables"
         remote.steps = staged
@@ -266,18 +261,17 @@ class _IterationsLeaf(_ArrayLeaf):
 
 
 class ServerVariableLeaf(NamedTuple):
-    """A server-side variable and its key, before `sorted_out`."""
+    """A server-side variable and its key, before `sort_leaves`."""
 
     key: str
     variable: ServerVariable
 
 
 class ServerOptimizerLeaf:
-    """An optimizer and its key, before `sorted_out`."""
+    """An optimizer and its key, before `sort_leaves`."""
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
-        self.key = key
-        self.optimizer = optimizer
+        self.key, self.optimizer = key, optimizer
 
     @property
     def rule(self) -> RuleKey:
@@ -398,9 +392,7 @@ class ServerLeaves:
             slots: dict[RuleKey, ShardSlots] = {}
             for stepper in self._steppers:
                 leaves = self._slots[stepper.key, self._keys[id(variable)]]
-                arrays = {
-                    name: slot.array for name, slot in leaves.items() if slot.array is not None
-                }
+                arrays = {name: one.array for name, one in leaves.items() if one.array is not None}
                 steps = arrays.pop(_STEPS, None)
                 if arrays or steps is not None:
                     count = max(1, stepper.optimizer.iterations if steps is None else int(steps))
@@ -435,12 +427,12 @@ def snapshot_for_file(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes its own file (`sv.save`)."""
-    steppers = [
+    pairs = [
         (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.remote_step is not None
     ]
-    steppers = [(one, leaf) for one, leaf in steppers if leaf.is_supported]
+    pairs = [(one, leaf) for one, leaf in pairs if leaf.is_supported]
     found = {id(one): one for one in variables}
-    for one, _ in steppers:
+    for one, _ in pairs:
         assert one.remote_step is not None
         found |= {
             id(variable): variable
@@ -450,9 +442,9 @@ def snapshot_for_file(
     if not found:
         return {}, {}
     chosen = list(found.values())
-    state = take([(variable, [leaf.rule for _, leaf in steppers]) for variable in chosen], None)
+    state = take([(variable, [leaf.rule for _, leaf in pairs]) for variable in chosen], None)
     slots: dict[int, dict[str, NDArray[Any]]] = {}
-    for one, leaf in steppers:
+    for one, leaf in pairs:
         counts = rule_of(leaf.rule[0], dict(leaf.rule[1])).counts_steps
         by_name = {saved.variable.name: saved.slots[leaf.rule] for saved in state.variables}
         by_name = {name: each for name, each in by_name.items() if each.steps}

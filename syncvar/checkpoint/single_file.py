@@ -100,8 +100,8 @@ def save(path: Any, value: Any) -> str:
     skeleton = _without_arrays(value, (), arrays, (), _on_servers(value))
     names = _names_of(arrays)
     locations = [
-        [list(path_in_value), name, array.dtype.name, list(array.shape)]
-        for (path_in_value, array), name in zip(arrays.items(), names, strict=True)
+        [list(place), name, array.dtype.name, list(array.shape)]
+        for (place, array), name in zip(arrays.items(), names, strict=True)
     ]
     content = pack_object([skeleton, locations])
     if len(content) > _PLAIN_BYTES_MAX:
@@ -178,8 +178,8 @@ def load(path: Any) -> Any:
             raise Corrupt(where, str(about.get("digest"))[:64], actual.hexdigest())
         skeleton, locations = unpack_object(content)
         found = {
-            tuple(path_in_value): _array(data[key], dtype, tuple(shape), tensors[key])
-            for path_in_value, key, dtype, shape in locations
+            tuple(place): _array(data[key], dtype, tuple(shape), tensors[key])
+            for place, key, dtype, shape in locations
         }
     except (binascii.Error, WireError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -231,17 +231,13 @@ def _on_servers(value: Any) -> dict[int, Any]:
     return {**values, **slots}
 
 
-def _without_arrays(  # noqa: C901, PLR0911, PLR0912  (one branch for each type)
-    value: Any,
-    path_in_value: Path,
-    arrays: Arrays,
-    above: tuple[int, ...],
-    on_servers: dict[int, Any],
+def _without_arrays(  # noqa: C901, PLR0911  (one branch for each type)
+    value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], on_servers: dict[int, Any]
 ) -> Any:
     """Return a value without its arrays, which go into `arrays` by their path."""
     if type(value) in _ATOMS:
         return value
-    shown = _shown(path_in_value)
+    shown = _shown(place)
     if isinstance(value, str | np.generic):
         return _packable(value, shown)
     if id(value) in above:
@@ -250,7 +246,7 @@ def _without_arrays(  # noqa: C901, PLR0911, PLR0912  (one branch for each type)
         raise ConfigError(f"{shown} is nested more than {_NESTED_MAX} deep, and cannot be saved")
     above = (*above, id(value))
     if id(value) in on_servers:
-        return _without_arrays(on_servers[id(value)], path_in_value, arrays, above, {})
+        return _without_arrays(on_servers[id(value)], place, arrays, above, {})
     if isinstance(value, Checkpoint):
         raise ConfigError(
             f"{shown} is a Checkpoint, which all its ranks save together: call "
@@ -258,37 +254,39 @@ def _without_arrays(  # noqa: C901, PLR0911, PLR0912  (one branch for each type)
         )
     if isinstance(value, Variable):
         _require_own(value, shown)
-        arrays[path_in_value] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
+        arrays[place] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
         return None
     if isinstance(value, dict):
         return {
             _checked_key(key, shown): _without_arrays(
-                item, (*path_in_value, key), arrays, above, on_servers
+                item, (*place, key), arrays, above, on_servers
             )
             for key, item in value.items()
         }
     if type(value) in (list, tuple):
         return type(value)(
-            _without_arrays(item, (*path_in_value, index), arrays, above, on_servers)
+            _without_arrays(item, (*place, index), arrays, above, on_servers)
             for index, item in enumerate(value)
         )
-    if isinstance(value, Optimizer):
-        restored = value.slots.waiting_by_name()
-        return _without_arrays(
-            {**value.tracked(), **restored}, path_in_value, arrays, above, on_servers
-        )
-    if callable(getattr(value, "tracked", None)):
-        return _without_arrays(value.tracked(), path_in_value, arrays, above, on_servers)
-    if isinstance(value, np.random.Generator):
-        return _without_arrays(value.bit_generator.state, path_in_value, arrays, above, on_servers)
-    if callable(getattr(value, "state_dict", None)):
-        return _without_arrays(value.state_dict(), path_in_value, arrays, above, on_servers)
+    if (state := _state_of(value)) is not value:
+        return _without_arrays(state, place, arrays, above, on_servers)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         array = as_array(value, shown)
         # A copy, since another thread may write to the array meanwhile.
-        arrays[path_in_value] = np.array(array, order="C", copy=True)
+        arrays[place] = np.array(array, order="C", copy=True)
         return None
     return _packable(value, shown)
+
+
+def _state_of(value: Any) -> Any:
+    """Return the state to save instead of an object, or the object if it has none."""
+    if isinstance(value, Optimizer):
+        return {**value.tracked(), **value.slots.waiting_by_name()}
+    if callable(getattr(value, "tracked", None)):
+        return value.tracked()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 
 def _packable(value: Any, shown: str) -> Any:
@@ -331,15 +329,15 @@ def _require_own(variable: Variable, shown: str) -> None:
     )
 
 
-def _shown(path_in_value: Path) -> str:
-    return "value" + "".join(f"[{key!r}]" for key in path_in_value)
+def _shown(place: Path) -> str:
+    return "value" + "".join(f"[{key!r}]" for key in place)
 
 
 def _names_of(arrays: Arrays) -> list[str]:
     """Return a unique tensor name for each array, from its path."""
     names: dict[str, None] = {}
-    for path_in_value in arrays:
-        name = plain = "/".join(map(str, path_in_value)) or "value"
+    for place in arrays:
+        name = plain = "/".join(map(str, place)) or "value"
         number = 1
         while name in names or name == "__metadata__":
             number += 1
@@ -357,7 +355,6 @@ def _read(descriptor: int, start: int, nbytes: int, where: str) -> NDArray[np.ui
 def _array(
     data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...], tensor: Tensor | None = None
 ) -> NDArray[Any]:
-    """Return bytes as an array; raise ValueError if they do not fit."""
     expected = CODES[dtype], stored_shape(dtype, shape)
     if tensor is not None and (tensor.dtype, tensor.shape) != expected:
         raise ValueError(f"tensor {tensor.name!r:.80} is not {dtype}{list(shape)}")
@@ -365,16 +362,13 @@ def _array(
     return array.reshape(shape)
 
 
-def _with_arrays(value: Any, path_in_value: Path, arrays: Arrays) -> Any:
-    """Return a value with its arrays."""
-    if path_in_value in arrays:
-        return arrays[path_in_value]
+def _with_arrays(value: Any, place: Path, arrays: Arrays) -> Any:
+    if place in arrays:
+        return arrays[place]
     if type(value) is dict:
-        return {
-            key: _with_arrays(item, (*path_in_value, key), arrays) for key, item in value.items()
-        }
+        return {key: _with_arrays(item, (*place, key), arrays) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(
-            _with_arrays(item, (*path_in_value, index), arrays) for index, item in enumerate(value)
+            _with_arrays(item, (*place, index), arrays) for index, item in enumerate(value)
         )
     return value

@@ -82,8 +82,7 @@ class VariableLeaf:
     is_optional = False
 
     def __init__(self, key: str, variable: Variable) -> None:
-        self.key = key
-        self.variable = variable
+        self.key, self.variable = key, variable
         self._reading = decide(
             variable.synchronization, variable.aggregation, CallContext.CROSS, AccessKind.SYNC
         )
@@ -175,9 +174,8 @@ class PlainLeaf:
         self.key = key
         self._kind, self._get, self._put, self._check = kind, get, put, check
         self._packed = b""
-        self.worker_states: list[
-            bytes | None
-        ] = []  # state for each worker, if rank 0 restores for all
+        # State for each worker, if rank 0 restores for all.
+        self.worker_states: list[bytes | None] = []
 
     def describe(self, communicator: Together) -> LeafHeader:
         """Take the state now, and return its length and digest."""
@@ -316,9 +314,7 @@ def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], owner: str) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from syncvar.cli.record_files import FlightRecord
     from syncvar.runtime.call_record import Event
 
-_DEADLOCK = "deadlock: "  # in the error of the deadlock detector
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
 _BEFORE = 5
 _OTHERS = 4
@@ -50,11 +49,6 @@ class Divergence(NamedTuple):
     made: Mapping[int, Event]
     absent: tuple[int, ...]
     began: int
-
-
-def kind_of(detail: str) -> str:
-    """Return the error class in the detail of an event."""
-    return detail.split(":", 1)[0]
 
 
 def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
@@ -133,7 +127,7 @@ def _is_blocked(held: Sequence[Event], one: Divergence, blamed: Container[tuple[
 
 
 def _is_final(event: Event) -> bool:
-    return kind_of(event.detail) in _FINAL
+    return event.error in _FINAL
 
 
 def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
@@ -144,8 +138,7 @@ def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
     waits: dict[int, Divergence] = {}
     for one in found:
         for rank, event in one.made.items():
-            is_mismatch = one.absent and kind_of(event.detail) == "MismatchError"
-            if is_mismatch and _DEADLOCK in event.detail.split("\n", 1)[0]:
+            if one.absent and event.is_deadlock:
                 waits.setdefault(rank, one)
     path: list[int] = []
     rank = next((rank for rank, one in waits.items() if one is found[0]), -1)
@@ -161,9 +154,7 @@ def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
 
 def _ended_before(events: Iterable[Event]) -> list[int]:
     """Return the ranks that had ended before a call, by the errors of those that waited in it."""
-    return [
-        rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end
-    ]
+    return [rank for event in events for rank, lost in lost_ranks(event).items() if lost.did_end]
 
 
 def _would_know(record: FlightRecord, numbers: Sequence[int], call: int, began: int) -> bool:
@@ -232,7 +223,7 @@ def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
     lost: dict[int, LostRank] = {}
     for record in records:
         for event in record.events:
-            lost |= lost_ranks(event.detail)
+            lost |= lost_ranks(event)
     return lost
 
 
@@ -317,13 +308,10 @@ def _awaited(event: Event) -> str:
 
 def _did(event: Event) -> str:
     if event.state == "failed":
-        reason = f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
-        return f"{event.label}, failed with {kind_of(event.detail)}{reason}"
+        message = event.detail.removeprefix(f"{event.error}: ").split("\n", 1)[0]
+        reason = f" ({message})" if event.fingerprint == 0 else ""
+        return f"{event.label}, failed with {event.error}{reason}"
     return f"{event.label}, {_state(event)}"
-
-
-def _first_line(detail: str) -> str:
-    return detail.split("\n", 1)[0].partition(": ")[2]
 
 
 def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
@@ -368,8 +356,8 @@ def _state(event: Event) -> str:
 def _verdict(one: Divergence) -> list[str]:
     """Quote the error of a rank: it names file and line of the ranks that waited."""
     for event in one.made.values():
-        if kind_of(event.detail) == "MismatchError":
-            quoted = event.detail.partition(": ")[2].split("\n")
+        if event.error == "MismatchError":
+            quoted = event.detail.removeprefix(f"{event.error}: ").split("\n")
             return ["  the ranks raised:", *(f"    {line.strip()}" for line in quoted)]
     return []
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import RECORDS, is_record
-from syncvar.core.process_ids import rank_list
+from syncvar.core.process_ids import is_server, rank_list
 from syncvar.core.stack_dump import StackFrame
 from syncvar.runtime.call_record import COLUMNS, Event
 from syncvar.runtime.recorder import FORMAT, ordinal
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 64 << 20
-# Texts of `PeerLost` by the membership and by the launcher.
-_LOST = re.compile(
-    r"PeerLost: rank (?P<rank>\d+)(?: on \S+)? was lost: (?:finished\b|"
-    r"left with status (?P<left>\d+) before shutdown|"
-    r"exited with status (?P<code>\d+)|signal (?P<signal>\d+))"
-)
 
 
 class FlightRecord(NamedTuple):
@@ -217,17 +210,13 @@ class LostRank(NamedTuple):
     did_end: bool
 
 
-def lost_ranks(detail: str) -> dict[int, LostRank]:
+def lost_ranks(event: Event) -> dict[int, LostRank]:
     """Return the failed rank that the error of a call names; empty for other errors."""
-    found = _LOST.match(detail)
-    if found is None:
+    status = event.lost_status
+    if status is None or is_server(event.lost_rank):
         return {}
-    code, number = found["left"] or found["code"] or "0", found["signal"]
-    return {
-        int(found["rank"]): LostRank(
-            f"killed by signal {number}" if number else f"ended (exit {code})", not number
-        )
-    }
+    words = f"killed by signal {-status}" if status < 0 else f"ended (exit {status})"
+    return {event.lost_rank: LostRank(words, status >= 0)}
 
 
 def duration(ns: float) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from syncvar.bootstrap.job_directory import holders_of_meetings
+from syncvar.bootstrap.job_private import holders_of_meetings
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import process_list
 from syncvar.core.stack_dump import StackFrame, activity_text, stack_text, visible_frames

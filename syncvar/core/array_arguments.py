@@ -21,19 +21,15 @@ if TYPE_CHECKING:
 NUMBERS = (bool, int, float, complex, np.generic)
 
 
-def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
+def as_array(value: Any, argument: str = "the value") -> NDArray[Any]:
     """Return `value` as a NumPy array in native byte order, without a copy if possible.
 
-    Args:
-        value: NumPy array or scalar, Python number, nested list of numbers, or anything with
-            `__array__`, the buffer protocol or DLPack. A tensor may require a gradient.
-        what: Name of the argument in errors.
-
-    Raises:
-        ConfigError: No array, a masked array, or a dtype that cannot be communicated.
+    It may be a NumPy array or scalar, a Python number, a nested list of numbers, or anything with
+    `__array__`, the buffer protocol or DLPack. Raises ConfigError for a masked array, or a dtype
+    that cannot be communicated; `argument` is its name in errors.
     """
     if type(value) is not np.ndarray:
-        _refuse_other_types(value, what)
+        _refuse_other_types(value, argument)
         try:
             library = library_of(value)
             value = np.asarray(value) if library is None else library.take(value)
@@ -41,28 +37,28 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
             raise
         except Exception as error:  # a library, or an __array__, may raise anything
             raise ConfigError(
-                f"{what} of type {type(value).__name__} cannot be an array: {error_text(error)}"
+                f"{argument} of type {type(value).__name__} cannot be an array: {error_text(error)}"
             ) from None
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     if not _travels(value.dtype):
-        raise ConfigError(_dtype_error(value, what))
+        raise ConfigError(_dtype_error(value, argument))
     return np.asarray(value)
 
 
-def _refuse_other_types(value: Any, what: str) -> None:
+def _refuse_other_types(value: Any, argument: str) -> None:
     if value is None:
-        raise ConfigError(f"{what} must be an array or a number, not None: {_NO_INPUT}")
+        raise ConfigError(f"{argument} must be an array or a number, not None: {_NO_INPUT}")
     if isinstance(value, str | bytes):
-        wrong = f"{what} must be an array or a number, not {value!r:.200}"
+        wrong = f"{argument} must be an array or a number, not {value!r:.200}"
         raise ConfigError(f"{wrong}: sv.broadcast_object(x), for instance, sends texts")
     if isinstance(value, dict | set):
-        raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
+        raise ConfigError(f"{argument} must be an array or a number, not {value!r}"[:300])
     if type(value) is UnsupportedLibrary:
-        raise ConfigError(f"{what} {value.reason}")
+        raise ConfigError(f"{argument} {value.reason}")
     if _is_masked(value):
         raise ConfigError(
-            f"{what} is a masked array, and syncvar would lose its mask: pass x.filled(0), or "
+            f"{argument} is a masked array, and syncvar would lose its mask: pass x.filled(0), or "
             f"another neutral value"
         )
 
@@ -97,35 +93,37 @@ def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _dtype_error(array: NDArray[Any], what: str) -> str:
+def _dtype_error(array: NDArray[Any], argument: str) -> str:
     """Return why an array cannot be communicated, and what to write."""
     if array.dtype.kind != "O":
         remedy = _REMEDIES.get(array.dtype.kind, "x.astype('float64'), for instance")
         if array.dtype.kind == "V" and array.dtype.names is None:  # a small float of ml_dtypes
             remedy = "x.astype('float16'), for instance"
         names = ", ".join(DTYPE_NAMES)
-        return f"{what}: dtype {array.dtype} cannot be communicated; use one of {names}: {remedy}"
+        return (
+            f"{argument}: dtype {array.dtype} cannot be communicated; use one of {names}: {remedy}"
+        )
     if array.ndim == 0 and hasattr(array.item(), "__iter__"):
         kind = type(array.item()).__name__
-        return f"{what} is a {kind}, and no array: pass a list of arrays, list(x)"
+        return f"{argument} is a {kind}, and no array: pass a list of arrays, list(x)"
     for item in array.flat:
         shown = reprlib.repr(item)
         if isinstance(item, str | bytes):
-            return f"{what} holds {shown}, which is no number: {_AS_OBJECTS}"
+            return f"{argument} holds {shown}, which is no number: {_AS_OBJECTS}"
         if not isinstance(item, NUMBERS):
             return (
-                f"{what} holds {shown} of type {type(item).__name__}, which is no number: "
+                f"{argument} holds {shown} of type {type(item).__name__}, which is no number: "
                 f"pass np.zeros(shape), or other numbers"
             )
         if isinstance(item, int) and not -(1 << 63) <= item < 1 << 64:
             return (
-                f"{what} holds {shown}, which fits no integer dtype: pass float(x), which rounds "
-                f"it, or several smaller integers"
+                f"{argument} holds {shown}, which fits no integer dtype: pass float(x), which "
+                f"rounds it, or several smaller integers"
             )
     dtype = np.asarray(array.tolist()).dtype
     name = dtype.name if dtype.name in DTYPE_NAMES else "float64"
     return (
-        f"{what} is an array of Python objects (dtype object), here "
+        f"{argument} is an array of Python objects (dtype object), here "
         f"{reprlib.repr(array.tolist())}: pass x.astype('{name}')"
     )
 
@@ -188,7 +186,7 @@ def checked_integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def matching_word(given: Any, known: Iterable[str]) -> str | None:
+def matching_word(argument: Any, known: Iterable[str]) -> str | None:
     """Return the word in `known` that an argument means, or None.
 
     The argument is text in any case or a member of any enum, also of another library. Of a member
@@ -200,8 +198,8 @@ def matching_word(given: Any, known: Iterable[str]) -> str | None:
         >>> matching_word("Mean", words), matching_word(Enum("Op", "SUM MEAN").SUM, words)
         ('mean', 'sum')
     """
-    texts = [given] if isinstance(given, str) else []
-    if isinstance(given, Enum):
-        texts += [given.value, given.name]
+    texts = [argument] if isinstance(argument, str) else []
+    if isinstance(argument, Enum):
+        texts += [argument.value, argument.name]
     lower = [text.lower() for text in texts if isinstance(text, str)]
     return next((word for text in lower for word in known if word.lower() == text), None)

@@ -22,21 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DTYPE_NAMES = (
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "bfloat16",
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128", "bfloat16"),
 )
 _INDEX = {name: index for index, name in enumerate(DTYPE_NAMES)}
 
@@ -93,8 +80,7 @@ class Library(NamedTuple):
 class UnsupportedLibrary:
     """Placeholder for an array that could not be converted; the caller that uses it raises.
 
-    Args:
-        reason: Rest of the error sentence, after the name of the argument.
+    `reason` is the rest of the error sentence, after the name of the argument.
     """
 
     __slots__ = ("reason",)

@@ -1,20 +1,25 @@
-"""A process's place in its job: the launcher's environment variables, and the hosts of all ranks.
+"""A process's place in its job: environment variables, hosts of all ranks, and who is the rank.
 
 `RankEnvironment.from_mapping` is the only reader and `to_mapping` the only writer, so both sides
-agree. Runtime settings are in `syncvar.core.settings`.
+agree. Runtime settings are in `syncvar.core.settings`. Programs that a rank starts inherit its
+variables, but are not the rank (`environment_of`).
 """
 
 from __future__ import annotations
 
+import os
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
 PREFIX = "SYNCVAR_"
+OWN_SIZE = PREFIX + "WORLD_SIZE"
+_CLAIM = PREFIX + "PROCESS"
+_START_FIELD = 19  # field of /proc/PID/stat after the name
 
 _INTEGERS = {
     "rank": "RANK",
@@ -103,11 +108,7 @@ class RankEnvironment(NamedTuple):
 
     @classmethod
     def from_mapping(cls, environ: Mapping[str, str]) -> RankEnvironment | None:
-        """Return the identity in an environment; None if no launcher started this process.
-
-        Raises:
-            ConfigError: A variable is missing or has a wrong value.
-        """
+        """Return the identity in an environment, or raise ConfigError; None without a launcher."""
         if PREFIX + "RANK" not in environ:
             return None
         values: dict[str, int | str] = {}
@@ -162,11 +163,7 @@ class RankEnvironment(NamedTuple):
 
 
 def split_evenly(workers: int, hosts: int) -> tuple[int, ...]:
-    """Return the ranks per host when `workers` are spread evenly; the first hosts get one more.
-
-    Raises:
-        ConfigError: There are fewer workers than hosts.
-    """
+    """Return the ranks per host, spread evenly, or raise ConfigError; the first hosts get more."""
     if not 1 <= hosts <= workers:
         raise ConfigError(
             f"{workers} workers cannot be divided over {hosts} hosts: each host needs at least one"
@@ -176,21 +173,13 @@ def split_evenly(workers: int, hosts: int) -> tuple[int, ...]:
 
 
 class HostMap(NamedTuple):
-    """The hosts of a world.
-
-    Args:
-        sizes: Number of ranks on each host, in host order; rank 0 is the first of host 0.
-    """
+    """The hosts of a world: the number of ranks on each; rank 0 is the first of host 0."""
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of_places(cls, places: Mapping[int, int]) -> HostMap:
-        """Return the map for `places`, the host index of each rank.
-
-        Raises:
-            ConfigError: The ranks of a host are not consecutive, or hosts are out of order.
-        """
+        """Return the map for the host index of each rank; ConfigError if they are out of order."""
         sizes: list[int] = []
         for rank in range(len(places)):
             host = places.get(rank, -1)
@@ -243,3 +232,44 @@ class HostMap(NamedTuple):
                 sizes.append(0)
             sizes[-1] += 1
         return tuple(sizes)
+
+
+def wants_world_of_one(environ: Mapping[str, str]) -> bool:
+    """Return whether the user wants a world of one, in a process without syncvar-launch.
+
+    Example:
+        >>> wants_world_of_one({"SYNCVAR_WORLD_SIZE": "1"})
+        True
+    """
+    return environ.get(OWN_SIZE) == "1"
+
+
+def claim_rank(environ: MutableMapping[str, str]) -> None:
+    """Record in the environment that this process is the rank of its variables."""
+    environ[_CLAIM] = _identity()
+
+
+def environment_of(environ: Mapping[str, str], *, alone: bool = False) -> RankEnvironment | None:
+    """Return the rank that a launcher has made this process; None for a possible world of one.
+
+    Raises UsageError in a program that a rank has started and that asks for no world of one.
+    """
+    claimed = environ.get(_CLAIM)
+    if claimed is None or claimed == _identity():
+        return RankEnvironment.from_mapping(environ)
+    if alone or wants_world_of_one(environ):
+        return None
+    raise UsageError(
+        f"process {os.getpid()} was started by rank {environ.get(PREFIX + 'RANK')} (process "
+        f"{claimed.partition(':')[0]}) and is no rank itself: a rank is one process, and its "
+        "variables are inherited. To use syncvar there as a world of one, call "
+        f"sv.init(alone=True) first, or start it with {PREFIX}WORLD_SIZE=1. Where it should be "
+        "the rank, and what started it is a wrapper, start the wrapper with syncvar-launch "
+        "--no-python"
+    )
+
+
+def _identity() -> str:
+    """Return PID and start time of this process, because the system reuses PIDs."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        return f"{os.getpid()}:{file.read().rpartition(')')[2].split()[_START_FIELD]}"

@@ -149,7 +149,7 @@ class StatusPipe:
         """Report that this process runs Python and starts its script next."""
         self.send({"event": STARTED})
 
-    def goodbye(self) -> None:
+    def announce_end(self) -> None:
         """Report that the script ended normally; does nothing after a failure."""
         if not self._has_failed:
             self.send({"event": "goodbye"})
@@ -166,13 +166,8 @@ class StatusPipe:
     ) -> None:
         """Report how the script failed, before the error is written to standard error.
 
-        Args:
-            error: Name of the exception.
-            message: Its text.
-            text: Its traceback.
-            exit_code: Exit code that the process will have.
-            brief: Traceback without frames of no use to the script's author; by default all.
-            written: Text that follows on standard error, which the launcher need not show twice.
+        `brief` is the traceback without frames of no use to the script's author, by default all.
+        `written` follows on standard error, so the launcher need not show it twice.
         """
         self._has_failed = True
         record: dict[str, str | int] = {

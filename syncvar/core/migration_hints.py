@@ -35,13 +35,10 @@ _MODEL = (
 
 
 class ForeignName(NamedTuple):
-    """Names of one meaning in other libraries.
+    """Names of one meaning in other libraries, and what to write instead.
 
-    Args:
-        place: Where the names are looked up; see the head of the table.
-        names: The names.
-        text: What to write instead.
-        is_accepted: Whether syncvar accepts the names.
+    `place` is where they are looked up, see the head of the table. Syncvar itself takes a name that
+    `is_accepted`.
     """
 
     place: str
@@ -223,12 +220,7 @@ def object_named(module: str, name: str) -> Any:
 
 
 def attributes_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that imports names at first use.
-
-    Args:
-        package: Name of the package.
-        homes: Module that defines each name.
-    """
+    """Return a package's `__getattr__`, which imports a name from its home at first use."""
 
     def found(name: str) -> Any:
         home = homes.get(name)

@@ -64,30 +64,19 @@ def write_file(folder: str | Path, name: str, text: str, mode: int) -> None:
         os.close(directory)
 
 
-def make_private_folder(path: Path, what: str, remedy: str) -> None:
-    """Create a folder that only this user may enter, or check that it is one.
-
-    Args:
-        path: The folder; its parent exists.
-        what: Description for errors.
-        remedy: What to do instead, for errors.
-
-    Raises:
-        ConfigError: It belongs to another user, others can enter it, or it cannot be created.
-    """
+def make_private_folder(path: Path, description: str, remedy: str) -> None:
+    """Create a folder that only this user may enter, or check one; or raise ConfigError."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise ConfigError(
-            f"the {what} {path} cannot be made: {error.strerror}; {remedy}"
-        ) from error
+        reason = f"cannot be made: {error.strerror}; {remedy}"
+        raise ConfigError(f"the {description} {path} {reason}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"the {what} {path} is not a folder of this user; {remedy}")
+        raise ConfigError(f"the {description} {path} is not a folder of this user; {remedy}")
     if status.st_mode & 0o077:
-        raise ConfigError(
-            f"the {what} {path} is open to others (mode {status.st_mode & 0o777:o}); {remedy}"
-        )
+        mode = f"{status.st_mode & 0o777:o}"
+        raise ConfigError(f"the {description} {path} is open to others (mode {mode}); {remedy}")
 
 
 def refuse_foreign_links(path: str) -> None:
@@ -125,13 +114,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LostFile(NamedTuple):
-    """A file that is missing or incomplete.
+    """A file that is missing or incomplete; `missing_nbytes` is -1 if unknown.
 
-    Args:
-        path: Its name.
-        origin: Option or variable that requests it, such as "--log-dir".
-        reason: Why it could not be written.
-        missing_nbytes: Number of missing bytes; -1 if unknown.
+    `origin` is the option or variable that requests it, such as "--log-dir".
     """
 
     path: str
@@ -141,9 +126,9 @@ class LostFile(NamedTuple):
 
     def __str__(self) -> str:
         count = self.missing_nbytes
-        missing = (
-            f"its last {count} bytes are missing" if count > 0 else "it is missing or incomplete"
-        )
+        missing = "it is missing or incomplete"
+        if count > 0:
+            missing = f"its last {count} bytes are missing"
         return f"cannot write {self.path} of {self.origin}: {self.reason}; {missing}"
 
 
@@ -152,16 +137,14 @@ def check_folder(path: str, origin: str) -> None:
 
     `origin` is the option or variable that names it. Raises ConfigError on failure.
     """
+    step = "make"
     try:
         os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        reason = f"{write_error_text(error)}; {_remedy(error)}"
-        raise ConfigError(f"cannot make the folder {path} of {origin}: {reason}") from None
-    try:
+        step = "write to"
         _probe(path)
     except OSError as error:
         reason = f"{write_error_text(error)}; {_remedy(error)}"
-        raise ConfigError(f"cannot write to the folder {path} of {origin}: {reason}") from None
+        raise ConfigError(f"cannot {step} the folder {path} of {origin}: {reason}") from None
 
 
 def check_file(path: str, origin: str) -> None:
@@ -234,11 +217,9 @@ _STICKY = stat.S_ISVTX
 
 
 class StateFolder(NamedTuple):
-    """Folder for flight records.
+    """Folder for flight records, which need not exist; None if no folder can be trusted.
 
-    Args:
-        path: The folder, which need not exist; None if no folder can be trusted.
-        refusal: Reason why it is not the usual one, and remedy; empty if it is.
+    `refusal` says why it is not the usual one, and a remedy; it is empty if it is.
     """
 
     path: Path | None

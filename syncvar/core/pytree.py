@@ -108,11 +108,7 @@ def _are_numbers(items: Iterable[Any]) -> bool:
 
 
 def children_of(value: Any) -> list[Any]:
-    """Return the direct children of a pytree, in its own order.
-
-    Raises:
-        ConfigError: A field of a dataclass is not set.
-    """
+    """Return the direct children of a pytree, in its own order; ConfigError for an unset field."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -150,9 +146,7 @@ def _field_names(value: Any) -> list[str]:
 def flatten(value: Any) -> tuple[TreeDef, list[Any]]:
     """Return the structure and the leaves of a nested value; dicts in the order of sorted keys.
 
-    Raises:
-        ConfigError: The keys of a dict have no order, a field of a dataclass is not set, or the
-            value contains itself.
+    Raises ConfigError for keys without order, an unset field, or a value that contains itself.
 
     Example:
         >>> structure, leaves = flatten({"b": 1.0, "a": {"c": 2.0}})
@@ -184,21 +178,17 @@ def _flatten(value: Any, leaves: list[Any]) -> TreeDef:
     return LEAF
 
 
-def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[Any]]:
+def arrays_of(value: Any, leaves: list[Any], argument: str = "x") -> list[NDArray[Any]]:
     """Return leaves from `flatten` as arrays; a ConfigError names the path of a wrong leaf."""
     try:
         return [as_array(leaf) for leaf in leaves]
     except ConfigError:
-        paths = _paths(value, what)
+        paths = _paths(value, argument)
         return [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
 
 
 def arrays_in(value: Any, out: Any = None) -> tuple[TreeDef | None, list[NDArray[Any]]]:
-    """Return the structure of a value (None for a single array) and its arrays.
-
-    Raises:
-        ConfigError: A leaf cannot be an array, or `out` is passed with a nested value.
-    """
+    """Return the structure of a value, None for one array, and its arrays; or raise ConfigError."""
     if not is_structure(value):
         return None, [as_array(value)]
     if out is not None:
@@ -251,11 +241,8 @@ def holds_dataclass(structure: TreeDef) -> bool:
 def unflatten(structure: TreeDef, leaves: Iterable[Any], like: Any = None) -> Any:
     """Return the nested value of a structure and its leaves; dicts have sorted keys on all ranks.
 
-    Args:
-        structure: Structure from `flatten`.
-        leaves: Leaves in its order.
-        like: Value of this structure that provides the classes. Without it named tuples become
-            tuples, and a dataclass raises ConfigError.
+    `like` is a value of this structure that provides the classes. Without it named tuples become
+    tuples, and a dataclass raises ConfigError.
     """
     return _unflatten(structure, iter(leaves), like)
 

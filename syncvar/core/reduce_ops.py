@@ -105,6 +105,7 @@ class _RegisteredOp(NamedTuple):
 
 _registered: dict[str, _RegisteredOp] = {}
 _ELEMENT_BYTES_MAX = 64 << 10
+_ELEMENT = "element"
 
 
 def register_op(
@@ -200,19 +201,8 @@ def _registered_reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
         )
     combine = _wrapped(name, function)
     _test_function(name, combine, element, "for one alone")
-    return Reduction(
-        name,
-        dtype.name,
-        combine,
-        element,
-        dtype,
-        is_mean=False,
-        commutes=commutes,
-        element_shape=shape,
-    )
-
-
-_ELEMENT = "element"
+    result = Reduction(name, dtype.name, combine, element, dtype, is_mean=False)
+    return result._replace(commutes=commutes, element_shape=shape)
 
 
 def _wrapped(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]) -> Combiner:
@@ -315,14 +305,11 @@ def op_name(op: Any) -> Any:
 
 
 def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
-    """Return `op` for `dtype`.
+    """Return `op` for `dtype`, or raise ConfigError.
 
     Half types accumulate in float32 and are rounded once. The mean of integers is float64. `and`,
-    `or` and `xor` are logical on bools and bitwise on integers. `minloc` and `maxloc` produce
-    pairs of a value and its rank.
-
-    Raises:
-        ConfigError: Unknown op, or an op that is not defined for the dtype.
+    `or` and `xor` are logical on bools and bitwise on integers. `minloc` and `maxloc` produce pairs
+    of a value and its rank.
     """
     if not isinstance(op, str):
         raise ConfigError(_no_op(op))
@@ -378,34 +365,34 @@ def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
     return Reduction(name, dtype.name, _UFUNCS[name], accumulate, result, is_mean)
 
 
-def identity(how: Reduction) -> Any:
+def identity(op: Reduction) -> Any:
     """Return the neutral element of an op, or raise ConfigError if none is known."""
-    dtype = how.result
+    dtype = op.result
     simple = {"sum": 0, "mean": 0, "prod": 1, "or": 0, "xor": 0}
-    if how.name in simple:
-        return simple[how.name]
-    if how.name == "and":
+    if op.name in simple:
+        return simple[op.name]
+    if op.name == "and":
         return True if dtype.kind == "b" else np.array(-1, np.int64).astype(dtype)[()]
-    if how.name in ("min", "max"):
+    if op.name in ("min", "max"):
         if dtype.kind == "b":
-            return how.name == "min"
+            return op.name == "min"
         if dtype.kind in "iu":
-            return np.iinfo(dtype).max if how.name == "min" else np.iinfo(dtype).min
-        return np.inf if how.name == "min" else -np.inf
-    raise ConfigError(f"the op {how.name!r} has no identity, which rank 0 would get; use scan")
+            return np.iinfo(dtype).max if op.name == "min" else np.iinfo(dtype).min
+        return np.inf if op.name == "min" else -np.inf
+    raise ConfigError(f"the op {op.name!r} has no identity, which rank 0 would get; use scan")
 
 
-def divide_mean(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
+def divide_mean(op: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
     """Return `total`, or for a mean a new array divided by `count`.
 
     It never divides in place: over links the array may still be on its way to other ranks.
     """
-    if not how.is_mean:
+    if not op.is_mean:
         return total
     return np.asarray(np.divide(total, np.asarray(count, dtype=total.dtype)))
 
 
-def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
+def finish(op: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
     """Return the result of a reduction from its combined inputs."""
-    total = divide_mean(how, total, count)
-    return total if total.dtype == how.result else total.astype(how.result)
+    total = divide_mean(op, total, count)
+    return total if total.dtype == op.result else total.astype(op.result)

@@ -58,7 +58,7 @@ class Ending(NamedTuple):
 
     Args:
         exit_code: Exit code that the launcher would return.
-        why: Failure in one sentence; empty if there was none.
+        failure: Failure in one sentence; empty if there was none.
         error: Name of the exception that was the cause, or an empty text.
         was_end_requested: Whether the launcher got a request to end.
         had_met: Whether all ranks of this job have joined once, in this or an earlier attempt.
@@ -66,7 +66,7 @@ class Ending(NamedTuple):
     """
 
     exit_code: int
-    why: str = ""
+    failure: str = ""
     error: str = ""
     was_end_requested: bool = False
     had_met: bool = True
@@ -74,13 +74,7 @@ class Ending(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Decision after an attempt.
-
-    Args:
-        restarts: Whether to restart all ranks.
-        reason: Reason, as text; empty if there was nothing to decide.
-        pause_s: Pause before the restart, in seconds.
-    """
+    """Whether to restart all ranks after an attempt, why, and after which pause."""
 
     restarts: bool
     reason: str = ""
@@ -97,12 +91,7 @@ def pause_s(number: int, first_s: float) -> float:
 
 @dataclass(slots=True)
 class Restarting:
-    """Restarts of one job.
-
-    Args:
-        most: Number of restarts that may count (`--max-restarts`).
-        first_pause_s: Pause before the first, in seconds.
-    """
+    """Restarts of one job: at most `most` may count (`--max-restarts`)."""
 
     most: int
     first_pause_s: float
@@ -118,7 +107,9 @@ class Restarting:
         """Return the decision after an attempt, and record it."""
         if ending.exit_code == 0 or not self.most:
             return Decision(restarts=False)
-        is_free = ending.exit_code == PREEMPTED and not ending.why and ending.lasted_s >= SHORT_S
+        is_free = (
+            ending.exit_code == PREEMPTED and not ending.failure and ending.lasted_s >= SHORT_S
+        )
         if refusal := self._refusal(ending, is_free=is_free):
             return Decision(restarts=False, reason=refusal)
         self.endings.append(ending)
@@ -153,6 +144,6 @@ class Restarting:
         first = max(0, self.number - _LINES_MAX)
         lines += ["  (earlier ones left out)"] * (first > 0)
         for number, ending in enumerate(self.endings[first:], first + 1):
-            reason = ending.why or "all ranks stopped as asked"
+            reason = ending.failure or "all ranks stopped as asked"
             lines.append(f"  {number}. after {ending.lasted_s:.1f} s: {reason}")
         return lines

@@ -19,19 +19,8 @@ if TYPE_CHECKING:
 _INTERNAL = frozenset(
     PREFIX + name
     for name in (
-        "KEY",
-        "KEY_FD",
-        "KEY_FILE",
-        "STATUS_FD",
-        "PASS_FDS",
-        "PARENT_FD",
-        "OUTCOME_FILE",
-        "RESULT_DIR",
-        "CALL_FD",
-        "PROCESS",
-        "FORK_FD",
-        "FULL_TRACEBACK",
-        "MEETING_DIR",
+        *("KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE"),
+        *("RESULT_DIR", "CALL_FD", "PROCESS", "FORK_FD", "FULL_TRACEBACK", "MEETING_DIR"),
     )
 )
 
@@ -306,13 +295,10 @@ class RuntimeConfig(_Settings):
     )
 
     def consistent(self) -> RuntimeConfig:
-        """Return these settings if they fit together.
+        """Return these settings, or raise ConfigError if two of them contradict each other.
 
         Single values are checked before. Layers (file, variables, command line) are read one by
         one, so this check runs when all are known.
-
-        Raises:
-            ConfigError: Two settings contradict each other; the message names both.
         """
         for name in ("suspect_after_s", "lost_after_s"):
             if self.heartbeat_interval_s > getattr(self, name):
@@ -398,11 +384,7 @@ class RuntimeConfig(_Settings):
     def from_mapping(
         cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None
     ) -> RuntimeConfig:
-        """Return the settings of an environment over `base`, parsed values of a file for instance.
-
-        Raises:
-            ConfigError: A value cannot be parsed or is out of range; the message names it.
-        """
+        """Return the settings of an environment over `base`, or raise ConfigError."""
         values: dict[str, Any] = dict(base or {})
         for name in values:
             if name not in cls.names():

@@ -52,7 +52,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _AROUND = (
     _PACKAGE + os.path.join("bootstrap", "worker_main.py"),
-    _PACKAGE + os.path.join("bootstrap", "prefork", "fork_server.py"),
+    _PACKAGE + os.path.join("bootstrap", "fork_server.py"),
     _PACKAGE + os.path.join("runner", "remote_call.py"),
     *(_STANDARD + name for name in ("runpy.py", "importlib" + os.sep)),
     "<frozen ",
@@ -68,12 +68,9 @@ class StackFrame(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """One thread of a dump.
+    """One thread of a dump; `ident` is empty if the dump contains only the main thread.
 
-    Args:
-        ident: Identifier; empty if the dump contains only the main thread.
-        is_main: Whether it is the main thread.
-        frames: Its calls, innermost first.
+    The innermost of its frames is the first.
     """
 
     ident: str
@@ -218,10 +215,7 @@ def stack_text(frames: Sequence[StackFrame], folder: str) -> str:
 
     It skips frames of syncvar, libraries and the interpreter's start, except for the innermost.
     Empty before the program starts and after it ends. For a server it is the server's activity.
-
-    Args:
-        frames: Calls, innermost first.
-        folder: Paths below it are shown relative to it.
+    Paths below `folder` are shown relative to it.
 
     Example:
         >>> frames = [StackFrame("/a/load.py", 9, "read"), StackFrame("/a/train.py", 49, "main")]

@@ -20,11 +20,7 @@ _JOIN_S = 5.0  # the thread may be in the user's function, which nothing can int
 
 
 class Prefetched(Stream):
-    """Elements that a thread reads ahead of the consumer.
-
-    The thread starts with the first read. It ends at the end of the elements, at an exception, and
-    when the consumer drops its iterator.
-    """
+    """Elements that a thread reads ahead, from the first read until the consumer stops."""
 
     def __init__(self, inner: Source, size: int) -> None:
         super().__init__(inner.count, inner.seeds, is_endless=inner.is_endless)

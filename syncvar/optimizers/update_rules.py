@@ -196,14 +196,8 @@ class UpdateRule:
     ) -> None:
         """Make one step of one variable.
 
-        Args:
-            arrays: Its copy, its master (half types), its slots, its counter of steps if there is
-                one.
-            part: Its gradient.
-            workspace: Memory for reductions.
-            rate: Learning rate.
-            step: Number of the optimizer's last step.
-            known: Factors by step number, shared by the variables of one step.
+        `arrays` are its copy, its master (half types), its slots, its counter of steps if there is
+        one. `step` is the optimizer's last step; `known` has the factors by step number.
         """
         copy, *rest = arrays
         counter = rest.pop() if self.counts_steps else None
@@ -215,8 +209,7 @@ class UpdateRule:
             self._advance(copy, part, rest, factors, workspace.room)
         else:
             master = rest.pop(0)
-            # The program may have written to the variable meanwhile: take over each changed
-            # element.
+            # The program may have written to the variable: take over each changed element.
             np.copyto(master, copy, where=master.astype(copy.dtype) != copy, casting="unsafe")
             self._advance(master, part, rest, factors, workspace.room)
             copy[...] = master

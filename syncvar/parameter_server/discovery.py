@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import HandshakeError, RendezvousError
-from syncvar.core.process_ids import SERVER_0
+from syncvar.core.process_ids import SERVER_0, failover_order, server_hosts
 from syncvar.protocol.control_messages import pack_message
-from syncvar.transports.zeromq_control import ZeromqControl
+from syncvar.transports.zeromq_links import ZeromqControl
 
 if TYPE_CHECKING:
     import zmq
@@ -41,15 +41,15 @@ class ProcessChange(NamedTuple):
     incarnation: int = 0  # number of the restart
 
 
-class Directory:
-    """Asks the launcher for the servers, and collects its reports.
+def heirs_of(environment: RankEnvironment) -> list[tuple[int, ...]]:
+    """Return for each server the servers that take its place, in order."""
+    hosts = server_hosts(environment.servers, environment.host_count)
+    replicas = environment.server_replicas
+    return [failover_order(server, hosts, replicas) for server in range(environment.servers)]
 
-    Attributes:
-        addresses: Server -> address.
-        hosts: Server -> host name, for messages.
-        ended: Process number -> reason of its end.
-        socket: Socket of the reports, for a poller.
-    """
+
+class Directory:
+    """Asks the launcher for the servers, and collects its reports."""
 
     def __init__(
         self,
@@ -58,32 +58,21 @@ class Directory:
         config: RuntimeConfig,
         keys: LinkKeys | None,
     ) -> None:
-        self._environment = environment
-        self._config = config
+        self._environment, self._config = environment, config
         number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
         address = environment.rendezvous
         self._control = ZeromqControl(context, address, number, config, keys, kind=b"S")
-        self.socket = self._control.socket
-        self.addresses: dict[int, str] = {}
-        self.hosts: dict[int, str] = {}
-        self.ended: dict[int, str] = {}
+        self.socket = self._control.socket  # socket of the reports, for a poller
+        self.addresses: dict[int, str] = {}  # server -> address
+        self.hosts: dict[int, str] = {}  # server -> host name, for messages
+        self.ended: dict[int, str] = {}  # process number -> reason of its end
         self._incarnations: dict[int, int] = {}
 
     def serve(self, address: str, outside: str) -> None:
         """Report this server's addresses, for its own host and for others; ask for the others."""
         me = self._environment
-        message = pack_message(
-            "serve",
-            server=me.rank,
-            job=me.job_id,
-            generation=me.generation,
-            address=address,
-            outside=outside,
-            host=me.host,
-            host_index=me.host_index,
-            pid=os.getpid(),
-        )
-        self._control.send(message)
+        own = {"server": me.rank, "host": me.host, "host_index": me.host_index}
+        self._send("serve", address=address, outside=outside, pid=os.getpid(), **own)
 
     def report_backup(self, server: int) -> None:
         """Report that this server holds the backup of another server."""
@@ -93,7 +82,7 @@ class Directory:
         """Ask for the servers."""
         self._send("find_servers", host_index=self._environment.host_index)
 
-    def _send(self, kind: str, **fields: int) -> None:
+    def _send(self, kind: str, **fields: Any) -> None:
         me = self._environment
         self._control.send(pack_message(kind, job=me.job_id, generation=me.generation, **fields))
 

@@ -45,8 +45,7 @@ class ReplicationStream:
     """The entries of one state on their way to the backup, and the messages that wait for it."""
 
     def __init__(self, server: int, entries: int, backup: int | None, resend_s: float) -> None:
-        self.backup = backup
-        self._server = server
+        self.backup, self._server = backup, server
         self._resend_s = self._patience_s = resend_s
         self._seed: OutgoingMessage | None = None
         self._log: deque[tuple[int, OutgoingMessage]] = deque()  # entries without confirmation
@@ -176,8 +175,7 @@ class PrimaryReplica:
     def __init__(
         self, server: int, ledger: ReplicatedState, backup: int | None, resend_s: float
     ) -> None:
-        self.server = server
-        self.ledger = ledger
+        self.server, self.ledger = server, ledger
         self._replication = ReplicationStream(server, ledger.entries, backup, resend_s)
         self.is_retired = False
         self._resend_s = resend_s
@@ -283,7 +281,6 @@ class PrimaryReplica:
             self._answer(request)  # again: the answer was lost
 
     def _advance(self, rank: int) -> None:
-        """Execute the requests of a worker that may be executed now."""
         worker, queue = self.ledger.worker(rank), self._queue(rank)
         while queue.early and worker.staged is None:
             numbers = [
@@ -418,7 +415,6 @@ class PrimaryReplica:
             self._replication.enqueue(OutgoingMessage(("server", server), decision))
 
     def _decided(self, decision: Message) -> None:
-        """Take the decision of another server, the home."""
         worker = self.ledger.worker(decision["rank"])
         staged = worker.staged
         if staged is None or not is_about(staged.message, decision):
@@ -464,7 +460,6 @@ class PrimaryReplica:
         }
 
     def _peek(self, request: WorkerRequest) -> None:
-        """Send the present state and marks."""
         message = request.message
         if any(self._is_open(worker) for worker in map(self.ledger.worker, self.ledger.undecided)):
             self._answer_worker(message["rank"], "no_cut", id=message["id"])

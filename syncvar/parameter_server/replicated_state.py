@@ -26,16 +26,9 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.shard import Position, Room, Spec
 
 _ABORTED_MAX = 256  # servers ask about the latest only: a worker has far fewer open requests
-_UNCHECKED = READS | {
-    "tick",
-    "set_pushes",
-    "barrier",
-    "leave",
-    "request_task",
-    "forget",
-    "cancel",
-    "close",
-}
+_UNCHECKED = READS.union(
+    ("tick", "barrier", "leave", "set_pushes", "request_task", "forget", "cancel", "close")
+)
 
 
 class TaskResult(NamedTuple):
@@ -115,14 +108,10 @@ class TaskQueue:
                 task, call = self.assigned[rank]
                 return {"is_closed": False, "task": task, "array": add(call)}
             case "outcome":
-                result = self.outcomes.get(operation["task"])
-                if result is None:
+                one = self.outcomes.get(operation["task"])
+                if one is None:
                     return {"is_cancelled": True}
-                return {
-                    "is_cancelled": False,
-                    "has_failed": result.failed,
-                    "array": add(result.value),
-                }
+                return {"is_cancelled": False, "has_failed": one.failed, "array": add(one.value)}
             case "progress":
                 failed = [task for task, one in self.outcomes.items() if one.failed]
                 return {"is_drained": self.is_drained, "failed_tasks": failed}
@@ -276,25 +265,18 @@ class ReplicatedState:
     def of_state(
         cls, server: int, workers: int, state: dict[str, Any], room: Room
     ) -> ReplicatedState:
-        """Return the state machine with this state."""
-        machine = cls(server, workers)
-        machine.room, machine.entries, machine.staleness = (
-            room,
-            state["entries"],
-            state["staleness"],
-        )
+        """Return the state new with this state."""
+        new = cls(server, workers)
+        new.room = room
+        new.entries, new.staleness = state["entries"], state["staleness"]
         for rank, one in state["workers"].items():
             staged = None if one["staged"] is None else WorkerRequest(*one["staged"])
-            machine.workers[rank] = WorkerState(**{**one, "staged": staged})
-        machine.undecided = {
-            rank for rank, one in machine.workers.items() if one.staged is not None
-        }
-        machine.shards = {
-            key: Shard.of_state(shard, room) for key, shard in state["shards"].items()
-        }
-        machine.queue = TaskQueue.of_state(state["queue"])
-        machine._in_rounds = {shard for shard in machine.shards.values() if shard.waits}
-        return machine
+            new.workers[rank] = WorkerState(**{**one, "staged": staged})
+        new.undecided = {rank for rank, one in new.workers.items() if one.staged is not None}
+        new.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
+        new.queue = TaskQueue.of_state(state["queue"])
+        new._in_rounds = {shard for shard in new.shards.values() if shard.waits}
+        return new
 
     # -- entries -----------------------------------------------------------------------------------
 
@@ -533,7 +515,6 @@ class ReplicatedState:
     def _read_one(
         self, rank: int, operation: dict[str, Any], arrays: Arrays, reading: Reading
     ) -> dict[str, Any]:
-        """Read one operation; arrays go to `reading`."""
         result: dict[str, Any] = {}
         match operation["op"]:
             case "pull":
@@ -579,7 +560,4 @@ class ReplicatedState:
 
 def is_about(staged: Message, decision: Message) -> bool:
     """Return whether a decision is about the transaction of a staged request."""
-    return (staged["incarnation"], staged["transaction"]) == (
-        decision["incarnation"],
-        decision["transaction"],
-    )
+    return all(staged[name] == decision[name] for name in ("incarnation", "transaction"))

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.shard import RuleKey, ShardSlots, Spec
 
 _NEVER = float("inf")
+_REPLACED = "the servers have given this worker up: another process has taken its place"
 _ERRORS = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
 ResultRef = tuple[int, int]  # the position of a result: server, and number of the operation there
 
@@ -89,9 +90,9 @@ class RequestBuilder:
         self, server: int, key: str, spec: Spec, staleness: int | None, value: NDArray[Any]
     ) -> ResultRef:
         """Create a shard with a value, unless it exists."""
-        number = self._array(server, value)
+        index = self._array(server, value)
         return self.add(
-            server, "create", key=key, value=number, staleness=staleness, **spec._asdict()
+            server, "create", key=key, value=index, staleness=staleness, **spec._asdict()
         )
 
     def expect(self, server: int, key: str, spec: Spec) -> ResultRef:
@@ -162,12 +163,7 @@ class Ticket:
         self.error: SyncvarError | None = None
         self.results: dict[int, list[dict[str, Any]]] = {}
         self.arrays: dict[int, Arrays] = {}
-        self._is_over = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all servers have answered, or the request has failed."""
-        return self._is_over
+        self.is_over = False  # whether all servers have answered, or the request has failed
 
     def array(self, server: int, operation: int) -> NDArray[Any]:
         """Return the array that one operation has read."""
@@ -176,11 +172,11 @@ class Ticket:
 
     def fail(self, error: SyncvarError) -> None:
         """End the request with an error."""
-        self.error, self._is_over = error, True
+        self.error, self.is_over = error, True
 
     def finish(self) -> None:
         """End the request."""
-        self._is_over = True
+        self.is_over = True
 
 
 class _Snapshot(Ticket):
@@ -287,10 +283,7 @@ class Client:
             return []
         if kind == "incarnation_ended":
             if message["incarnation"] == self.incarnation:
-                reason = (
-                    "the servers have given this worker up: another process has taken its place"
-                )
-                self.fail(GroupBroken(reason))
+                self.fail(GroupBroken(_REPLACED))
             return []
         return self._snapshot_message(server, message, arrays, now)
 
@@ -385,13 +378,12 @@ class Client:
         while self._waiting:
             if not any(self._sent):
                 self._sent_at = now
-            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or self._is_reading():
+            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or any(
+                reads(one.outgoing.message) for sent in self._sent for one in sent.values()
+            ):
                 break
             outgoing += self._start(self._waiting.popleft())
         return outgoing
-
-    def _is_reading(self) -> bool:
-        return any(reads(one.outgoing.message) for sent in self._sent for one in sent.values())
 
     def _start(self, ticket: Ticket) -> list[OutgoingMessage]:
         self._transactions += 1

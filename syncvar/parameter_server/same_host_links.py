@@ -86,25 +86,19 @@ class UnixListener:
 
 
 class Pipe:
-    """One end of a stream.
-
-    Attributes:
-        peer: Data of the owner about the other end.
-        is_over: Whether the stream has ended.
-        has_more: Whether `receive` may return another message that no poller signals.
-    """
+    """One end of a stream."""
 
     def __init__(self, connected: socket.socket, *, is_opener: bool = False) -> None:
         connected.settimeout(0.0)
         self._socket = connected
         self.is_opener = is_opener
-        self.peer: Any = None
-        self.is_over = False
+        self.peer: Any = None  # data of the owner about the other end
+        self.is_over = False  # whether the stream has ended
         self._unsent: deque[memoryview] = deque()
         self._buffer = memoryview(bytearray(_CHUNK_NBYTES))
         self._is_full = False  # the last read filled the buffer
         self._chunk = memoryview(b"")  # received bytes of the next messages
-        self.has_more = True
+        self.has_more = True  # whether `receive` may return another message that no poller signals
         self._filling: memoryview | None = None  # a message that is partly received
         self._filled = 0
 
@@ -237,7 +231,6 @@ class Pipe:
 
 
 def _after(pieces: list[Any], nbytes: int) -> list[memoryview]:
-    """Return the pieces without their first `nbytes` bytes."""
     left: list[memoryview] = []
     for one in pieces:
         size = memoryview(one).nbytes
@@ -272,18 +265,13 @@ class _BufferReader(NamedTuple):
 
 
 class ShmBufferPool:
-    """The blocks that one process has lent, and views of blocks that it has borrowed.
-
-    Attributes:
-        lent: Number of arrays lent.
-        segment: The memory. A process may lend only to processes that have mapped it too.
-    """
+    """The blocks that one process has lent, and views of blocks that it has borrowed."""
 
     def __init__(self, shm: SharedSegment, *, lends: bool = True) -> None:
-        self.lent = 0
+        self.lent = 0  # number of arrays lent
+        # The memory. A process may lend only to processes that have mapped it too.
         self.segment = shm.segment
-        self._shm = shm
-        self._lends = lends
+        self._shm, self._lends = shm, lends
         # reader, block, index of the reader's word
         self._out: collections.deque[tuple[_BufferReader, NDArray[np.uint8], int]]
         self._out = collections.deque()

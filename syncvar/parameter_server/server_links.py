@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from syncvar.core.errors import TransportError
-from syncvar.core.network import tcp_endpoint
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.parameter_server.messages import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.parameter_server.same_host_links import Pipe, UnixListener
@@ -32,6 +31,7 @@ from syncvar.transports.zeromq_sockets import (
     limit_frames,
     milliseconds,
     set_family,
+    tcp_endpoint,
 )
 
 if TYPE_CHECKING:
@@ -120,12 +120,7 @@ class ReceivedMessage(NamedTuple):
 
 
 class ServerLinks:
-    """The sockets of one process; for one thread at a time.
-
-    Attributes:
-        refused: Number of dropped messages: malformed, or not of this job.
-        watching: The poller of the sockets; it may wait for other descriptors too.
-    """
+    """The sockets of one process; for one thread at a time."""
 
     def __init__(
         self,
@@ -135,11 +130,8 @@ class ServerLinks:
         keys: LinkKeys | None,
         lender: ShmBufferPool | None = None,
     ) -> None:
-        self._context = context
-        self._environment = environment
-        self._config = config
-        self._keys = keys
-        self._lender = lender
+        self._context, self._environment, self._config = context, environment, config
+        self._keys, self._lender = keys, lender
         self._number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
         self._nonce = job_nonce(environment.job_id)
         self._routing = _IDENTITY.pack(
@@ -150,7 +142,8 @@ class ServerLinks:
             environment.incarnation,
             os.urandom(4),
         )
-        self.refused = 0
+        self.refused = 0  # number of dropped messages: malformed, or not of this job
+        # The poller of the sockets; it may wait for other descriptors too.
         self.watching = SocketPoller()
         self._dealers: dict[int, Any] = {}  # server -> ZeroMQ socket or pipe
         self._addresses: dict[int, str] = {}
@@ -440,5 +433,4 @@ class ServerLinks:
 
 
 def _pipe_path(address: str) -> str:
-    """Return the path of a server's pipe socket, next to its ZeroMQ socket."""
     return f"{address.removeprefix('ipc://')}p"

@@ -24,11 +24,7 @@ RESEND_S = 0.5  # a message without an answer is repeated after this time; only 
 
 
 class Server:
-    """One server process.
-
-    Attributes:
-        new_copies: Servers whose backup is new here; the caller reads and clears it.
-    """
+    """One server process."""
 
     def __init__(
         self,
@@ -38,12 +34,12 @@ class Server:
         *,
         resend_s: float = RESEND_S,
     ) -> None:
-        self.index = index
-        self._workers = workers
+        self.index, self._workers = index, workers
         self._heirs = [tuple(one) for one in heirs]
         self._room: Room = np.empty
         self._resend_s = resend_s
         self._ended: set[int] = set()
+        # Servers whose backup is new here; the caller reads and clears it.
         self.new_copies: list[int] = []
         state = ReplicatedState(index, workers)
         self.primaries = {index: PrimaryReplica(index, state, self._backup_of(index), resend_s)}
@@ -129,7 +125,6 @@ class Server:
         }
 
     def _home_of(self, server: int) -> int:
-        """Return the process in charge of a server's state."""
         if server not in self._ended:
             return server
         return next((other for other in self._heirs[server] if other not in self._ended), server)

@@ -19,22 +19,15 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.bootstrap import worker_main
-from syncvar.bootstrap.job_secret import keys_of
+from syncvar.bootstrap.job_private import keys_of
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
 from syncvar.core.output_files import write_record
-from syncvar.core.process_ids import (
-    SERVER_0,
-    failover_order,
-    is_server,
-    process_name,
-    server_hosts,
-    server_number,
-)
+from syncvar.core.process_ids import SERVER_0, is_server, process_name, server_number
 from syncvar.core.settings import RuntimeConfig, log_at
 from syncvar.core.stack_dump import frames_before
-from syncvar.parameter_server.discovery import Directory
+from syncvar.parameter_server.discovery import Directory, heirs_of
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.same_host_links import lender_of
 from syncvar.parameter_server.server_links import ServerLinks
@@ -85,11 +78,6 @@ def _serve(_arguments: list[str]) -> None:
         except BaseException as error:
             serving.failed(error)
             raise
-
-
-def endpoint_of(number: int) -> Endpoint:
-    """Return the endpoint of a process number."""
-    return ("server", number - SERVER_0) if is_server(number) else ("worker", number)
 
 
 def number_of(endpoint: Endpoint) -> int:
@@ -172,8 +160,7 @@ class Serving:
     def __init__(
         self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
     ) -> None:
-        self._config = config
-        self._environment = environment
+        self._config, self._environment = config, environment
         self._index = environment.rank
         self._recorder = Recorder(
             RecordIdentity(
@@ -188,11 +175,7 @@ class Serving:
         self._call_infos: dict[tuple[str, int], CallInfo] = {}
         self._first_failure = ""  # a reason to write a flight record
         self._stats = ServerStats(environment.rank) if environment.stats_dir else None
-        hosts = server_hosts(environment.servers, environment.host_count)
-        heirs = [
-            failover_order(server, hosts, environment.server_replicas)
-            for server in range(environment.servers)
-        ]
+        heirs = heirs_of(environment)
         self.server = Server(environment.rank, environment.world_size, heirs)
         self._incarnations: dict[int, int] = {}
         self._warnings = 0
@@ -261,10 +244,8 @@ class Serving:
         """Close everything, after flushing sent messages."""
         ledgers = [primary.ledger for primary in self.server.primaries.values()]
         shards = [shard for ledger in ledgers for shard in ledger.shards.values()]
-        nbytes = bytes_in_words(sum(one.array.nbytes for one in shards))
-        _log.info(
-            "server %d: over, with %d parts of variables, %s", self._index, len(shards), nbytes
-        )
+        size = bytes_in_words(sum(one.array.nbytes for one in shards))
+        _log.info("server %d: over, with %d parts of variables, %s", self._index, len(shards), size)
         if self._first_failure:
             self._recorder.ended(self._first_failure)
         if self._stats is not None:
@@ -288,7 +269,8 @@ class Serving:
         self.links.watching.touch(socket)
 
     def _handle(self, received: ReceivedMessage) -> None:
-        sender, began = endpoint_of(received.number), time.monotonic_ns()
+        number, began = received.number, time.monotonic_ns()
+        sender = ("server", number - SERVER_0) if is_server(number) else ("worker", number)
         try:
             message, arrays = message_of(received.frames)
             info = self._call_info(operations_text(message), received.number)
@@ -330,7 +312,6 @@ class Serving:
             self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)
 
     def _note(self, change: ProcessChange) -> None:
-        """Record the failure of a process."""
         if change.kind == "ended" and change.reason:
             name = process_name(change.number)
             self._first_failure = self._first_failure or f"{name} was lost: {change.reason}"

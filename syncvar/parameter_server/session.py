@@ -36,8 +36,7 @@ class Session:
     """
 
     def __init__(self, client: Client, timeout_s: float) -> None:
-        self.client = client
-        self.timeout_s = timeout_s
+        self.client, self.timeout_s = client, timeout_s
         self.pushes_before = 0  # pushes of this worker before a restart of all ranks, if known
         self._changed = threading.Condition(threading.RLock())
 

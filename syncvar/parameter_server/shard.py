@@ -97,9 +97,7 @@ class ServerRule:
         self._is_half = is_half(array.dtype)
         self._names = slot_names(rule, array.dtype)
         initials = rule.initials()
-        self._slots = [
-            np.full(array.shape, initial, self._compute) for initial in initials.values()
-        ]
+        self._slots = [np.full(array.shape, one, self._compute) for one in initials.values()]
         if self._is_half:
             self._slots.insert(0, array.astype(self._compute))
         self._steps = np.zeros((), np.int64)
@@ -173,11 +171,6 @@ class ServerRule:
             raise ConfigError(_error_text(error)) from error
         if not counter:
             steps += 1
-
-
-def is_users(name: str) -> bool:
-    """Return whether a rule, by its class name, is code of the program."""
-    return name == "Custom"
 
 
 def _error_text(error: BaseException) -> str:
@@ -343,7 +336,7 @@ class Shard:
                 raise ConfigError(f"a push names rows outside 0 to {shape[0] - 1}")
         if push.method == _STEP:
             rule_of(push.rule[0], dict(push.rule[1]))
-            if self.staleness != 0 and is_users(push.rule[0]):
+            if self.staleness != 0 and push.rule[0] == "Custom":  # code of the program
                 self._try(push)
 
     def _try(self, push: Push) -> None:
@@ -466,10 +459,8 @@ class Shard:
         rows, values = _rows_of(pushes)
         if rows.size:
             touched, which = np.unique(rows, return_inverse=True)
-            selection = RowSelection(which.reshape(-1), values)
-            self.array[touched] = apply_rows(
-                _SCATTERS[first.method], self.array[touched], selection
-            )
+            chosen = RowSelection(which.reshape(-1), values)
+            self.array[touched] = apply_rows(_SCATTERS[first.method], self.array[touched], chosen)
 
     def _rule(self, push: Push) -> ServerRule:
         if push.rule not in self._rules:

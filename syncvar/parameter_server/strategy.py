@@ -307,11 +307,7 @@ class ParameterServerStrategy(Strategy):
 
 
 class ServerAccess:
-    """The requests of one strategy: reads, pushes and optimizers' steps.
-
-    Attributes:
-        in_scheduled_function: Whether a function of a ClusterCoordinator runs.
-    """
+    """The requests of one strategy: reads, pushes and optimizers' steps."""
 
     def __init__(
         self,
@@ -322,7 +318,7 @@ class ServerAccess:
         self._strategy, self.here, self._partitioner = strategy, here, partitioner
         self._rules: set[str] = set()  # custom update rules that all servers have imported
         self._open: RequestBuilder | None = None  # the writes of a transaction
-        self.in_scheduled_function = False
+        self.in_scheduled_function = False  # whether a function of a ClusterCoordinator runs
 
     @contextlib.contextmanager
     def as_only_worker(self) -> Iterator[None]:

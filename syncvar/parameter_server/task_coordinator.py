@@ -295,7 +295,6 @@ class ClusterCoordinator:
             self._ask("close", "ending the workers")
 
     def _serve(self) -> NoReturn:
-        """Run tasks until the queue is closed, then end the process."""
         outcome: tuple[int, bool, bytes] | None = None
         while True:
             request = RequestBuilder()
@@ -515,7 +514,6 @@ def _bindings(tree: ast.Module) -> dict[str, list[int]]:
 
 
 def _at_top_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a module that are not inside a function or a class."""
     inside = (
         *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
         *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.bootstrap.job_secret import keys_of
+from syncvar.bootstrap.job_private import keys_of
 from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
-from syncvar.core.process_ids import SERVER_0, failover_order, is_server, server_hosts
-from syncvar.parameter_server.discovery import Directory, PushCounter, tally_path
+from syncvar.core.process_ids import SERVER_0, is_server
+from syncvar.parameter_server.discovery import Directory, PushCounter, heirs_of, tally_path
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.request_client import Client
 from syncvar.parameter_server.same_host_links import lender_of
@@ -40,27 +40,20 @@ _sessions: list[WorkerSession] = []  # open sessions of this process
 
 
 class WorkerSession(Session):
-    """The session of a worker with the servers of its job.
-
-    Attributes:
-        before_end: Functions of a call's name and a timeout that wait for this worker's pushes; the
-            end of the script calls them.
-    """
+    """The session of a worker with the servers of its job."""
 
     def __init__(
         self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
     ) -> None:
-        hosts = server_hosts(environment.servers, environment.host_count)
-        heirs = [
-            failover_order(server, hosts, environment.server_replicas)
-            for server in range(environment.servers)
-        ]
+        heirs = heirs_of(environment)
         client = Client(environment.rank, environment.incarnation, environment.servers, heirs)
         super().__init__(client, config.collective_timeout_s)
         self._config = config
         self._process = os.getpid()
         self._waiting = 0
         self._has_failed = False  # a push has failed: `close` does not wait for others
+        # Functions of a call's name and a timeout that wait for this worker's pushes; the end of
+        # the script calls them.
         self.before_end: list[Callable[[str, float | None], None]] = []
         self._ends = threading.Event()
         path = tally_path(environment.socket_directory, environment.rank)
@@ -196,7 +189,6 @@ class WorkerSession(Session):
                     break
 
     def _apply_changes(self) -> None:
-        """Apply the launcher's news of servers."""
         try:
             changes = self._directory.changes()
         except SyncvarError as error:

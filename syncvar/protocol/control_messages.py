@@ -66,11 +66,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     # worker or server -> launcher
     "find_servers": {"job": str, **_of(int, "generation host_index")},
     # launcher -> worker or server
-    "servers": {
-        "version": int,
-        **_of(_Texts, "addresses hosts ended"),
-        "incarnations": _Counts,
-    },
+    "servers": {"version": int, **_of(_Texts, "addresses hosts ended"), "incarnations": _Counts},
     # launcher -> worker
     "members": {
         "generation": int,
@@ -82,6 +78,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         **_of(int, "rank group call"),
         **_of(str, "host reason failure_kind"),
         "missing": _Ranks,
+        "status": list[int],  # exit code, or minus the signal; empty if unknown
     },
     "ping": {},
     "leave_notice": {"rank": int, "entered": _Counts, "skipped": list[int]},
@@ -89,7 +86,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         **_of(int, "group call last_call"),
         "text": str,
         "table": _Texts,
-        "has_waiting_ranks": bool,
+        **_of(bool, "has_waiting_ranks is_deadlock"),
     },
 }
 

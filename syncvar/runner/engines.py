@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "engine_of"]
 
-_ENGINES = {
-    "ray": ("syncvar.runner.ray_engine", "Ray"),
-    "dask": ("syncvar.runner.dask_engine", "Dask"),
-}
+_ENGINES = {"ray": ("ray_engine", "Ray"), "dask": ("dask_engine", "Dask")}
 _CLASSES = {name: home for home, name in _ENGINES.values()}
 _log = logging.getLogger("syncvar")
 _LOOK_S = 1.0
@@ -90,13 +87,15 @@ def engine_of(name: str | Engine) -> Engine:
             f"{name!r:.100}"
         )
     home, class_name = _ENGINES[name]
-    make: Callable[[], Engine] = getattr(importlib.import_module(home), class_name)
+    make: Callable[[], Engine] = getattr(
+        importlib.import_module(f"syncvar.runner.{home}"), class_name
+    )
     return make()
 
 
 def __getattr__(name: str) -> object:
     if name in _CLASSES:
-        return getattr(importlib.import_module(_CLASSES[name]), name)
+        return getattr(importlib.import_module(f"syncvar.runner.{_CLASSES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -183,8 +182,8 @@ def parts(
                 "GROUP_RANK": host_index,
                 "GROUP_WORLD_SIZE": len(hosts),
                 "MASTER_ADDR": first.address,
-                "MASTER_PORT": first.port
-                - 1,  # the rendezvous uses the next port, because torchrun itself uses MASTER_PORT
+                # The rendezvous uses the next port, because torchrun itself uses MASTER_PORT.
+                "MASTER_PORT": first.port - 1,
                 "TORCHELASTIC_RUN_ID": job,
                 "TORCHELASTIC_RESTART_COUNT": restarts,
                 "SYNCVAR_KEY": secret,
@@ -236,11 +235,8 @@ class _Start:
     """One start of all ranks."""
 
     def __init__(self, engine: Engine, config: RuntimeConfig, limit_s: float, until: float) -> None:
-        self._engine = engine
-        self._config = config
-        self._limit_s = limit_s
-        self._until = until
-        self._began = time.monotonic()
+        self._engine, self._config = engine, config
+        self._limit_s, self._until, self._began = limit_s, until, time.monotonic()
         self._error = ""
         self.has_met = False
 
@@ -254,26 +250,18 @@ class _Start:
                 f"{workers} ranks were given {len(pids)} processes: each rank needs one of its "
                 "own (a LocalCluster of Dask has them with processes=True)"
             )
-        secret = secrets.token_hex(32)
-        handed = parts(
-            places,
-            call,
-            secrets.token_hex(8),
-            secret,
-            self._config.to_mapping(),
-            [path for path in sys.path if path],
-            restarts,
-        )
+        job, secret = secrets.token_hex(8), secrets.token_hex(32)
+        settings, folders = self._config.to_mapping(), [path for path in sys.path if path]
+        handed = parts(places, call, job, secret, settings, folders, restarts)
         self._engine.begin([packed(part) for part in handed])
         ends: dict[int, End] = {}  # by rank, in order of arrival
         stop = self._until
         while len(ends) < workers and (now := time.monotonic()) < stop:
             for number, answer in self._engine.ended(min(_LOOK_S, stop - now)).items():
-                end = (
-                    unpacked(End, answer)
-                    if isinstance(answer, bytes)
-                    else End(error="", message=answer, exit_code=INTERNAL)
-                )
+                if isinstance(answer, str):
+                    end = End(message=answer, exit_code=INTERNAL)
+                else:
+                    end = unpacked(End, answer)
                 ends[handed[number].rank] = end
                 # the others notice by their links, except for ranks that compute on and on
                 if not end.result:

@@ -34,26 +34,13 @@ if TYPE_CHECKING:
     from syncvar.runner.engines import Engine
 _GRACE_S = 30.0
 _NOT_INHERITED = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "HOST_INDEX",
-    "HOST_COUNT",
-    "RENDEZVOUS",
-    "JOB_ID",
-    "ROLE",
-    "GENERATION",
-    "RESTARTS",
-    "HOST",
-    "STATUS_FD",
-    "FLIGHT_DIR",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT"),
+    *("RENDEZVOUS", "JOB_ID", "ROLE", "GENERATION", "RESTARTS", "HOST", "STATUS_FD", "FLIGHT_DIR"),
 )
 
 _UNGUARDED = "unguarded"
-_finding: list[
-    tuple[str, Path | None]
-] = []  # the module that this worker is importing to find its function
+# The module that this worker is importing to find its function.
+_finding: list[tuple[str, Path | None]] = []
 
 
 class RunOptions(NamedTuple):
@@ -182,10 +169,7 @@ def _output(output: Any) -> str | None:
 
 
 def _path(name: str, path: Any) -> str:
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        raise ConfigError(f"{name} must be a path, not {path!r:.100}") from None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{name} must be a path, not {path!r:.100}")
     return text
@@ -296,7 +280,6 @@ def run(  # noqa: PLR0913  (public signature)
 
 
 def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call on an engine; return the packed results by rank."""
     options.check_engine()
     from syncvar.runner.engines import drive, engine_of
 
@@ -305,7 +288,6 @@ def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes
 
 
 def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Check the call, and that it does not come from a worker that imports its function."""
     if not callable(fn):
         raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
     if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
@@ -372,7 +354,6 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
 
 
 def _launch(call: bytes, options: RunOptions) -> list[bytes]:
-    """Make the call with syncvar-launch; return the packed results by rank."""
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
@@ -422,13 +403,7 @@ def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         if spec is not None and spec.name != "__main__":
-            return (
-                "module",
-                spec.name.removesuffix(".__main__")
-                if spec.name.endswith(".__main__")
-                else spec.name,
-                name,
-            )
+            return ("module", spec.name.removesuffix(".__main__"), name)
         path = getattr(main, "__file__", None)
         if has_files and path and Path(path).is_file():
             return ("file", str(Path(path).resolve()), name)
@@ -480,10 +455,8 @@ def _failure(folder: Path, code: int) -> SyncvarError:
     except OSError:
         return LaunchError(f"the launcher ended with exit code {code}")
     if "refused" in outcome:
-        result_type = (
-            ConfigError if code in (exit_status.USAGE, exit_status.CONFIGURATION) else LaunchError
-        )
-        return result_type(outcome["refused"])
+        is_configuration = code in (exit_status.USAGE, exit_status.CONFIGURATION)
+        return (ConfigError if is_configuration else LaunchError)(outcome["refused"])
     failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
     with contextlib.suppress(OSError):  # absent if its process was killed
         failure.__cause__ = unpack_exception((folder / f"error.{failure.rank}").read_bytes())

@@ -161,10 +161,8 @@ class Ray:
                 raise LaunchError(
                     f"no cluster of Ray answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
                 ) from None
-            needed = workers * self._bundle["CPU"]
-            ray.init(
-                num_cpus=max(int(-(-needed // 1)), os.cpu_count() or 1), include_dashboard=False
-            )
+            cpus = workers * self._bundle["CPU"]
+            ray.init(num_cpus=max(int(-(-cpus // 1)), os.cpu_count() or 1), include_dashboard=False)
         self._is_own = True
 
 

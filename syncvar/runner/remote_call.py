@@ -124,7 +124,7 @@ def _find(folder: Path | None, method: str, *where: Any) -> tuple[Any, Any]:
 
 def arrive(address: str) -> bytes:
     """Return a packed `EngineSlot`."""
-    from syncvar.bootstrap.job_directory import base_directory
+    from syncvar.bootstrap.job_private import base_directory
     from syncvar.runner.engines import EngineSlot, packed
     from syncvar.runtime.recorder import boot_identity
 
@@ -181,11 +181,9 @@ def play(data: bytes) -> bytes:
         patience_s = float("inf")  # until all have left; the driver may end it earlier
         end = End(result, has_met=has_met)
     except BaseException as error:  # the engine would report a different error
-        failure = failure_of(error)
+        fault = failure_of(error)
         raised = pack_exception(error)
-        end = End(
-            b"", failure.error, failure.message, failure.text, failure.exit_code, has_met, raised
-        )
+        end = End(b"", fault.error, fault.message, fault.text, fault.exit_code, has_met, raised)
     leave(patience_s)
     _release_port()
     return packed(end)

@@ -25,7 +25,7 @@ from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.link_exchange import Flow
 from syncvar.runtime.p2p_requests import Answer, GetRequest, GetRequests, SentMessages
 from syncvar.runtime.state import Awaited, Core
-from syncvar.shm.spin_wait import pause_after
+from syncvar.shm.channel_table import pause_after
 from syncvar.transports.base import PeerDisconnected
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Channel tables: where the ranks of a host publish how far each call is, and where its data are.
+"""Channel tables: where ranks of a host publish how far calls are and where their data are.
 
 `ChannelTable` makes and finds the entries; `GroupChannel` reads and writes them. A rank's table
 begins its region. The first 128 bytes hold the number of entries and what others need to read this
@@ -34,6 +34,11 @@ process_vm_readv(2) follows the rules for debuggers: the same user, and permissi
 where Yama restricts debuggers to descendants (ptrace_scope 1). A worker permits the process that
 started it, and with it the other workers. A probe finds out whether reading works: the reader looks
 for a random number at a published address. If it fails, data go through shared memory.
+
+A rank waits for a word of another rank by spinning (`waiter`). With a core for each rank the word
+changes within a microsecond, so the rank keeps looking. Ranks that share cores yield, then sleep
+briefly, because the other rank needs the core. After `BUDGET_S` the engine takes over: it sleeps
+longer and longer, listens to the launcher and checks deadlines.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import time
 import weakref
 from collections import deque
 from functools import cache
@@ -52,7 +58,6 @@ import numpy as np
 from syncvar._native.constants import RING_SLOTS
 from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.shm.segment_file import ABORT, PAGE_BYTES, TABLE_BYTES
-from syncvar.shm.spin_wait import holding_waiter, waiter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +65,133 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.shm.segment import SharedSegment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Waiter = Callable[..., bool]
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+BUDGET_S = 0.001
+HOLD_BUDGET_S = 0.02  # several switch intervals of the interpreter
+PAUSE_MAX_S = 0.01
+_LOOKS_FIRST = 400  # about 20 us
+_LOOKS_PER_YIELD = 4
+_LOOKS_PER_TURN = 10
+_TURNS_PER_CLOCK = 4
+_YIELDS_SHARED = 200  # about 0.2 ms; fewer yields slow down small calls on shared cores
+_SLEEP_S = 1e-6
+_NEVER = 1 << 64  # above every word
+
+
+def pause_after(waited_s: float) -> float:
+    """Return how long to sleep after `waited_s` seconds of waiting: an eighth, at most PAUSE_MAX_S.
+
+    Example:
+        >>> pause_after(0.008), pause_after(10.0)
+        (0.001, 0.01)
+    """
+    return min(PAUSE_MAX_S, 0.125 * waited_s)
+
+
+def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core: bool) -> Waiter:
+    """Return a function `wait(indices, need, limit)` that spins until others have published `need`.
+
+    It returns True when every indexed word is at least `need`, or every phase at least -`need`. A
+    rank whose word is at least `limit` has begun a later call: its DONE word counts then. It
+    returns False after BUDGET_S or an abort. `abort` is the index of that word; `phase` and `done`
+    are distances from a rank's word.
+    """
+    make = _own_core_waiter if has_own_core else _shared_core_waiter
+    return make(words, abort, phase, done)
+
+
+def _own_core_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
+    give_way, clock = os.sched_yield, time.perf_counter
+
+    def wait(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+        offset, need = (0, need) if need > 0 else (phase, -need)
+        for index in indices:
+            place = index + offset
+            if words[place] >= need:
+                continue
+            for _ in range(_LOOKS_FIRST):
+                if words[place] >= need:
+                    break
+            else:
+                until = clock() + BUDGET_S
+                while words[place] < need and (words[index] < limit or words[index + done] < need):
+                    for _ in range(_LOOKS_PER_YIELD):
+                        if words[place] >= need:
+                            break
+                    else:
+                        give_way()
+                        if words[abort] or clock() > until:
+                            return False
+        return True
+
+    return wait
+
+
+def _shared_core_waiter(  # noqa: C901  (its loop must not call Python functions)
+    words: memoryview, abort: int, phase: int, done: int
+) -> Waiter:
+    give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
+
+    def wait(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+        offset, need = (0, need) if need > 0 else (phase, -need)
+        for index in indices:
+            place = index + offset
+            if words[place] >= need:
+                continue
+            until = clock() + BUDGET_S
+            for turn in range(_YIELDS_SHARED):
+                give_way()
+                for _ in range(_LOOKS_PER_TURN):
+                    if words[place] >= need:
+                        break
+                else:
+                    if words[index] < limit or words[index + done] < need:
+                        # Beside other busy processes each turn may take milliseconds.
+                        if turn % _TURNS_PER_CLOCK == 0 and (words[abort] or clock() > until):
+                            return False
+                        continue
+                break
+            else:
+                while words[place] < need and (words[index] < limit or words[index + done] < need):
+                    sleep(_SLEEP_S)
+                    if words[abort] or clock() > until:
+                        return False
+        return True
+
+    return wait
+
+
+def holding_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
+    """Return a `wait` as from `waiter` that keeps the interpreter lock.
+
+    Beside a thread that computes, getting the lock back takes long.
+    """
+    clock = time.perf_counter
+
+    def hold(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+        offset, need = (0, need) if need > 0 else (phase, -need)
+        until = 0.0
+        for index in indices:
+            while words[index + offset] < need and (
+                words[index] < limit or words[index + done] < need
+            ):
+                now = clock()
+                until = until or now + HOLD_BUDGET_S
+                if now > until or words[abort]:
+                    return False
+        return True
+
+    return hold
+
+
+# -- reading the memory of other processes ---------------------------------------------------------
 
 _PR_SET_PTRACER = 0x59616D61
 _SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
@@ -112,10 +244,7 @@ class ProbeCell:
 
 
 class ProcessReader:
-    """Reads the memory of other processes. One thread at a time.
-
-    Args:
-        processes: Process ids of a group's ranks, in rank order.
+    """Reads the memory of the processes of a group's ranks. One thread at a time.
 
     Example:
         >>> import os
@@ -229,11 +358,9 @@ def check_of(fingerprint: int, call: int) -> int:
 class ChannelTable:
     """Makes this rank's channels and finds those of the other ranks of the host.
 
-    Args:
-        shm: The mapped segment.
-        ranks: World ranks on this host, in the order of their regions.
-        reaches: Whether to read the memory of other processes where the system allows it.
-        runner: Interpreter of persistent calls, "c" or "python".
+    `ranks` are the world ranks of the host in the order of their regions. `runner` of persistent
+    calls is "c" or "python". If it `reaches`, it reads the memory of other processes where
+    possible.
     """
 
     def __init__(
@@ -273,10 +400,8 @@ class ChannelTable:
         if not all(self.words[table + _PROCESS] for table in tables):
             return None
         reader = ProcessReader([self.words[table + _PROCESS] for table in tables])
-        found = all(
-            reader.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER])
-            for rank, table in enumerate(tables)
-        )
+        probes = [(self.words[table + _ADDRESS], self.words[table + _NUMBER]) for table in tables]
+        found = all(reader.finds(rank, *probe) for rank, probe in enumerate(probes))
         return reader if found else None
 
     def are_native(self, regions: Sequence[int]) -> bool:
@@ -294,9 +419,8 @@ class ChannelTable:
         yields.
         """
         own = self.words[self._table + _PROCESS]
-        others = [
-            self.shm.table(region) // 8 for region in regions if region != self.shm.local_rank
-        ]
+        mine = self.shm.local_rank
+        others = [self.shm.table(region) // 8 for region in regions if region != mine]
         if any(self.words[table + _PROCESS] == own != 0 for table in others):
             return 0, False
         is_crowded = len(others) >= self.shm.usable_cores
@@ -307,11 +431,7 @@ class ChannelTable:
         return tuple(self.places[member] for member in members)
 
     def take_entry(self, group: int, regions: tuple[int, ...]) -> int:
-        """Take an entry for this rank's channel of a group; return the index of its first word.
-
-        Raises:
-            SharedMemoryFull: The table or the segment is full.
-        """
+        """Take an entry for this rank's channel of a group; return the index of its first word."""
         entry = self._reuse() or self._new_entry()
         words = self.words
         small = words[entry + SMALL]

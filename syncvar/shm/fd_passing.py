@@ -29,14 +29,7 @@ _PAUSE_S = 0.005
 
 
 def fd_socket_path(directory: str) -> str:
-    """Return the path of the socket that passes the descriptor.
-
-    `directory` is the host's private folder.
-
-    Example:
-        >>> fd_socket_path("/run/user/1000/syncvar/1a2b3c4d")
-        '/run/user/1000/syncvar/1a2b3c4d/shm'
-    """
+    """Return the path of the socket that passes the descriptor, in the host's private folder."""
     return f"{directory}/shm"
 
 
@@ -48,12 +41,8 @@ def servers_fd_socket_path(directory: str) -> str:
 class FdServer:
     """The launcher's side of the socket.
 
-    Args:
-        path: Path of the socket.
-        job_id: Job that requests must name.
-        local_world_size: Number of ranks on this host.
-        make: Function that creates the segment of a generation: (segment, "") or (None, reason).
-        generation: The first generation to serve; requests for earlier ones fail.
+    `make` creates the segment of a generation: (segment, "") or (None, reason). Requests for
+    generations before `generation`, and for another job, fail.
     """
 
     def __init__(
@@ -121,8 +110,7 @@ class FdServer:
             if shm is not None and self._aborts_all:
                 shm.abort()
             message = f"no shared memory, data go through unix sockets: {reason}"
-            if shm is not None:
-                message = shm.notice
+            message = message if shm is None else shm.notice
             if message and not self._has_message:  # the next generations would repeat it
                 self._has_message = True
                 self._messages.append(message)
@@ -209,17 +197,11 @@ class FdServer:
 def fetch(
     path: str, job_id: str, generation: int, local_rank: int, timeout_s: float
 ) -> tuple[int, None] | tuple[None, str]:
-    """Ask the launcher for the segment of a generation.
-
-    Return (descriptor, None) or (None, reason).
-
-    Waits at most `timeout_s` seconds.
-    """
+    """Ask the launcher for a generation's segment; return (descriptor, None) or (None, reason)."""
     deadline = time.monotonic() + timeout_s
     try:
-        with socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
-        ) as connection:
+        flags = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+        with socket.socket(socket.AF_UNIX, flags) as connection:
             connection.settimeout(max(0.001, timeout_s))
             while True:
                 try:

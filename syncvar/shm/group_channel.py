@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 class GroupChannel(ChannelState):
     """This rank's end of a group's channel; the other ranks find it by the group's identity.
 
-    Args:
-        channels: The channel table of this rank.
-        group: Identity of the group, equal on all its ranks.
-        members: World ranks of the group, this process included.
-
-    Raises:
-        SharedMemoryFull: The table of entries or the segment is full.
+    Raises SharedMemoryFull if the table of entries or the segment is full.
     """
 
     __slots__ = (

@@ -25,13 +25,7 @@ _MEMORY = {
 
 
 class Shortage(NamedTuple):
-    """A limit that a request would pass.
-
-    Args:
-        used: Bytes in use under it.
-        limit: Bytes allowed.
-        limit_name: Name of the limit for messages.
-    """
+    """A limit that a request would pass: bytes in use, bytes allowed, and its name for messages."""
 
     used: int
     limit: int
@@ -39,14 +33,9 @@ class Shortage(NamedTuple):
 
 
 class MemoryLimits:
-    """The memory limits of this process.
+    """The memory limits of this process, by its control groups and the machine.
 
     It finds the control groups once and reads their numbers at each call.
-
-    Args:
-        membership: Text that names this process's control groups; None to read it.
-        root: Mount point of the control groups.
-        machine: File with the machine's memory.
 
     Example:
         >>> MemoryLimits().shortage(4096) is None
@@ -74,14 +63,12 @@ class MemoryLimits:
             used = _number(read_file(f"{folder}/{usage_file}")) or 0
             used -= sum(named_number(statistics, name) for name in droppable)
             if used + nbytes > limit:
-                return Shortage(
-                    max(0, used), limit, f"the container's limit ({folder}/{limit_file})"
-                )
+                name = f"the container's limit ({folder}/{limit_file})"
+                return Shortage(max(0, used), limit, name)
         machine = read_file(self._machine)
         total = 1024 * (named_number(machine, b"MemTotal:") + named_number(machine, b"SwapTotal:"))
-        free = 1024 * (
-            named_number(machine, b"MemAvailable:") + named_number(machine, b"SwapFree:")
-        )
+        free = named_number(machine, b"MemAvailable:") + named_number(machine, b"SwapFree:")
+        free *= 1024
         if total and nbytes > free:
             return Shortage(total - free, total, "the machine's memory")
         return None
@@ -91,13 +78,9 @@ def core_quota(membership: str | None = None, root: str = CONTROL_GROUPS) -> int
     """Return how many cores the control groups allow, rounded up; None for no limit."""
     quotas = []
     for version, folder in control_groups("cpu", membership, root):
-        if version == 2:
-            words = read_file(f"{folder}/cpu.max").split()
-        else:
-            words = [
-                read_file(f"{folder}/cpu.cfs_quota_us").strip(),
-                read_file(f"{folder}/cpu.cfs_period_us").strip(),
-            ]
+        words = read_file(f"{folder}/cpu.max").split()
+        if version != 2:
+            words = [read_file(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period")]
         numbers = [_number(word) for word in words]
         if len(numbers) == 2 and numbers[0] and numbers[1]:  # "max", or -1 in version 1: no quota
             quotas.append(-(-numbers[0] // numbers[1]))

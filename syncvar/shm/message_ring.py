@@ -42,8 +42,8 @@ import numpy as np
 from syncvar._native import message_end
 from syncvar._native.constants import PLACES, EntryForm, RingWord
 from syncvar.core.errors import SharedMemoryFull
+from syncvar.shm.channel_table import BUDGET_S
 from syncvar.shm.segment_file import ABORT, LINE_BYTES
-from syncvar.shm.spin_wait import BUDGET_S
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,19 +71,10 @@ _NEVER = 1  # value in the list: all messages go over links
 class RingEntry(NamedTuple):
     """An entry of a ring, as the receiver finds it.
 
-    Args:
-        form: A value of `EntryForm`.
-        kind: Type of the message: an array, or an object as bytes.
-        dtype: Index of the dtype.
-        stream: Identity of the pair's calls.
-        call: Sequence number of the message in the stream.
-        nbytes: Length of the whole message, or of this part.
-        shape: Shape of the array.
-        data: Offset of the bytes, or of the part, in the segment.
-        place: In a BY_ADDRESS entry the address in the sender's process; in a PART entry the first
-            byte of the part.
-        offset: In a BY_ADDRESS entry 1 + offset in the segment, or 0 for private memory.
-        number: Number of a long message in a BY_ADDRESS entry.
+    `form` is an `EntryForm`; `data` is the offset in the segment of `nbytes` bytes, of the message
+    or the part. In a BY_ADDRESS entry `place` is the address in the sender's process, `offset` 1 +
+    offset in the segment or 0 for private memory, and `number` that of the long message. In a PART
+    entry `place` is the first byte of the part.
     """
 
     form: int
@@ -115,12 +106,7 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The sender's end of a ring. One thread at a time.
-
-    Args:
-        shm: The mapped segment.
-        start: Offset of the ring's header.
-    """
+    """The sender's end of the ring whose header is at `start`. One thread at a time."""
 
     def __init__(self, shm: SharedSegment, start: int) -> None:
         super().__init__(shm, start)
@@ -278,12 +264,7 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """The receiver's end of a ring. One thread at a time.
-
-    Args:
-        shm: The mapped segment.
-        start: Offset of the ring's header.
-    """
+    """The receiver's end of the ring whose header is at `start`. One thread at a time."""
 
     @property
     def news(self) -> int:
@@ -369,12 +350,7 @@ def array_code(kind: int, dtype: int, dimensions: int) -> int:
 
 
 class RingTable:
-    """Makes this rank's rings and finds those of the other ranks.
-
-    Args:
-        channels: Channel table of this rank, in the same segment.
-        ring_bytes: Size of a new ring at most; a multiple of 64.
-    """
+    """Makes this rank's rings, of at most `ring_bytes`, and finds those of the other ranks."""
 
     def __init__(self, channels: ChannelTable, ring_bytes: int = RING_BYTES) -> None:
         self.channels = channels

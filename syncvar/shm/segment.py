@@ -59,11 +59,7 @@ _REMEDY = "ask for less, or raise {}"
 class SegmentBlock:
     """The owner of an array's memory, at the end of the chain of bases.
 
-    Args:
-        shm: The segment.
-        ground: The segment as bytes; this reference keeps the mapping alive.
-        offset: Offset of the memory in the segment.
-        nbytes: Length of the array.
+    Its reference to `ground`, the segment as bytes, keeps the mapping alive.
     """
 
     __slots__ = ("__array_interface__", "ground", "nbytes", "offset", "shm")
@@ -84,21 +80,11 @@ class SegmentBlock:
 
 
 class SharedSegment:
-    """The shared-memory segment as one process sees it. Made by `attach`.
+    """The shared-memory segment as one process sees it; `attach` makes it.
 
-    Attributes:
-        memory: The mapping; gone after `close`.
-        words: The segment as 64-bit words.
-        address: Address of the segment in this process.
-        shm_bytes: Its size.
-        local_world_size: Number of ranks that share it.
-        usable_cores: Number of cores that these ranks may use together.
-        generation: Version of the membership.
-        segment: Identity of the segment.
-        local_rank: Rank of this process on the host.
-        layout: Offsets of the regions.
-        ground: The segment as bytes.
-        allocation_map: Map of allocated memory; None without checks.
+    `words` and `ground` are the segment as 64-bit words and as bytes. `memory`, the mapping, is
+    gone after `close`. All ranks of the host may use `usable_cores` together. Without checks the
+    `allocation_map` is None.
     """
 
     _current_process = staticmethod(os.getpid)  # also works while the interpreter shuts down
@@ -295,22 +281,15 @@ class SharedSegment:
         return np.ndarray(shape, kind, np.asarray(SegmentBlock(self, ground, offset, nbytes)))
 
     def locate(self, array: NDArray[Any]) -> int | None:
-        """Return the offset of an array made by `empty`, or of a view of one.
-
-        None for any other array.
-
-        Only C-contiguous arrays are located.
-        """
+        """Return the offset of an array of `empty`, or of a C-contiguous view of one; else None."""
         base: Any = array.base
         if base is None:
             return None
         while isinstance(base, np.ndarray):
             base = base.base
-        if (
-            not isinstance(base, SegmentBlock)
-            or base.shm is not self
-            or not array.flags.c_contiguous
-        ):
+        if not isinstance(base, SegmentBlock) or base.shm is not self:
+            return None
+        if not array.flags.c_contiguous:
             return None
         if array.nbytes == base.nbytes:
             return base.offset  # contiguous and equally long: both begin at the same byte

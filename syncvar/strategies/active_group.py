@@ -70,10 +70,7 @@ class ActiveGroup:
         self._become(self._home)
 
     def roll(self, name: str, timeout: float | None) -> None:
-        """Make the membership all-reduce; the communicator then is that of the active ranks.
-
-        `name` is the call that follows, for messages.
-        """
+        """Make the membership all-reduce before call `name`; the active ranks then make it."""
         if self._block.is_over:
             raise UsageError(
                 f"{name}: {self._block.is_over}. The ranks may be at different calls, so this "

@@ -73,11 +73,11 @@ class Simulation:
         self.steps = 0
         self.frames_sent = 0
         self._random = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
-        self._overtake_max = overtake_max
-        self._async_depth = async_depth
+        self._overtake_max, self._async_depth = overtake_max, async_depth
+        ranks = range(world_size)
         self._groups = [
-            _Recorder(_GROUP, range(world_size), Recorder(RecordIdentity(rank, world_size)), None)
-            for rank in range(world_size)
+            _Recorder(_GROUP, ranks, Recorder(RecordIdentity(rank, world_size)), None)
+            for rank in ranks
         ]
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
@@ -189,9 +189,7 @@ class _SimulatedFrame:
     __slots__ = ("call", "header", "is_read", "payload")
 
     def __init__(self, call: int, header: bytes, payload: memoryview | None) -> None:
-        self.call = call
-        self.header = header
-        self.payload = payload
+        self.call, self.header, self.payload = call, header, payload
         self.is_read = False
 
     def is_done(self) -> bool:
@@ -209,8 +207,7 @@ class _SimulatedSink:
         links: dict[tuple[int, int], list[_SimulatedFrame]],
         unused: dict[tuple[int, int], int],
     ) -> None:
-        self.rank = rank
-        self.segment_bytes = segment_bytes
+        self.rank, self.segment_bytes = rank, segment_bytes
         self._world, self._links, self._unused = world, links, unused
 
     def post(
@@ -264,8 +261,7 @@ class _SimulatedWorker:
     """A running worker: its client, its program and the ticket that it waits for."""
 
     def __init__(self, client: Client, program: Generator[Ask, Ticket, None]) -> None:
-        self.client = client
-        self.program = program
+        self.client, self.program = client, program
         self.awaited: Ticket | None = None
         self.is_over = False
 
@@ -325,8 +321,7 @@ class Cluster:
         self.errors: dict[int, Exception] = {}
         self._random = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
         self._delay_s, self._loss, self._double, self._notice_s = delay_s, loss, double, notice_s
-        self._through_wire = through_wire
-        self._program = program
+        self._through_wire, self._program = through_wire, program
         self._events: list[tuple[float, int, Any]] = []
         self._count = 0
         self._digest = hashlib.blake2b(digest_size=16)

@@ -38,8 +38,7 @@ class TransportFactory:
         nbytes_max: int = 1 << 20,
         lose: Callable[[Sequence[Transport], int], None] | None = None,
     ) -> None:
-        self.connect = connect
-        self.nbytes_max = nbytes_max
+        self.connect, self.nbytes_max = connect, nbytes_max
         self.lose = lose or (lambda world, rank: world[rank].close(0.0))
 
 
@@ -230,9 +229,7 @@ def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
         while len(seen.frames[1]) < 2 and time.monotonic() - began < _PATIENCE_S:
             world[1].wait(_PATIENCE_S)
             seen.take()
-        assert time.monotonic() - began < _SOON_S, (
-            f"the frame was seen after {time.monotonic() - began:.1f} s"
-        )
+        _check_soon(began, "the frame was seen")
 
 
 @_check
@@ -279,7 +276,7 @@ def _wait_idle_ends_at_a_wake_beside_a_driver(factory: TransportFactory) -> None
                 waker.start()
                 world[0].wait_idle(_PATIENCE_S)
                 waker.join()
-                assert time.monotonic() - began < _SOON_S, "wait_idle did not end at a wake"
+                _check_soon(began, "wait_idle ended")
         finally:
             stop.set()
             driver.join()
@@ -298,9 +295,7 @@ def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
             world[1].wait_idle(_PATIENCE_S)
             seen.take([1])
         sender.join()
-        assert time.monotonic() - began < _SOON_S, (
-            f"the frame was seen after {time.monotonic() - began:.1f} s"
-        )
+        _check_soon(began, "the frame was seen")
 
 
 @_check
@@ -326,9 +321,7 @@ def _queued_frames_leave_while_the_sender_waits_idle(factory: TransportFactory) 
                 while not seen.frames[1] and time.monotonic() - began < _PATIENCE_S:
                     world[1].wait(0.05)
                     seen.take([1])
-                assert time.monotonic() - began < _SOON_S, (
-                    f"the frame came after {time.monotonic() - began:.1f} s"
-                )
+                _check_soon(began, "the frame came")
             finally:
                 stop.set()
                 world[0].wake()
@@ -500,6 +493,9 @@ def _wakes_soon(transport: Transport, wait: Callable[[], object], delay_s: float
     waker.start()
     wait()
     waker.join()
-    assert time.monotonic() - began < _SOON_S, (
-        f"the wake took effect after {time.monotonic() - began:.1f} s"
-    )
+    _check_soon(began, "the wake took effect")
+
+
+def _check_soon(began: float, event: str) -> None:
+    lasted_s = time.monotonic() - began
+    assert lasted_s < _SOON_S, f"{event} after {lasted_s:.1f} s"

@@ -79,9 +79,7 @@ def run_ranks(  # noqa: PLR0913  (public signature)
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
     places = HostMap(split_evenly(world_size, hosts))
-    segments = [
-        _create_shm(shm_bytes, size) if shared and size > 1 else None for size in places.sizes
-    ]
+    segments = [_create_shm(shm_bytes, size) if shared else None for size in places.sizes]
 
     def body(rank: int) -> None:
         host, local = places.host_of(rank), places.local_rank(rank)
@@ -180,7 +178,9 @@ def _short_switches(*, needed: bool) -> Iterator[None]:
             _intervals.pop()
 
 
-def _create_shm(shm_bytes: int, world_size: int) -> CreatedSegment:
+def _create_shm(shm_bytes: int, world_size: int) -> CreatedSegment | None:
+    if world_size == 1:
+        return None
     shm, reason = create(shm_bytes, world_size, 1)  # threads take turns, as on one core
     if shm is None:
         raise SharedMemoryUnavailable(reason)

@@ -37,24 +37,14 @@ if TYPE_CHECKING:
 
 
 class Frame(NamedTuple):
-    """An arrived frame.
-
-    Args:
-        header: Checked header; its source is the peer that really sent it.
-        payload: `header.nbytes` bytes, owned by the receiver.
-    """
+    """An arrived frame, and its payload, which the receiver owns; its source is the real sender."""
 
     header: Header
     payload: bytes | memoryview
 
 
 class PeerDisconnected(NamedTuple):
-    """A link that delivers nothing more.
-
-    Args:
-        peer: The rank at its other end.
-        reason: The observed reason, for instance "it closed the connection without a goodbye".
-    """
+    """A link to `peer` that delivers nothing more, and the observed reason."""
 
     peer: int
     reason: str
@@ -95,8 +85,7 @@ class Transport(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """Wait for an arrival, `wake` or the timeout.
 
-        Returns:
-            Whether a control message may have arrived too.
+        Return whether a control message may have arrived too.
         """
 
     def wait_idle(self, timeout_s: float) -> None:
@@ -113,11 +102,7 @@ class Transport(Protocol):
 
 
 class Control(Protocol):
-    """The channel to the process that manages the membership.
-
-    Attributes:
-        keeper: The rank of that process; None for the launcher.
-    """
+    """The channel to the membership's manager: rank `keeper`, or None for the launcher."""
 
     keeper: int | None
 
@@ -148,10 +133,8 @@ def check_length(header: Header, source: int, nbytes: int) -> None:
 class Wakeup:
     """Two signals: one for the driver, one for the thread that waits idle beside it.
 
-    Attributes:
-        driver: Descriptor of the driver's signal; -1 once closed.
-        arrivals: Polls this signal and all watched descriptors.
-        idle: Polls the idle thread's signal and the same descriptors.
+    `driver` is the descriptor of the driver's signal, -1 once closed. `arrivals` polls this signal
+    and all watched descriptors, `idle` the idle thread's signal and the same descriptors.
     """
 
     def __init__(self) -> None:

@@ -58,9 +58,7 @@ _COUNTERS = struct.Struct("=120xQQ")  # tcp_info: bytes acked and received, sinc
 class UnauthenticatedPeers:
     """The unauthenticated connections at one tcp port of this process.
 
-    Args:
-        port: Port on which a socket of this process listens.
-        unproved_nbytes: Most bytes that the listener sends before the client authenticates.
+    Before a client authenticates, the listener sends it at most `unproved_nbytes` bytes.
     """
 
     def __init__(self, port: int, unproved_nbytes: int = UNPROVED_NBYTES) -> None:
@@ -156,12 +154,9 @@ _DIGITS_MAX = 9  # of a rank
 
 
 class LinkKeys(NamedTuple):
-    """The keys of a job's tcp links, in ZeroMQ's text form.
+    """The keys of a job's tcp links in ZeroMQ's text form, each as (public, secret).
 
-    Args:
-        member: (public, secret) of clients.
-        listener: (public, secret) of listeners.
-        tickets: Secret from which the tickets of unencrypted links are derived.
+    The tickets of unencrypted links are derived from `tickets`.
     """
 
     member: tuple[bytes, bytes]
@@ -207,9 +202,7 @@ def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
     """Return the link keys of a job; equal in every process of the job.
 
     The job's identity makes tickets unique to this job, because a secret may serve several jobs.
-
-    Raises:
-        HandshakeError: This build of ZeroMQ has no CURVE.
+    Raises HandshakeError if this build of ZeroMQ has no CURVE.
     """
     if not zmq.has("curve"):
         raise HandshakeError(
@@ -231,20 +224,10 @@ def gate_for_hosts(
     number: int,
     name: str,
 ) -> Gate:
-    """Make the tcp addresses that a socket binds later accept processes of other hosts.
+    """Make a socket's later tcp addresses accept processes of other hosts; return the gate.
 
-    Return the gate.
-
-    Args:
-        context: ZeroMQ context of this process.
-        socket: The listening socket; earlier addresses stay as they are.
-        keys: Keys of the job; None only without encryption.
-        config: Protection of links between hosts.
-        number: Number of this process, for its tickets.
-        name: Name of this process, for messages.
-
-    Raises:
-        ConfigError: Encryption needs keys, and there are none.
+    `number` is that of this process, for its tickets. Raises ConfigError if encryption needs keys
+    and there are none.
     """
     if keys is None and config.encryption != "off":
         raise ConfigError(f"{name} may not listen for other hosts without the job's secret")
@@ -255,20 +238,11 @@ def gate_for_hosts(
 
 
 class Gate:
-    """Decides which clients may connect to the listeners of a ZeroMQ context.
+    """Decides in a thread which clients may connect to the listeners of a ZeroMQ context.
 
-    One thread, ended by `close`.
-
-    It also counts refused clients, and limits the descriptors that silent clients use.
-
-    Args:
-        context: Context of the listeners.
-        keys: Keys of the job; None to accept all clients.
-        clock: Clock in seconds, to limit the rate of log messages.
-        rank: Rank whose tickets the gate accepts; None for keys.
-
-    Raises:
-        HandshakeError: The gate does not work, so nothing may listen.
+    It also counts refused clients, and limits the descriptors that silent clients use. Without
+    `keys` it accepts all; with `rank` it accepts tickets for that rank instead of keys. Raises
+    HandshakeError if it does not work, so nothing may listen.
     """
 
     def __init__(

@@ -55,13 +55,7 @@ class _FrameInFlight:
 
 
 class MemoryNetwork:
-    """The links between the ranks of one in-process world, with the launcher's coordinator.
-
-    Args:
-        world_size: Number of ranks.
-        faults: Faults to cause; none by default.
-        coordinator: The launcher's decisions; None for a bare network.
-    """
+    """The links between the ranks of one in-process world, with the launcher's coordinator."""
 
     def __init__(
         self, world_size: int, faults: Faults | None = None, coordinator: Coordinator | None = None

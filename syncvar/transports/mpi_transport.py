@@ -34,7 +34,7 @@ from syncvar.transports.base import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar.transports.zeromq_control import ZeromqControl
+    from syncvar.transports.zeromq_links import ZeromqControl
 
 _SCHEME = "mpi:"
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message with its header
@@ -100,12 +100,8 @@ class _Incoming:
 class Fabric:
     """This process's end of MPI; the transports of successive generations share it.
 
-    Args:
-        mpi: The module `mpi4py.MPI`, initialized with MPI_THREAD_SERIALIZED at least.
-        comm: A private communicator of all ranks; it raises its errors.
-
-    Attributes:
-        is_broken: A transport has closed without a goodbye.
+    `mpi` is the module `mpi4py.MPI`, `comm` a private communicator of all ranks that raises its
+    errors. It `is_broken` once a transport has closed without a goodbye.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -160,15 +156,7 @@ class Fabric:
 class MpiTransport:
     """Frames over MPI; `syncvar.transports.base` has the contract.
 
-    Args:
-        fabric: This process's end of MPI.
-        rank: World rank of this process.
-        tag: Tag of this generation's messages.
-        segment_bytes: Largest payload of a frame.
-        control: Control channel to wait for as well.
-
-    Attributes:
-        refused_frames: Number of invalid messages.
+    `tag` is that of this generation's messages. It waits for `control` as well.
     """
 
     def __init__(

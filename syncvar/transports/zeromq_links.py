@@ -1,33 +1,41 @@
-"""The two halves of links between ranks: DEALERs that send, and the connections of a ROUTER.
+"""Links of a rank: DEALERs to other ranks and to the launcher, and the connections of a ROUTER.
 
 A `SendLink` sends frames in order, at once or later. `Connections` knows the peers of a ROUTER, why
-their connections ended, and the number of unauthenticated ones.
+their connections ended, and the number of unauthenticated ones. `ZeromqControl` is the control
+channel to the launcher, or to rank 0 without a launcher.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import os
+import struct
 import time
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.core.errors import WireError
-from syncvar.protocol.frame import HEADER_NBYTES, FrameType, parse_header
+from syncvar.core.errors import HandshakeError, WireError
+from syncvar.protocol.control_messages import Message, parse_message
+from syncvar.protocol.frame import CONTROL_NBYTES_MAX, HEADER_NBYTES, FrameType, parse_header
 from syncvar.transports.zeromq_sockets import (
     CLOSED,
     ConnectionCopy,
     Sent,
+    ask_for_signs_of_life,
     close_monitor,
     events_of,
+    limit_frames,
+    milliseconds,
     monitor_of,
+    set_family,
     unanswered,
 )
 
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.transports.curve import Gate
+    from syncvar.transports.curve import Gate, LinkKeys
 
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
 _BORROW_NBYTES_MIN = 128 << 10  # below, a copy is cheaper than pyzmq's tracking of borrowed memory
@@ -38,6 +46,16 @@ _DONE = zmq.MessageTracker()
 _EVENTS = (
     zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 )
+
+
+_IDENTITY = struct.Struct("<cI8s")
+_POLLIN = int(zmq.POLLIN)
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_REFUSALS_MAX = 5
 
 
 class _ZeroMQLoan:
@@ -53,22 +71,10 @@ class _ZeroMQLoan:
 
 
 class SendLink:
-    """A link to a peer.
+    """A link to a peer: a DEALER with its options set, connected to an address.
 
-    Args:
-        context: ZeroMQ context of this process.
-        socket: A DEALER with its options set.
-        address: Address of the peer.
-
-    Attributes:
-        outbox: Queued frames, each with its payload and the loan of a borrowed one.
-        is_connected: The connection is open.
-        is_answered: The peer has answered on it.
-        is_remote: The peer may be on another host.
-        opened: Time of opening, by the monotonic clock.
-
-    Raises:
-        ZMQError: The system refuses.
+    `outbox` has the queued frames, each with its payload and the loan of a borrowed one. The peer
+    `is_answered` once it has answered, and `is_remote` if it may be on another host.
     """
 
     __slots__ = (
@@ -185,14 +191,9 @@ class SendLink:
 class Delivery:
     """Finds out by repeated looks whether a peer's host has received all bytes of a link.
 
-    Heartbeats go on meanwhile, and over a slow path some are always unacknowledged. So the check
-    compares with the bytes that ZeroMQ had written when it wrote nothing but heartbeats any more.
-
-    Args:
-        link: A link on which no thread sends any more.
-
-    Attributes:
-        is_complete: Whether the peer's host has received all.
+    No thread sends on the link any more. Heartbeats go on meanwhile, and over a slow path some are
+    always unacknowledged. So the check compares with the bytes that ZeroMQ had written when it
+    wrote nothing but heartbeats any more.
     """
 
     __slots__ = ("_before", "_end", "_link", "is_complete")
@@ -228,16 +229,10 @@ def _is_idle(before: Sent, now: Sent) -> bool:
 
 
 class Connections:
-    """A ROUTER and its connections.
+    """A ROUTER, not bound yet, and its connections.
 
-    Args:
-        context: ZeroMQ context of this process.
-        config: Time limits.
-
-    Attributes:
-        socket: The ROUTER, not bound yet.
-        gate: Authenticates and counts clients; None without other hosts.
-        monitor: Socket to wait for the events of `ended`.
+    `gate` authenticates and counts clients; it is None without other hosts. `monitor` is the socket
+    to wait for the events of `ended`.
     """
 
     def __init__(self, context: zmq.Context[Any], config: RuntimeConfig) -> None:
@@ -296,3 +291,141 @@ class Connections:
     def _let_go(peer: tuple[bytes, ConnectionCopy | None] | None) -> None:
         if peer is not None and peer[1] is not None:
             peer[1].close()
+
+
+def control_identity(rank: int, kind: bytes = b"C") -> bytes:
+    """Return a fresh routing identity for a control channel; kind `b"S"` asks for servers."""
+    return _IDENTITY.pack(kind, rank, os.urandom(8))
+
+
+def parse_control_identity(identity: bytes, kind: bytes = b"C") -> int | None:
+    """Return the rank in a routing identity, or None for another kind of identity."""
+    if len(identity) != _IDENTITY.size or identity[:1] != kind:
+        return None
+    return int(_IDENTITY.unpack(identity)[1])
+
+
+class ZeromqControl:
+    """The control channel of a worker: one DEALER to the launcher's ROUTER.
+
+    `keeper` is the rank that listens there instead of a launcher. If the channel closes or falls
+    silent, that rank has failed. A launcher watches its workers, and itself, by other means. `kind`
+    is as for `control_identity`. For a launcher on this host the `monitor` is None.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        rank: int,
+        config: RuntimeConfig,
+        keys: LinkKeys | None = None,
+        keeper: int | None = None,
+        kind: bytes = b"C",
+    ) -> None:
+        self.socket: Any = context.socket(zmq.DEALER)
+        self.monitor: Any = None
+        self._config = config
+        self.keeper = keeper
+        self._is_up = self._has_reported = False
+        self._end = ""  # why the keeper has failed
+        self._copy: ConnectionCopy | None = None
+        self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
+        limit_frames(self.socket, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.rendezvous_timeout_s))
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if endpoint.startswith("tcp://"):
+            set_family(self.socket, endpoint)
+            if keys is not None:
+                keys.connect(self.socket)
+            events = _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if keeper is not None:
+                ask_for_signs_of_life(self.socket, config)
+                events |= zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+            self.monitor = monitor_of(context, self.socket, events)
+        self.socket.connect(endpoint)
+        self._endpoint = endpoint
+        self._closed = False
+        self._has_sent = False
+        self._refusals = 0
+        self._has_keys = keys is not None
+
+    def send(self, data: bytes) -> None:
+        """Send a control message; drop it if the launcher is gone."""
+        self._has_sent = True
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(data, zmq.NOBLOCK)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that signal arrivals."""
+        return [one.getsockopt(zmq.FD) for one in (self.socket, self.monitor) if one is not None]
+
+    def may_have_more(self) -> bool:
+        """Return whether a message may be unnoticed: sending clears the descriptor's signal."""
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent
+
+    def receive(self) -> Message | None:
+        """Return the next control message, or None."""
+        if self.monitor is not None:  # before messages: those from before the end come first
+            self._watch()
+        if self.socket.getsockopt(zmq.EVENTS) & _POLLIN:
+            return parse_message(self.socket.recv(zmq.NOBLOCK))
+        if self._end and not self._has_reported:
+            self._has_reported = True
+            lost = {"failure_kind": "lost", "rank": self.keeper, "host": "", "reason": self._end}
+            return {"kind": "abort", "group": -1, "call": -1, "missing": [], "status": [], **lost}
+        return None
+
+    def close(self, linger_s: float) -> None:
+        """Close the channel after flushing for at most `linger_s` seconds."""
+        if not self._closed:
+            self._closed = True
+            if self._copy is not None:
+                self._copy.close()
+            if self.monitor is not None:
+                with contextlib.suppress(HandshakeError):
+                    self._watch()
+                close_monitor(self.socket, self.monitor)
+            self.socket.close(linger=0 if self._end else int(linger_s * 1000))
+
+    def _watch(self) -> None:
+        for event, value in events_of(self.monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_up = True
+            elif event & _REFUSED:
+                self._refused(event, value)
+            elif event == zmq.EVENT_CONNECTED:
+                self._copy_connection(value)
+            elif self._is_up and not self._end:  # before that another process may have listened
+                self._end = CLOSED if self._copy is None else self._copy.reason(self._config)
+
+    def _copy_connection(self, descriptor: int) -> None:
+        if self._copy is not None:
+            self._copy.close()
+        self._copy = None if self._end else ConnectionCopy(descriptor)
+
+    def _refused(self, event: int, value: int) -> None:
+        if self._is_up:
+            return
+        self._refusals += 1
+        failure = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+        if (event, value) == failure:
+            raise HandshakeError(
+                f"{self._endpoint} has another mode of encryption than this process: give all "
+                "ranks the same setting (SYNCVAR_ENCRYPTION)"
+            )
+        if self._refusals < _REFUSALS_MAX:  # the listener may have been about to end
+            return
+        # A listener may reset the connection before this process reads its greeting. Then the event
+        # above never comes. Without keys there is no secret that could differ.
+        closed = f"{self._endpoint} has refused the connection {self._refusals} times"
+        if not self._has_keys:
+            raise HandshakeError(
+                f"{closed}: either it has another mode of encryption than this process (give all "
+                "ranks the same SYNCVAR_ENCRYPTION), or it is not a rank of this job"
+            )
+        raise HandshakeError(
+            f"{closed}: does this process have the same secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY) "
+            "as the others, and the same mode of encryption (SYNCVAR_ENCRYPTION)?"
+        )

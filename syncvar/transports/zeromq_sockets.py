@@ -1,4 +1,4 @@
-"""Options and events that all ZeroMQ sockets share, and the reasons of disconnections.
+"""Addresses of hosts, options and events of all ZeroMQ sockets, and reasons of disconnections.
 
 ZeroMQ only says that a connection has ended. A copy of its descriptor (`ConnectionCopy`) outlives
 ZeroMQ's own, and the system tells from it whether the other process closed the connection, or was
@@ -13,11 +13,12 @@ import os
 import select
 import struct
 import termios
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.protocol.frame import FRAMING_NBYTES
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _MONITORED = struct.Struct("=Hi")  # zmq_socket_monitor(3): event, and its value
 _UNIX_PATH_MAX = 107
+_PAUSE_S = 0.02
+_ANY_PORT = 9
+_ANYWHERE = "192.0.2.1"  # an address of no host (RFC 5737); its route is the default route
 
 
 def job_nonce(job_id: str) -> bytes:
@@ -43,13 +47,9 @@ def set_family(socket: Any, endpoint: str) -> None:
 
 
 def bind_in_folder(socket: Any, folder: str, name: str) -> str:
-    """Bind a socket for this user's processes on this host, in a private folder.
+    """Bind a socket for this user's processes in a private folder; return its endpoint.
 
-    Return its endpoint.
-
-    Raises:
-        ConfigError: The folder's path is too long.
-        ZMQError: The system refuses.
+    Raises ConfigError if the path is too long, and ZMQError if the system refuses.
     """
     path = os.path.join(folder, name)  # noqa: PTH118
     if len(path) > _UNIX_PATH_MAX:
@@ -143,6 +143,8 @@ def milliseconds(seconds: float) -> int:
     return 0 if seconds > 1e6 else max(1, int(seconds * 1000))
 
 
+# -- reasons of disconnections ---------------------------------------------------------------------
+
 CLOSED = "it closed the connection without a goodbye"
 _ENDED_HERE = "this rank closed the connection: what came on it was late, or no message of this job"
 
@@ -154,12 +156,9 @@ _IPPROTO_TCP, _TCP_INFO = 6, 11
 
 
 class Sent(NamedTuple):
-    """The state of the bytes written to a connection.
+    """The bytes written to a connection: those that the other host has acknowledged, and the rest.
 
-    Attributes:
-        acknowledged: Bytes that the other host has received.
-        held: Bytes that it has not received yet.
-        is_steady: The system would take more, and no acknowledgement came during the look.
+    It `is_steady` if the system would take more, and no acknowledgement came during the look.
     """
 
     acknowledged: int = 0
@@ -173,11 +172,7 @@ class Sent(NamedTuple):
 
 
 class ConnectionCopy:
-    """A copy of the descriptor of a tcp connection; empty for another type, or one that has ended.
-
-    Args:
-        descriptor: ZeroMQ's own descriptor.
-    """
+    """A copy of the descriptor of a tcp connection; empty for another type, or an ended one."""
 
     __slots__ = ("_socket",)
 
@@ -242,3 +237,71 @@ class ConnectionCopy:
 def unanswered(seconds: float) -> str:
     """Return the reason for a process that did not answer a new connection for so long."""
     return f"silent for {seconds:.1f} s: it did not answer a new connection"
+
+
+# -- addresses of hosts ----------------------------------------------------------------------------
+
+
+def bracket_ipv6(address: str) -> str:
+    """Return an address as it is written before a port."""
+    return f"[{address}]" if ":" in address else address
+
+
+def tcp_endpoint(address: str, port: int | str | None = None) -> str:
+    """Return an address in ZeroMQ's form."""
+    host = f"tcp://{bracket_ipv6(address)}"
+    return host if port is None else f"{host}:{port}"
+
+
+def resolve_host(address: str, timeout_s: float) -> str:
+    """Return the address of a host name, IPv4 if there is one, so that all hosts get the same.
+
+    It waits up to `timeout_s` seconds: the name of a Kubernetes pod resolves once the pod runs.
+    Then it raises RendezvousError.
+    """
+    import socket
+
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            found = socket.getaddrinfo(address.strip("[]"), None, type=socket.SOCK_STREAM)
+            return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+        except OSError as error:
+            is_pending = error.errno in (socket.EAI_NONAME, socket.EAI_AGAIN)
+            if time.monotonic() > until or "." not in address or not is_pending:
+                raise RendezvousError(
+                    f"the address of rank 0, {address!r}, cannot be found: {error}"
+                ) from error
+        time.sleep(_PAUSE_S)
+
+
+def address_towards(address: str, port: int = 0) -> str:
+    """Return the address of this host from which it reaches another; raise OSError without a route.
+
+    `address` is a host name or address, and `port` 0 stands for any port.
+    """
+    import socket
+
+    found = socket.getaddrinfo(address, port or _ANY_PORT, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def address_towards_any(names: list[str]) -> str:
+    """Return the address from which this host reaches the first of `names` that can be found.
+
+    If none can, it returns the address of the default route, or raises RendezvousError.
+    """
+    import socket
+
+    for name in (*names, socket.gethostname(), _ANYWHERE):
+        with contextlib.suppress(OSError):
+            address = address_towards(name)
+            if name in names or not address.startswith("127."):
+                return address
+    raise RendezvousError(
+        f"rank 0 has no address by which {', '.join(names)} could reach it; set MASTER_ADDR and "
+        f"MASTER_PORT, and SYNCVAR_KEY_FILE"
+    )

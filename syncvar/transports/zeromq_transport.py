@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
-    from syncvar.transports.zeromq_control import ZeromqControl
+    from syncvar.transports.zeromq_links import ZeromqControl
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, on unencrypted links
@@ -74,14 +74,8 @@ class HostLinks(NamedTuple):
 class ZeromqTransport:
     """Frames over ZeroMQ; `syncvar.transports.base` has the contract.
 
-    Args:
-        context: ZeroMQ context of this process.
-        rank: World rank of this process.
-        endpoint: Address to bind: "ipc://<directory>" or "tcp://<address>" (any free port).
-        job_id: Random identity of the job.
-        config: Limits and intervals.
-        control: Control channel to wait for as well.
-        links: Links to other hosts; None without other hosts.
+    `endpoint` is "ipc://<directory>" or "tcp://<address>" (any free port). It waits for `control`
+    as well. Without `links` there are no other hosts.
     """
 
     def __init__(

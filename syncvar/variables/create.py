@@ -1,4 +1,7 @@
-"""Creation of variables: unique names, comparison of the arguments, the chief's value."""
+"""Creation of variables: comparison of the arguments, the chief's value, unique names.
+
+An initial value may be made part by part (`ShardInfo`), or be split over the copies (`share_of`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import operator
 import re
 import warnings
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,80 +45,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
 
-_PARAMETER = "shard_info"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """The part of a variable for which a function makes the initial value.
-
-    Args:
-        shape: Shape of the part.
-        offset: Where it begins in the variable, by axis; only the first may exceed 0.
-
-    Example:
-        >>> import numpy as np, syncvar as sv
-        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
-        >>> def numbered(shard_info):
-        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
-        >>> with strategy.scope():
-        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
-        >>> table.row_ranges, table.numpy().tolist()
-        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
-    """
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
-def takes_shard_info(value: Any) -> bool:
-    """Return whether an initial value is a function with a parameter named `shard_info`."""
-    if not callable(value) or isinstance(value, ArrayProtocol):
-        return False
-    try:
-        return _PARAMETER in inspect.signature(value).parameters
-    except (TypeError, ValueError):  # of a function that tells nothing about itself
-        return False
-
-
-def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
-    """Return the requested shape, or None for that of the value."""
-    if shape is None:
-        return None
-    try:
-        lengths = tuple(
-            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
-        )
-    except TypeError:
-        raise ConfigError(
-            f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}"
-        ) from None
-    if any(length < 0 for length in lengths):
-        raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
-    return lengths
-
-
-def require_shape(
-    base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
-) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of a variable that a function makes part by part."""
-    if shape is None or dtype is None:
-        missing = " and ".join(
-            name for name, value in (("shape=", shape), ("dtype=", dtype)) if value is None
-        )
-        raise ConfigError(
-            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
-            f"so {missing} must say what the whole is: sv.Variable(fn, shape=(1000000, 64), "
-            "dtype='float32')"
-        )
-    return shape, dtype
-
-
-def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
-    """Return a function that makes the whole variable as one part."""
-    return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
-
-
+_NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 # Binary digits of the significand, and the exponent of the smallest place, by dtype.
 _PLACES = {
     "float16": (11, -24),
@@ -123,104 +53,6 @@ _PLACES = {
     "float32": (24, -149),
     "float64": (53, -1074),
 }
-
-
-def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
-    """Return the share of copy `index` of a value that is split over `count` copies.
-
-    Every copy takes value / count truncated: integers toward zero, floats to a multiple of the
-    value's last place. Copy 0 takes the rest. Then every partial sum is a multiple of that place
-    and no larger than the value, so it is exact in any order. Infinities, NaN and zeros (with their
-    sign) go to every copy. For a bool, copy 0 has the value and the others False.
-
-    Example:
-        >>> import numpy as np
-        >>> [int(share_of(np.asarray(-7), 2, copy)) for copy in (0, 1)]
-        [-4, -3]
-        >>> parts = [share_of(np.asarray(0.1), 3, copy) for copy in range(3)]
-        >>> float(sum(parts)) == 0.1
-        True
-    """
-    kind = value.dtype.kind
-    if count == 1:
-        return value
-    if kind == "b":
-        return value if index == 0 else np.zeros_like(value)
-    if kind in "iu":
-        return np.asarray(_integer_share(value, count, index), value.dtype)
-    if kind == "c":
-        result = np.empty_like(value)
-        result.real = _float_share(value.real, count, index)
-        result.imag = _float_share(value.imag, count, index)
-        return result
-    return _float_share(value, count, index)
-
-
-def _integer_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
-    divisor = value.dtype.type(count) if np.iinfo(value.dtype).max >= count else None
-    if divisor is None:  # fewer values than copies: every quotient is 0
-        return value if index == 0 else np.zeros_like(value)
-    quotient = value // divisor
-    quotient = quotient + ((value < 0) & (value % divisor != 0)).astype(value.dtype)
-    rest: NDArray[Any] = value - quotient * value.dtype.type(count - 1)
-    return rest if index == 0 else quotient
-
-
-def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
-    digits, lowest = _PLACES[value.dtype.name]
-    ordinary = np.isfinite(value) & (value != 0)
-    wide = np.where(ordinary, value, np.ones_like(value)).astype(np.float64)
-    exponent = np.frexp(wide)[1]
-    # np.spacing overflows at the largest value.
-    place = np.ldexp(1.0, np.maximum(exponent - digits, lowest))
-    units = np.asarray(wide / place).astype(np.int64)
-    share = _integer_share(units, count, index).astype(np.float64) * place
-    return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)
-
-
-class Names:
-    """The names of one namespace.
-
-    Example:
-        >>> names = Names()
-        >>> [names.take("w") for _ in range(3)], names.take("w_2"), names.free("w"), len(names)
-        (['w', 'w_1', 'w_2'], 'w_2_1', 'w_3', 2)
-    """
-
-    def __init__(self) -> None:
-        # By base name: the name and all its numbers below this one are used.
-        self._next: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of stored names."""
-        return len(self._next)
-
-    def __contains__(self, name: str) -> bool:
-        if name in self._next:
-            return True
-        base, _, digits = name.rpartition("_")
-        return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
-
-    def free(self, base: str) -> str:
-        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
-        if base not in self:
-            return base
-        number = self._next.get(base, 1)
-        while f"{base}_{number}" in self:
-            number += 1
-        return f"{base}_{number}"
-
-    def take(self, base: str) -> str:
-        """Mark what `free` returns as used, and return it."""
-        name = self.free(base)
-        if name == base:
-            self._next[base] = 1
-        else:
-            self._next[base] = int(name[len(base) + 1 :]) + 1
-        return name
-
-
-_NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
 
 class VariableProposal(NamedTuple):
@@ -283,13 +115,10 @@ def agree_on_variable(
     """Check the arguments, compare them with the other replicas', and return the initial state.
 
     Collective, except under NONE. A replica with a wrong argument informs the others.
-
-    Raises:
-        ConfigError: A wrong argument.
-        MismatchError: The replicas ask for different variables.
     """
     communicator = owner.communicator
-    if not _is_local(spec.synchronization):
+    is_local = _is_local(spec.synchronization)
+    if not is_local:
         communicator.require_all(
             "making a variable",
             "for the slots of an optimizer write optimizer.build([v, …]) before the block",
@@ -300,7 +129,6 @@ def agree_on_variable(
         checked = _checked(owner, spec)
     except Exception as error:  # the call below informs the other replicas
         failure = error
-    is_local = _is_local(spec.synchronization)
     namespace = "NONE" if is_local else communicator.members
     names = _names(namespace)
 
@@ -309,33 +137,30 @@ def agree_on_variable(
             raise failure or InternalError("the arguments were neither checked nor rejected")
         return _create_request(owner, names.free(checked.base), checked, own=own)
 
-    value: Any
-    value, differ = (
-        (None, []) if is_local else communicator.perform("create variable", check, owner.timeout)
-    )
+    value: Any = None
+    differ: list[int] = []
+    if not is_local:
+        value, differ = communicator.perform("create variable", check, owner.timeout)
     if checked is None:
         raise failure or InternalError("the arguments were neither checked nor rejected")
     value = checked.value if is_local else value
     name = names.take(checked.base)
-    registry = owner.registry
-    if registry is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
-        combines = (
-            checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-            and value.dtype.kind != "b"
-        )
-        registry.enter(
-            name,
-            value.nbytes,
-            is_auto=combines and checked.requested is VariableSynchronization.AUTO,
-        )
+    _register(owner, name, checked, value)
     if checked.action.effect is Effect.SHARE and not own:
         value = share_of(value, communicator.size, communicator.member_rank)
     if differ and communicator.rank == 0:
         _warn_of_differences(name, differ, stacklevel + 1)
-    start = np.array(value, copy=True)
-    return VariableInit(
-        owner, namespace, name, start, checked.trainable, checked.requested, checked.aggregation
-    )
+    start, mode = np.array(value, copy=True), (checked.requested, checked.aggregation)
+    return VariableInit(owner, namespace, name, start, checked.trainable, *mode)
+
+
+def _register(owner: VariableOwner, name: str, checked: _CheckedSpec, value: NDArray[Any]) -> None:
+    """Enter an ON_WRITE variable into the registry of its strategy."""
+    requested, registry = checked.requested, owner.registry
+    if registry is not None and resolve(requested)[0] is VariableSynchronization.ON_WRITE:
+        is_sum = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        is_auto = is_sum and requested is VariableSynchronization.AUTO and value.dtype.kind != "b"
+        registry.enter(name, value.nbytes, is_auto=is_auto)
 
 
 def _is_local(synchronization: Any) -> bool:
@@ -351,15 +176,10 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
     base = checked_name(spec.name)
     dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
-    trainable = checked_trainable(
-        spec.trainable, usual=requested is not VariableSynchronization.ON_READ
-    )
-    action = decide(
-        resolve(requested)[0],
-        aggregation,
-        context_of(owner, f"variable {base!r}"),
-        AccessKind.CREATE,
-    )
+    is_weight = requested is not VariableSynchronization.ON_READ
+    trainable = checked_trainable(spec.trainable, usual=is_weight)
+    context = context_of(owner, f"variable {base!r}")
+    action = decide(resolve(requested)[0], aggregation, context, AccessKind.CREATE)
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
     argument, shape = spec.initial_value, checked_shape(base, spec.shape)
     if takes_shard_info(argument):
@@ -452,13 +272,9 @@ def _create_request(
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
         records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
         counts = tuple(record.nbytes for record in records)
-        flat = (
-            yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
-        ).tobytes()
-        ends = list(accumulate(counts))
-        everyone = [
-            unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)
-        ]
+        flat = yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
+        data, ends = flat.tobytes(), accumulate(counts, initial=0)
+        everyone = [unpack_object(data[start:stop]) for start, stop in pairwise(ends)]
         if registry is not None:
             registry.forget(name for _, _, names in everyone for name in names)
         manifests = [_manifest(fields) for fields, _, _ in everyone]
@@ -467,18 +283,14 @@ def _create_request(
             return value, []
         shape, dtype = manifests[0].shape, manifests[0].dtype
         assert shape is not None
-        result = yield from broadcast_flat(
-            communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0
-        )
-        digests = [digest for _, digest, _ in everyone]
-        differ = [
-            replica for replica, digest in enumerate(digests) if digest not in (None, digests[0])
-        ]
+        chief_value = value if communicator.rank == 0 else None
+        result = yield from broadcast_flat(communicator, chief_value, shape, _dtype(dtype), 0)
+        digests = {replica: one[1] for replica, one in enumerate(everyone) if one[1] is not None}
+        differ = [replica for replica, digest in digests.items() if digest != everyone[0][1]]
         if differ and owner.strict:
             table = {
                 communicator.members[replica]: f"initial value with digest {digest:016x}"
-                for replica, digest in enumerate(digests)
-                if digest is not None
+                for replica, digest in digests.items()
             }
             raise MismatchError(
                 f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "
@@ -525,3 +337,169 @@ def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> Non
                 "to write the same line sv.Variable(…), with a value of the same shape and dtype",
                 table,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """The part of a variable for which a function makes the initial value.
+
+    Args:
+        shape: Shape of the part.
+        offset: Where it begins in the variable, by axis; only the first may exceed 0.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
+        >>> def numbered(shard_info):
+        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
+        >>> with strategy.scope():
+        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
+        >>> table.row_ranges, table.numpy().tolist()
+        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def takes_shard_info(value: Any) -> bool:
+    """Return whether an initial value is a function with a parameter named `shard_info`."""
+    if not callable(value) or isinstance(value, ArrayProtocol):
+        return False
+    try:
+        return "shard_info" in inspect.signature(value).parameters
+    except (TypeError, ValueError):  # of a function that tells nothing about itself
+        return False
+
+
+def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
+    """Return the requested shape, or None for that of the value."""
+    if shape is None:
+        return None
+    try:
+        lengths = tuple(
+            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
+        )
+    except TypeError:
+        raise ConfigError(
+            f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}"
+        ) from None
+    if any(length < 0 for length in lengths):
+        raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
+    return lengths
+
+
+def require_shape(
+    base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of a variable that a function makes part by part."""
+    if shape is None or dtype is None:
+        missing = " and ".join(
+            name for name, value in (("shape=", shape), ("dtype=", dtype)) if value is None
+        )
+        raise ConfigError(
+            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, "
+            f"so {missing} must say what the whole is: sv.Variable(fn, shape=(1000000, 64), "
+            "dtype='float32')"
+        )
+    return shape, dtype
+
+
+def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
+    """Return a function that makes the whole variable as one part."""
+    return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
+
+
+def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    """Return the share of copy `index` of a value that is split over `count` copies.
+
+    Every copy takes value / count truncated: integers toward zero, floats to a multiple of the
+    value's last place. Copy 0 takes the rest. Then every partial sum is a multiple of that place
+    and no larger than the value, so it is exact in any order. Infinities, NaN and zeros (with their
+    sign) go to every copy. For a bool, copy 0 has the value and the others False.
+
+    Example:
+        >>> import numpy as np
+        >>> [int(share_of(np.asarray(-7), 2, copy)) for copy in (0, 1)]
+        [-4, -3]
+        >>> parts = [share_of(np.asarray(0.1), 3, copy) for copy in range(3)]
+        >>> float(sum(parts)) == 0.1
+        True
+    """
+    kind = value.dtype.kind
+    if count == 1:
+        return value
+    if kind == "b":
+        return value if index == 0 else np.zeros_like(value)
+    if kind in "iu":
+        return np.asarray(_integer_share(value, count, index), value.dtype)
+    if kind == "c":
+        result = np.empty_like(value)
+        result.real = _float_share(value.real, count, index)
+        result.imag = _float_share(value.imag, count, index)
+        return result
+    return _float_share(value, count, index)
+
+
+def _integer_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    divisor = value.dtype.type(count) if np.iinfo(value.dtype).max >= count else None
+    if divisor is None:  # fewer values than copies: every quotient is 0
+        return value if index == 0 else np.zeros_like(value)
+    quotient = value // divisor
+    quotient = quotient + ((value < 0) & (value % divisor != 0)).astype(value.dtype)
+    rest: NDArray[Any] = value - quotient * value.dtype.type(count - 1)
+    return rest if index == 0 else quotient
+
+
+def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
+    digits, lowest = _PLACES[value.dtype.name]
+    ordinary = np.isfinite(value) & (value != 0)
+    wide = np.where(ordinary, value, np.ones_like(value)).astype(np.float64)
+    exponent = np.frexp(wide)[1]
+    # np.spacing overflows at the largest value.
+    place = np.ldexp(1.0, np.maximum(exponent - digits, lowest))
+    units = np.asarray(wide / place).astype(np.int64)
+    share = _integer_share(units, count, index).astype(np.float64) * place
+    return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)
+
+
+class Names:
+    """The used names of one namespace, in constant memory for each base name.
+
+    A name is never free again: garbage is collected at different times on the replicas, so they
+    would not agree which names are free.
+
+    Example:
+        >>> names = Names()
+        >>> [names.take("w") for _ in range(3)], names.take("w_2"), names.free("w"), len(names)
+        (['w', 'w_1', 'w_2'], 'w_2_1', 'w_3', 2)
+    """
+
+    def __init__(self) -> None:
+        # By base name: the name and all its numbers below this one are used.
+        self._next: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of stored names."""
+        return len(self._next)
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._next:
+            return True
+        base, _, digits = name.rpartition("_")
+        return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
+
+    def free(self, base: str) -> str:
+        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
+        if base not in self:
+            return base
+        number = self._next.get(base, 1)
+        while f"{base}_{number}" in self:
+            number += 1
+        return f"{base}_{number}"
+
+    def take(self, base: str) -> str:
+        """Mark what `free` returns as used, and return it."""
+        name = self.free(base)
+        self._next[base] = 1 if name == base else int(name[len(base) + 1 :]) + 1
+        return name

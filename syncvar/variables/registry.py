@@ -162,12 +162,7 @@ class VariableRegistry(CheckGate):
                 one.set_deferred(is_deferred=False)
 
     def resume(self, *, is_caught_up: bool) -> None:
-        """End a pause.
-
-        Args:
-            is_caught_up: All replicas have equal counters. Otherwise those of before the pause
-                return.
-        """
+        """End a pause; counters of before it return, unless all replicas have equal ones."""
         if not self._is_paused:
             return
         self._is_paused = self.is_free = False
@@ -201,10 +196,7 @@ class VariableRegistry(CheckGate):
         self._is_running, self.is_free = False, self._is_paused
 
     def is_due(self, tally: VariableCounters) -> bool:
-        """Return whether `before_write` has to be called before a write.
-
-        Cached writes skip this call while their number is at most `until`.
-        """
+        """Return whether `before_write` has to be called; cached writes skip this up to `until`."""
         if self._is_paused or self._is_running:
             return not self._is_paused
         step = tally.steps + 1
@@ -246,12 +238,8 @@ class VariableRegistry(CheckGate):
         due = self._outside
         # Without check_cross_writes some writes outside runs send nothing, so this must not either.
         if due and self.owner.check_cross_writes:
-            self._agree(
-                ProgramPoint("write", self.writes),
-                is_decision=False,
-                checked={entry.number for entry in due},
-                mended=mended,
-            )
+            point, checked = ProgramPoint("write", self.writes), {entry.number for entry in due}
+            self._agree(point, is_decision=False, checked=checked, mended=mended)
         self._outside = []
         self._looks = any(entry.is_reported for entry in self.entries.values())
         if not self._looks:
@@ -341,20 +329,16 @@ class VariableRegistry(CheckGate):
         if is_decision:
             rows = largest[1 + len(entries) :]
             samples = [
-                (state, SampleWindow(entry.nbytes, state.is_deferred, increments, breaks))
-                for (entry, state), increments, breaks in zip(
-                    autos, rows[0::2], rows[1::2], strict=True
-                )
+                (state, SampleWindow(entry.nbytes, state.is_deferred, *counters))
+                for (entry, state), *counters in zip(autos, rows[0::2], rows[1::2], strict=True)
                 if state is not None and entry.name not in missing
             ]
             self.tuner.decide(point, self.runs, samples, largest[0])
         found = [
-            (one, state)
-            for one, state in pairs
-            if state is not None
-            and one.number in checked
-            and one.name not in missing
-            and one.number not in mended
+            (one, state) for one, state in pairs if state is not None and one.number in checked
+        ]
+        found = [
+            pair for pair in found if pair[0].name not in missing and pair[0].number not in mended
         ]
         self._looks, self.until = True, _AT_ONCE  # in case `compare` reports a difference
         compare(owner, found, f"{point.at} {point.step}")

@@ -1,8 +1,9 @@
-"""The replica check: compare the copies of replicated variables by digests of all bytes.
+"""Compare what should be equal on all replicas, by digests of all bytes.
 
-`CheckSchedule` says when which variables are compared; the registry calls `compare`. If digests
-differ, the replicas exchange them block by block. So the error names the variable, the elements,
-the replicas, and the last good point of the program.
+The replica check compares the copies of variables: `CheckSchedule` says when which ones are
+compared; the registry calls `compare`. If digests differ, the replicas exchange them block by
+block. So the error names the variable, the elements, the replicas, and the last good point of the
+program. `sv.check_equal` compares other values, and names the first difference.
 """
 
 from __future__ import annotations
@@ -32,20 +33,11 @@ from syncvar.variables.storage import (
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.request import Stage
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
-    from typing import Any
-
-    from numpy.typing import NDArray
-
-    from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import RegistryEntry, VariableState
@@ -56,6 +48,13 @@ NEVER = 1 << 62
 _LOT_BYTES = 1 << 20  # comparing so much takes 0.1 to 0.2 ms, and as much again at the end of a run
 _COMPARISON = "comparison of the replicas' copies"
 _MASK = (1 << 64) - 1
+_CALL = "check_equal"
+_REMEDY = (
+    "Make the ranks equal again, for instance by "
+    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a step that "
+    "used local gradients: sv.all_reduce returns new arrays, and out=grads writes into them"
+)
+_counts: weakref.WeakKeyDictionary[Communicator, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
 class CheckSchedule:
@@ -102,27 +101,16 @@ class CheckSchedule:
 
 
 class ReplicaMismatch(NamedTuple):
-    """A difference between copies.
+    """A difference between copies."""
 
-    Args:
-        entry: The first variable whose copies differ.
-        state: Its state.
-        others: Names of further such variables.
-        strangers: Replicas in the minority.
-        has_majority: More than half of the replicas agree.
-        first: First element that differs.
-        last: Last one.
-        values: Bytes of the first element, by replica.
-    """
-
-    entry: RegistryEntry
+    entry: RegistryEntry  # of the first variable whose copies differ
     state: VariableState
-    others: list[str]
-    strangers: list[int]
-    has_majority: bool
-    first: int
+    others: list[str]  # names of further such variables
+    strangers: list[int]  # replicas in the minority
+    has_majority: bool  # more than half of the replicas agree
+    first: int  # first element that differs
     last: int
-    values: list[bytes]
+    values: list[bytes]  # of the first element, by replica
 
 
 def compare(
@@ -135,14 +123,8 @@ def compare(
 ) -> None:
     """Compare the copies of variables that exist on every replica. Collective.
 
-    Args:
-        owner: The strategy.
-        pairs: Variables with their entries, in the same order on every replica.
-        now: The point of the program: "run 7".
-        good: The point at which the present values were last written; None for `now`.
-        before: Description of the write that follows.
-
-    Cost: each byte is read once, 0.1 to 0.2 ns each; an all-reduce of 16 bytes.
+    `now` is the point of the program ("run 7"), `good` the one at which the present values were
+    last written. `before` describes the write that follows.
     """
     if not pairs:
         return
@@ -245,15 +227,6 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
         f"{entry.good}, or write v.assign(value) with one value on every replica",
         table,
     )
-
-
-_CALL = "check_equal"
-_REMEDY = (
-    "Make the ranks equal again, for instance by "
-    "model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a step that "
-    "used local gradients: sv.all_reduce returns new arrays, and out=grads writes into them"
-)
-_counts: weakref.WeakKeyDictionary[Communicator, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
 class NamedArray(NamedTuple):

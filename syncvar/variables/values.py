@@ -26,6 +26,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_PYTHON_NUMBERS = (bool, int, float, complex)
+_NUMBER_TYPES = frozenset(_PYTHON_NUMBERS)
+_ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
+_NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
+_WIDE = {"b": "bool", "i": "int64", "u": "uint64", "f": "float32", "c": "complex64"}
+_ROW_UFUNCS: dict[AccessKind, np.ufunc] = {
+    AccessKind.SCATTER_ADD: np.add,
+    AccessKind.SCATTER_SUB: np.subtract,
+    AccessKind.SCATTER_MUL: np.multiply,
+    AccessKind.SCATTER_DIV: np.divide,
+    AccessKind.SCATTER_MIN: np.minimum,
+    AccessKind.SCATTER_MAX: np.maximum,
+}
+_OF_BOOLS = (AccessKind.SCATTER_UPDATE, AccessKind.SCATTER_MIN, AccessKind.SCATTER_MAX)
+
+
 class DistributedValues:
     """Base of values that every replica has one of.
 
@@ -176,8 +192,6 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         """Return a copy of the value for another library: `torch.from_dlpack(v)`.
 
         It is a copy, because the value is read-only and arrays of other libraries may not be.
-
-        Cost: that of reading, and one copy.
         """
         if copy is False:
             raise BufferError(
@@ -263,13 +277,6 @@ class ArrayProtocol(NDArrayOperatorsMixin):
             f"the variable {self.name!r} cannot be pickled: its copies live in several processes. "
             "Save it with sv.Checkpoint(v=v).save(path), or pickle v.numpy()"
         )
-
-
-_PYTHON_NUMBERS = (bool, int, float, complex)
-_NUMBER_TYPES = frozenset(_PYTHON_NUMBERS)
-_ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
-_NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
-_WIDE = {"b": "bool", "i": "int64", "u": "uint64", "f": "float32", "c": "complex64"}
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:
@@ -410,17 +417,6 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], label: str, *, weak: bool) 
             f"dtype='{'complex128' if dtype.kind == 'c' else 'float64'}'"
         )
     return cast
-
-
-_ROW_UFUNCS: dict[AccessKind, np.ufunc] = {
-    AccessKind.SCATTER_ADD: np.add,
-    AccessKind.SCATTER_SUB: np.subtract,
-    AccessKind.SCATTER_MUL: np.multiply,
-    AccessKind.SCATTER_DIV: np.divide,
-    AccessKind.SCATTER_MIN: np.minimum,
-    AccessKind.SCATTER_MAX: np.maximum,
-}
-_OF_BOOLS = (AccessKind.SCATTER_UPDATE, AccessKind.SCATTER_MIN, AccessKind.SCATTER_MAX)
 
 
 class RowSelection(NamedTuple):

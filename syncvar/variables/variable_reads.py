@@ -98,10 +98,7 @@ def _read_together(
     if communicator.uneven is not None and is_on_read:
         communicator.roll(label, owner.timeout)
         if len(communicator.whole) > communicator.size:
-            together = combine_with_absent(
-                owner, state.namespace, state.name, operand(), travel, label
-            )
-            return read_only(together)
+            return read_only(combine_with_absent(state, operand(), travel, label))
     value = combine(state, action, label, operand, request_of)
     del held
     if travel is Travel.MEETING:
@@ -139,13 +136,7 @@ def _advise_reader(state: VariableState, operation: AccessKind, error: SyncvarEr
 def fetch(
     owner: VariableOwner, namespace: Any, name: str, replica: int, label: str
 ) -> NDArray[Any]:
-    """Return another replica's copy, read-only.
-
-    Raises:
-        UsageError: That replica has no such variable.
-        DeadlineExceeded: It does not answer; the group stays usable.
-        PeerLost: It has failed.
-    """
+    """Return another replica's copy, read-only. If it does not answer, the group stays usable."""
     communicator = owner.communicator
     engine = communicator.engine
     assert engine is not None
@@ -164,12 +155,13 @@ def fetch(
 
 
 def combine_with_absent(
-    owner: VariableOwner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, label: str
+    state: VariableState, mine: NDArray[Any], travel: Travel, label: str
 ) -> NDArray[Any]:
     """Return the aggregate of all copies, where some replicas have left a block of sv.uneven.
 
     Collective over the active replicas; the others' copies are fetched.
     """
+    owner, namespace, name = state.owner, state.namespace, state.name
     communicator = owner.communicator
 
     def check() -> CollectiveSpec:

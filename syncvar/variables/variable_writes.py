@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def _defer(state: VariableState, queue: WriteQueue, operation: AccessKind, x: An
 # -- writes by the policy table --------------------------------------------------------------------
 
 
-class ReplicaWrite:
+class ReplicaWrite(ABC):
     """One write by the policy table: `operand` checks the input, `store` applies the result."""
 
     is_direct = False  # the collective itself writes the copy
@@ -135,13 +136,13 @@ class ReplicaWrite:
         """Return the function that builds the collective from the input."""
         return request_of
 
+    @abstractmethod
     def operand(self) -> Any:
         """Return the checked input of this replica."""
-        raise NotImplementedError
 
+    @abstractmethod
     def store(self, together: Any) -> None:
         """Apply the result of the collective to the copy."""
-        raise NotImplementedError
 
     def execute(self) -> None:
         """Make the write."""
@@ -154,9 +155,8 @@ class ReplicaWrite:
                 self.execute()
             return
         is_unchecked = action.travel is Travel.SAME and not state.owner.check_cross_writes
-        is_local = action.travel is Travel.NOTHING or (
-            is_unchecked and action.effect is not Effect.SPLIT_ANEW
-        )
+        is_local = is_unchecked and action.effect is not Effect.SPLIT_ANEW
+        is_local = is_local or action.travel is Travel.NOTHING
         if is_local:
             state.count_step()  # also if `operand` raises: no other replica notices that
             together = self.operand()
@@ -221,9 +221,8 @@ class WriteOp(ReplicaWrite):
             owner.communicator, storage.array, self._op, self.label, options
         )
         if call is not None:
-            state.prepared[self.operation] = cached_write(
-                owner, storage, state.tally, call, counts=is_counted
-            )
+            write = cached_write(owner, storage, state.tally, call, counts=is_counted)
+            state.prepared[self.operation] = write
 
     def _plain_operand(self) -> NDArray[Any] | None:
         """Return the operand of a cached write; None if the slow path has to reject it."""
@@ -294,10 +293,8 @@ class ScatterOp(ReplicaWrite):
         if self._is_split and state.dtype.kind == "b":
             raise ConfigError(f"{self.label}: {_NO_SHARE}")
         copy = state.storage.expose() if self._is_split else state.storage.array
-        rows = check_rows(
-            self.operation, self._indices, self._values, state.shape, state.dtype, self.label
-        )
-        return copy, rows
+        form = state.shape, state.dtype
+        return copy, check_rows(self.operation, self._indices, self._values, *form, self.label)
 
     def store(self, together: tuple[NDArray[Any], RowSelection]) -> None:
         """Apply the result of the collective to the copy."""

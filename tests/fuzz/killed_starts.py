@@ -30,7 +30,7 @@ LIMIT_S = 60.0  # of a run that takes about 2 s
 AT_ONCE = 4
 HELPERS = {  # what the launcher starts for itself, by a word of the command line
     "guardian": b"process_sessions.py",
-    "fork server": b"syncvar.bootstrap.prefork.fork_server",
+    "fork server": b"syncvar.bootstrap.fork_server",
     "agent": b"syncvar_launcher.hosts.agent_main",
 }
 HELPER_WORDS = {  # what the launcher says when one of them is missed

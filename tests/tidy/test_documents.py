@@ -1,9 +1,12 @@
 """The documents: what commands print stands in them as it is, their links lead somewhere, their commands are understood."""
 
+import ast
 import os
 import re
 import shlex
 
+import house
+import import_graph
 import pytest
 
 from syncvar.cli.commands import main
@@ -50,6 +53,17 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     )
 
 
+def test_the_picture_of_the_rooms_is_that_of_the_imports():
+    path = REPOSITORY / "docs" / "internals.md"
+    marked = re.compile(r"(<!-- rooms: [^>]*-->\n)(.*?)(<!-- end of rooms -->)", re.DOTALL)
+    text, picture = path.read_text(), import_graph.picture(house.Sources())
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        path.write_text(text := marked.sub(lambda found: found[1] + picture + found[3], text))
+    assert marked.search(text)[2] == picture, (
+        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    )
+
+
 def options_text():
     """Return the options of syncvar-launch, as tables of Markdown."""
     groups = {}
@@ -76,6 +90,42 @@ def test_the_options_of_the_launcher_stand_in_their_page():
     assert path.read_text() == page, (
         "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
     )
+
+
+def test_internals_describes_every_room():
+    described = re.findall(
+        r"^\| `(\w+)` \|", (REPOSITORY / "docs" / "internals.md").read_text(), re.MULTILINE
+    )
+    rooms = [room for layer in import_graph.layers() for room in layer]
+    assert sorted(described) == sorted([*rooms, import_graph.LAUNCHER])
+
+
+def test_files_and_names_of_the_internals_exist():
+    text = " ".join((REPOSITORY / "docs" / "internals.md").read_text().split())
+    files = re.findall(r"`((?:[\w-]+/)*\w+\.(?:py|c))`", text)
+    pairs = re.findall(r"`((?:[\w-]+/)*\w+\.(?:py|c))` `([\w.]+)`", text)
+    assert len(pairs) > 50
+    missing = [file for file in files if not _source(file).is_file()]
+    assert not missing, "files of docs/internals.md that are not there"
+    missing = [pair for pair in pairs if pair[1] not in _names_in(_source(pair[0]))]
+    assert not missing, "names of docs/internals.md that their files do not define"
+
+
+def _source(file):
+    return REPOSITORY / (file if file.startswith(("launcher/", "tests/")) else f"syncvar/{file}")
+
+
+def _names_in(path):
+    """Return the functions, classes and methods that a file defines."""
+    if path.suffix == ".c":
+        return set(re.findall(r"^[\w *]*?\b(\w+)\(", path.read_text(), re.MULTILINE))
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{one.name}" for one in node.body if hasattr(one, "name")}
+    return found
 
 
 def test_the_readme_is_short():

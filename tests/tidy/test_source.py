@@ -581,7 +581,7 @@ SLOW_ROOMS = {
             | {"zmq", "json", "syncvar.core.settings", "syncvar.transports.zeromq_transport"},
         ),
         (
-            "import syncvar.bootstrap.worker_main, syncvar.transports.zeromq_control, syncvar.transports.zeromq_transport, syncvar; syncvar.init, syncvar.barrier",
+            "import syncvar.bootstrap.worker_main, syncvar.transports.zeromq_links, syncvar.transports.zeromq_transport, syncvar; syncvar.init, syncvar.barrier",
             SLOW
             | SLOW_ROOMS
             | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.protocol.coordinator"},

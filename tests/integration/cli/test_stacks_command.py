@@ -10,7 +10,7 @@ import tempfile
 
 import pytest
 
-from syncvar.bootstrap.job_directory import MEETING, JobDirectory
+from syncvar.bootstrap.job_private import MEETING, JobDirectory
 from syncvar.cli.commands import main
 from syncvar.core.fork_cleanup import libc
 from syncvar.core.stack_dump import ALL_THREADS, END, MAIN_THREAD

@@ -51,7 +51,7 @@ def body():
     import syncvar as sv
 
     if phase == "R":
-        import syncvar.bootstrap.process, syncvar.transports.zeromq_control, syncvar.transports.zeromq_transport  # so that joining takes no time
+        import syncvar.bootstrap.process, syncvar.transports.zeromq_links, syncvar.transports.zeromq_transport  # so that joining takes no time
 
         if rank == culprit:
             probe.gate("joining-0")

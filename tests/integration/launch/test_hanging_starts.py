@@ -37,7 +37,7 @@ def check_end(job, *words):
 
 @pytest.mark.slow
 def test_the_process_that_ranks_are_forked_from_is_not_ready(held):
-    job = held("syncvar.bootstrap.prefork.fork_server", "time.sleep(600)")
+    job = held("syncvar.bootstrap.fork_server", "time.sleep(600)")
     server = r"the process that workers are forked from \(process \d+, state S\) has not imported NumPy and syncvar"
     check_end(
         job,
@@ -51,7 +51,7 @@ STOPS = "own = os.fork\ndef fork():\n    os.kill(os.getpid(), signal.SIGSTOP)\n 
 
 @pytest.mark.slow
 def test_the_process_that_ranks_are_forked_from_stops_while_it_forks(held):
-    job = held("syncvar.bootstrap.prefork.fork_server", STOPS)
+    job = held("syncvar.bootstrap.fork_server", STOPS)
     check_end(
         job,
         rf"{STILL}: the launcher starts rank 0 \(",
@@ -60,9 +60,7 @@ def test_the_process_that_ranks_are_forked_from_stops_while_it_forks(held):
 
 
 def test_a_start_that_waits_for_a_fork_ends_on_a_signal(held):
-    job = held(
-        "syncvar.bootstrap.prefork.fork_server", STOPS, limits={"SYNCVAR_MISSING_REPORT_S": "0.5"}
-    )
+    job = held("syncvar.bootstrap.fork_server", STOPS, limits={"SYNCVAR_MISSING_REPORT_S": "0.5"})
     await_true(lambda: "the launcher starts rank 0" in job.report, what="the line of the start")
     job.send(signal.SIGTERM)
     assert job.wait() == 143, str(job)
@@ -71,7 +69,7 @@ def test_a_start_that_waits_for_a_fork_ends_on_a_signal(held):
 
 @pytest.mark.slow
 def test_a_forked_rank_does_not_come_to_lead_its_session(held):
-    job = held("syncvar.bootstrap.prefork.fork_server", "os.setsid = lambda: time.sleep(600)")
+    job = held("syncvar.bootstrap.fork_server", "os.setsid = lambda: time.sleep(600)")
     check_end(
         job,
         rf"{STILL}: the launcher releases the ranks that the process",

@@ -98,7 +98,7 @@ def on_python_path(folder, text):
     }
 
 
-IN_SERVER = "import sys\nif 'syncvar.bootstrap.prefork.fork_server' in sys.orig_argv:\n"
+IN_SERVER = "import sys\nif 'syncvar.bootstrap.fork_server' in sys.orig_argv:\n"
 
 
 def test_workers_draw_different_numbers(launch, tmp_path):
@@ -127,7 +127,7 @@ for one in imports:
 import numpy as np
 import probe
 import syncvar as sv
-from syncvar.bootstrap.prefork.preloaded_imports import openblas
+from syncvar.bootstrap.preloaded_imports import openblas
 
 x = np.linspace(0.0, 1.0, 160_000).reshape(400, 400)
 importlib.import_module("numpy.fft")
@@ -218,7 +218,7 @@ def test_another_numpy_and_variables_that_come_too_late(launch, tmp_path):
 def test_how_workers_begin_by_default(launch, tmp_path, text, why):
     script = """
         import sys, syncvar as sv
-        print("syncvar.bootstrap.prefork.fork_server" in sys.orig_argv, sv.all_reduce(1))
+        print("syncvar.bootstrap.fork_server" in sys.orig_argv, sv.all_reduce(1))
     """
     job = launch(
         script,

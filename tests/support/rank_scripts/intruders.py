@@ -22,7 +22,7 @@ import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.frame import PROTOCOL_VERSION, FrameType, Header
 from syncvar.transports.curve import link_keys
-from syncvar.transports.zeromq_control import control_identity
+from syncvar.transports.zeromq_links import control_identity
 from syncvar.transports.zeromq_sockets import job_nonce
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from syncvar._native import constants
-from syncvar.shm import channel_table, message_ring, segment_file
+from syncvar.shm import channel_table, segment_file
 
 
 def test_the_header_is_generated_from_the_python_module():
@@ -27,17 +27,8 @@ def test_numbers_that_c_reads_as_64_bits_are_written_so():
     ("here", "there"),
     [
         (channel_table.SPREAD, constants.SPREAD),
-        (channel_table.RING_SLOTS, constants.RING_SLOTS),
-        (channel_table.NATIVE_RANKS_MAX, constants.RANKS_MAX),
         (segment_file.LINE_BYTES, constants.LINE),
         (segment_file.PAGE_BYTES, constants.PAGE),
-        (message_ring.FILLED, constants.RingWord.FILLED),
-        (message_ring.NEWS, constants.RingWord.NEWS),
-        (message_ring.NUMBER, constants.RingWord.NUMBER),
-        (message_ring.ATTENDED, constants.RingWord.ATTENDED),
-        (message_ring.USED, constants.RingWord.USED),
-        (message_ring.FULL, constants.RingWord.FULL),
-        (message_ring.PLACES, constants.PLACES),
     ],
 )
 def test_other_rooms_have_the_same_numbers(here, there):

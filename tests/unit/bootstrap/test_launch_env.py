@@ -5,16 +5,14 @@ The environments are those of real processes (Open MPI 4.1, MPICH 4.0, Slurm), o
 
 import pytest
 
-from syncvar.bootstrap.launch_env.base import ADDRESS, FOLDER, PMI
+from syncvar.bootstrap.launch_env import ADDRESS, FOLDER, PMI, host_of_each
 from syncvar.bootstrap.launch_env.detection import (
     launcher_info,
     started_with_others,
     unknown_identity_reason,
-    wants_world_of_one,
 )
-from syncvar.bootstrap.launch_env.rank_placement import host_of_each
-from syncvar.bootstrap.launch_env.slurm import counts
-from syncvar.core.environment import RankEnvironment
+from syncvar.bootstrap.launch_env.schedulers import counts
+from syncvar.core.environment import RankEnvironment, wants_world_of_one
 from syncvar.core.errors import ConfigError, RendezvousError
 
 OPEN_MPI_4 = {

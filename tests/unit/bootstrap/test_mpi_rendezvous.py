@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from syncvar.bootstrap import connect, handshake, mpi_rendezvous
-from syncvar.bootstrap.handshake import join_handshake
-from syncvar.bootstrap.launch_env.base import LaunchInfo
-from syncvar.bootstrap.launch_env.rank_placement import add_host
+from syncvar.bootstrap import connect, context, kv_store
+from syncvar.bootstrap.context import join_handshake
+from syncvar.bootstrap.launch_env import LaunchInfo, add_host
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.settings import RuntimeConfig
@@ -42,30 +41,28 @@ def test_a_rank_of_syncvar_launch_does_not_join_by_mpi():
 
 def test_encryption_that_is_asked_for_is_not_given_up_silently():
     with pytest.raises(ConfigError, match="what MPI carries it does not encrypt"):
-        mpi_rendezvous._join(
-            RuntimeConfig(transport="mpi"), MPI | {"SYNCVAR_ENCRYPTION": "required"}
-        )
+        kv_store._join(RuntimeConfig(transport="mpi"), MPI | {"SYNCVAR_ENCRYPTION": "required"})
 
 
 def test_without_mpi4py_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match=r"needs mpi4py and an MPI library.*pip install mpi4py"):
-        mpi_rendezvous._join(RuntimeConfig(transport="mpi"), MPI)
+        kv_store._join(RuntimeConfig(transport="mpi"), MPI)
 
 
 @pytest.mark.parametrize("about", [(0, 2), (1, 3), (0, 1)])
 def test_a_library_that_contradicts_a_launcher_is_refused_and_both_are_named(about):
-    mpi_rendezvous._compare(1, 2, "Some MPI", TORCH)
+    kv_store._compare(1, 2, "Some MPI", TORCH)
     with pytest.raises(
         ConfigError,
         match=rf"MASTER_PORT says rank 1 of 2, Some MPI says rank {about[0]} of {about[1]}",
     ):
-        mpi_rendezvous._compare(*about, "Some MPI", TORCH)
+        kv_store._compare(*about, "Some MPI", TORCH)
 
 
 def test_a_library_that_thinks_it_is_alone_under_the_mpirun_of_another_is_refused():
     with pytest.raises(ConfigError, match=r"(?s)PMI_SIZE.*3.*Some MPI says .*MPI4PY_MPIABI"):
-        mpi_rendezvous._compare(
+        kv_store._compare(
             0,
             1,
             "Some MPI",
@@ -79,7 +76,7 @@ def test_ranks_that_do_not_follow_each_other_on_a_host_are_refused_with_the_reme
             LaunchInfo("MPI", 0, 3, 0, 0, -1, 0, "", 0),
             [("a", "1"), ("b", "2"), ("a", "1")],
             ["a", "b", "a"],
-            mpi_rendezvous._REMEDY,
+            kv_store._MPI_REMEDY,
         )
     of_one_name = [
         add_host(
@@ -125,7 +122,14 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
         without_shm={},
     )
     verdict = pack_message(
-        "decision", group=0, call=1, last_call=1, text="", table={}, has_waiting_ranks=False
+        "decision",
+        group=0,
+        call=1,
+        last_call=1,
+        text="",
+        table={},
+        has_waiting_ranks=False,
+        is_deadlock=False,
     )
     rank = RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")
     links, channel = (
@@ -149,7 +153,7 @@ def test_a_rank_that_waits_for_who_keeps_the_roll_says_so_once(
     channel = Silent()
     channel.keeper = keeper
     clock = itertools.count()
-    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(context, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     monkeypatch.setattr(_Links, "wait", lambda self, timeout_s: None, raising=False)
     rank = RankEnvironment(3, 4, local_rank, 2, 1, 2, 0, "tcp://h:1", "j")
     with pytest.raises(RendezvousError):
@@ -179,7 +183,7 @@ def test_a_roll_call_without_an_answer_names_who_was_asked(monkeypatch, keeper, 
     channel = Silent()
     channel.keeper = keeper
     clock = itertools.count(0, 4)
-    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(context, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     monkeypatch.setattr(_Links, "wait", lambda self, timeout_s: None, raising=False)
     rank = RankEnvironment(3, 4, 1, 2, 1, 2, 0, "tcp://h:1", "j")
     with pytest.raises(RendezvousError) as raised:

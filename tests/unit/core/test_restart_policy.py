@@ -16,7 +16,7 @@ from syncvar.core.restart_policy import (
 )
 from tests.support.paths import REPOSITORY
 
-KILLED = Ending(exit_code=137, why="rank 1 was killed by signal 9 (SIGKILL)", lasted_s=3.0)
+KILLED = Ending(exit_code=137, failure="rank 1 was killed by signal 9 (SIGKILL)", lasted_s=3.0)
 STOPPED = Ending(exit_code=exit_status.PREEMPTED, lasted_s=60.0)
 
 
@@ -28,7 +28,7 @@ def test_without_being_asked_nothing_is_started_again():
 @pytest.mark.parametrize("code", [1, 3, 69, 70, 74, 75, 134, 137, 139, 143, 255])
 def test_a_failure_that_may_pass_is_tried_again_as_often_as_asked_and_not_once_more(code):
     job = Restarting(2, 1.0)
-    ending = Ending(exit_code=code, why="rank 0 failed", lasted_s=3.0)
+    ending = Ending(exit_code=code, failure="rank 0 failed", lasted_s=3.0)
     assert job.after(ending) == Decision(restarts=True, reason="restart 1 of 2", pause_s=1.0)
     assert job.after(ending) == Decision(restarts=True, reason="restart 2 of 2", pause_s=2.0)
     assert job.after(ending) == Decision(restarts=False, reason="there have been 2 of 2 restarts")
@@ -38,7 +38,7 @@ def test_a_failure_that_may_pass_is_tried_again_as_often_as_asked_and_not_once_m
 @pytest.mark.parametrize("code", sorted(HOPELESS_CODES))
 def test_an_end_that_would_come_again_is_the_end(code):
     job = Restarting(5, 1.0)
-    decision = job.after(Ending(exit_code=code, why="rank 0 failed"))
+    decision = job.after(Ending(exit_code=code, failure="rank 0 failed"))
     assert not decision.restarts
     assert decision.reason == f"exit code {code} ({HOPELESS_CODES[code]}) would come again"
     assert job.number == 0
@@ -65,10 +65,10 @@ def test_usage_configuration_keys_limits_disagreement_and_the_time_limit_are_hop
 @pytest.mark.parametrize("error", sorted(HOPELESS_ERRORS))
 def test_an_exception_that_speaks_of_the_program_is_the_end(error):
     decision = Restarting(5, 1.0).after(
-        Ending(exit_code=1, why="rank 0 exited with status 1", error=error)
+        Ending(exit_code=1, failure="rank 0 exited with status 1", error=error)
     )
     assert decision == Decision(restarts=False, reason=f"{error} would come again")
-    assert Restarting(5, 1.0).after(Ending(exit_code=1, why="x", error="ValueError")).restarts
+    assert Restarting(5, 1.0).after(Ending(exit_code=1, failure="x", error="ValueError")).restarts
 
 
 def test_the_exceptions_of_the_library_in_the_list_exist():
@@ -80,18 +80,18 @@ def test_the_exceptions_of_the_library_in_the_list_exist():
 
 
 def test_ranks_that_never_met_are_not_started_again_and_those_that_had_are():
-    never = Ending(exit_code=exit_status.RENDEZVOUS, why="the job failed", had_met=False)
+    never = Ending(exit_code=exit_status.RENDEZVOUS, failure="the job failed", had_met=False)
     assert Restarting(2, 1.0).after(never) == Decision(
         restarts=False, reason="the ranks have never all joined"
     )
     job = Restarting(2, 1.0)
     assert job.after(KILLED).restarts
     assert job.after(
-        Ending(exit_code=exit_status.RENDEZVOUS, why="the job failed", had_met=True)
+        Ending(exit_code=exit_status.RENDEZVOUS, failure="the job failed", had_met=True)
     ).restarts
     assert (
         Restarting(2, 1.0)
-        .after(Ending(exit_code=137, why="killed while the ranks met", had_met=False))
+        .after(Ending(exit_code=137, failure="killed while the ranks met", had_met=False))
         .restarts
     )
 
@@ -99,7 +99,10 @@ def test_ranks_that_never_met_are_not_started_again_and_those_that_had_are():
 @pytest.mark.parametrize("ending", [KILLED, STOPPED])
 def test_who_was_told_to_end_has_ended(ending):
     told = Ending(
-        exit_code=ending.exit_code, why=ending.why, lasted_s=ending.lasted_s, was_end_requested=True
+        exit_code=ending.exit_code,
+        failure=ending.failure,
+        lasted_s=ending.lasted_s,
+        was_end_requested=True,
     )
     assert Restarting(9, 1.0).after(told) == Decision(
         restarts=False, reason="the launcher was told to end"
@@ -127,7 +130,7 @@ def test_a_program_that_only_stops_does_not_go_round_for_ever():
 def test_one_rank_that_asks_alone_has_failed():
     job = Restarting(1, 1.0)
     alone = Ending(
-        exit_code=exit_status.PREEMPTED, why="rank 1 exited with status 75", lasted_s=60.0
+        exit_code=exit_status.PREEMPTED, failure="rank 1 exited with status 75", lasted_s=60.0
     )
     assert [job.after(alone).restarts for _ in range(2)] == [True, False]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE, blas_threads
+from syncvar.bootstrap.preloaded_imports import READ_ONCE, blas_threads
 from syncvar_launcher.local.worker_start import plan_start, start_early
 
 

@@ -1,5 +1,6 @@
 """What may be said beside --listen and --join, the form of addresses, and what a host says of itself when it joins."""
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +124,12 @@ def test_a_greeting_is_read_as_it_was_packed():
 def test_a_greeting_with_wrong_values_is_refused(wrong):
     with pytest.raises(WireError):
         Hello.read(HELLO._replace(**wrong).pack())
+
+
+def test_a_host_of_another_version_gets_an_explanation():
+    data = msgpack.packb({"form": 1, **HELLO._asdict()})
+    with pytest.raises(WireError, match="another version of syncvar; install the same on all"):
+        Hello.read(data)
 
 
 @given(st.binary(max_size=200))

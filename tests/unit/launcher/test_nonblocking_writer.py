@@ -83,7 +83,7 @@ def test_a_reader_that_does_not_read_never_blocks_and_loses_nothing(kind, tmp_pa
         assert read_all(one, reader, len(whole)) == whole
         assert one.descriptor == -1
         assert not one.is_full
-        assert one.taken == 2 * len(text)
+        assert one.written == 2 * len(text)
 
 
 def test_a_file_takes_all_at_once(tmp_path):
@@ -126,7 +126,7 @@ def test_patience_counts_from_its_begin_and_anew_with_each_byte_taken(tmp_path):
         os.read(reader, 1 << 16)
         one.flush()
         assert one.give_up_after(1.0, 1000.95) == 1001.95
-        waits = QUEUE_NBYTES - one.taken
+        waits = QUEUE_NBYTES - one.written
         assert one.give_up_after(1.0, 1001.95) == INFINITE
         assert (one.dropped, one.descriptor, one.is_full) == (waits, -1, False)
         one.write(b"more")

@@ -266,7 +266,7 @@ def test_whether_the_last_lines_of_a_rank_stand_above(is_one):
     forwarder.feed(1, "err", b"without end", 0)
     assert not forwarder.stands_above(1)
     forwarder.finish()
-    forwarder.say("words\n")
+    forwarder.write_text("words\n")
     assert not forwarder.stands_above(1)
     _, _, forwarder = pair(is_one=is_one, shown=frozenset([0]))
     forwarder.feed(1, "err", b"b\n", 0)
@@ -276,7 +276,7 @@ def test_whether_the_last_lines_of_a_rank_stand_above(is_one):
 def test_say_clears_an_unfinished_line():
     out, err, forwarder = pair(terminal=True)
     forwarder.feed(0, "out", b"50%\r", 0)
-    forwarder.say("syncvar: words\n")
+    forwarder.write_text("syncvar: words\n")
     assert (out.getvalue(), err.getvalue()) == (b"[0] 50%\r\r\x1b[K", b"syncvar: words\n")
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.bootstrap.handshake import compatibility_fields
+from syncvar.bootstrap.context import compatibility_fields
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.membership import check_about, compare_abouts

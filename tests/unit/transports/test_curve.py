@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import z85
 
 import syncvar.transports.zeromq_transport as zeromq_module
-from syncvar.bootstrap.job_secret import job_secret
+from syncvar.bootstrap.job_private import job_secret
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.core.settings import RuntimeConfig
@@ -26,7 +26,7 @@ from syncvar.protocol.frame import (
     Header,
 )
 from syncvar.transports.curve import WAITING_MAX, Gate, link_keys
-from syncvar.transports.zeromq_control import ZeromqControl
+from syncvar.transports.zeromq_links import ZeromqControl
 from syncvar.transports.zeromq_sockets import job_nonce
 from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
 

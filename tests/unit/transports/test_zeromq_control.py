@@ -12,7 +12,7 @@ from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.frame import CONTROL_NBYTES_MAX, FRAMING_NBYTES, PROTOCOL_VERSION
-from syncvar.transports.zeromq_control import control_identity
+from syncvar.transports.zeromq_links import control_identity
 
 
 @pytest.fixture

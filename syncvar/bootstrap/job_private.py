@@ -1,6 +1,7 @@
-"""The private directory of a job.
+"""What only the processes of a job can reach: its private directory, and its secret.
 
-Random name, mode 0700, locked while the job lives, removed when stale.
+The directory has a random name and mode 0700. It is locked while the job lives, and removed when
+stale. The secret comes from an inherited descriptor, a file or a variable.
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import make_private_folder
+from syncvar.protocol.auth_keys import KEY_BYTES, parse_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
+    from syncvar.transports.curve import LinkKeys
+
+# Prefix of directories of jobs without syncvar-launch; random names are hexadecimal.
 MEETING = "m"
-"""Prefix of directories of jobs without syncvar-launch; random names are hexadecimal."""
-
 _SOCKET_NAME_MAX = 24
 _DIRECTORY_NAME_MAX = 9
 _UNIX_PATH_MAX = 107
@@ -31,6 +38,9 @@ _LAST_RESORT = "/tmp"  # noqa: S108  (base_directory checks what is made there)
 _LOCK_LIMIT_S = 60.0
 _LOCK_NOTICE_S = 5.0
 _LOCK_PAUSE_S, _LOCK_PAUSE_S_MAX = 0.001, 0.05
+_DESCRIPTOR, _FILE, _VARIABLE = PREFIX + "KEY_FD", PREFIX + "KEY_FILE", PREFIX + "KEY"
+_FILE_MAX = 1024
+_secrets: dict[str, bytes] = {}  # by variable and value: a process joins again after `shutdown`
 
 _log = logging.getLogger("syncvar")
 
@@ -43,11 +53,8 @@ def runtime_directory(environ: Mapping[str, str]) -> tuple[Path, bool]:
     """
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         path, is_private = environ.get(name, ""), name == "XDG_RUNTIME_DIR"
-        if (
-            os.path.isabs(path)
-            and os.access(path, os.W_OK | os.X_OK)
-            and _is_short_enough(_base(Path(path), is_private=is_private))
-        ):
+        is_usable = os.path.isabs(path) and os.access(path, os.W_OK | os.X_OK)
+        if is_usable and _is_short_enough(_base(Path(path), is_private=is_private)):
             return Path(path), is_private
     return Path(_LAST_RESORT), False
 
@@ -61,11 +68,7 @@ def _is_short_enough(base: Path) -> bool:
 
 
 def base_directory(environ: Mapping[str, str]) -> Path:
-    """Return the checked folder that holds the private directories of this user's jobs.
-
-    Raises:
-        ConfigError: It belongs to another user, others can write to it, or it cannot be created.
-    """
+    """Return the folder for this user's job directories; raise ConfigError if it is not safe."""
     parent, is_private = runtime_directory(environ)
     base = _base(parent, is_private=is_private)
     make_private_folder(
@@ -77,14 +80,9 @@ def base_directory(environ: Mapping[str, str]) -> Path:
 class JobDirectory:
     """The private directory of one job; created here, removed by `remove`.
 
-    Args:
-        environ: Environment variables: XDG_RUNTIME_DIR or TMPDIR.
-        name: Name that other processes can derive; None for a random name.
-        waits: Called repeatedly while another process holds the lock of the runtime directory; may
-            raise.
-
-    Raises:
-        ConfigError: It cannot be created, or another process holds the lock for 60 s.
+    `name` is one that other processes can derive; None for a random one. `waits` is called while
+    another process holds the lock of the runtime directory, and may raise. After 60 s it is a
+    ConfigError.
     """
 
     def __init__(
@@ -150,11 +148,7 @@ def _guarded(base: Path, waits: Callable[[], None] | None = None) -> Iterator[No
 
 
 def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> None:
-    """Take a lock; warn after a while, and give up at last.
-
-    Raises:
-        ConfigError: Another process has held it for too long.
-    """
+    """Take a lock; warn after a while, and at last raise ConfigError."""
     began, has_warned = time.monotonic(), False
     while True:
         with contextlib.suppress(BlockingIOError):
@@ -217,3 +211,85 @@ def _sweep(base: Path) -> int:
                 shutil.rmtree(entry, ignore_errors=True)
                 swept += 1
     return swept
+
+
+# -- the secret ------------------------------------------------------------------------------------
+
+
+def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
+    """Return the job's secret, or None if this process has none.
+
+    The variable that holds the secret is removed, so that child processes and dumps do not contain
+    it. Raises ConfigError if others may read it.
+    """
+    text = environ.pop(_VARIABLE, None)
+    if text is not None:
+        _secrets[_VARIABLE] = parse_key(text, _VARIABLE)
+    for name in (_DESCRIPTOR, _FILE):
+        if name in environ:
+            value, source = environ[name], f"{name}={environ[name]}"
+            if source not in _secrets and name == _DESCRIPTOR:
+                _secrets[source] = _secret_of_descriptor(value)
+            elif source not in _secrets:
+                _secrets[source] = secret_of_file(value, f"{_FILE}=")
+            return _secrets[source]
+    return _secrets.get(_VARIABLE)
+
+
+def keys_of(
+    environment: RankEnvironment,
+    config: RuntimeConfig,
+    environ: MutableMapping[str, str],
+    secret: bytes | None = None,
+) -> LinkKeys | None:
+    """Return the keys of this process's TCP links; None without TCP links or encryption.
+
+    Raises ConfigError if it has TCP links but no secret.
+    """
+    if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
+        return None
+    # Always read it, because that removes the variable.
+    secret = job_secret(environ) if secret is None else secret
+    if config.encryption == "off":
+        return None
+    if secret is None:
+        raise ConfigError(
+            f"{environment.role.replace('worker', 'rank')} {environment.rank} communicates with "
+            "other hosts, but has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE or SYNCVAR_KEY): "
+            "start the script with syncvar-launch"
+        )
+    from syncvar.transports.curve import link_keys
+
+    return link_keys(secret, environment.job_id)
+
+
+def _secret_of_descriptor(text: str) -> bytes:
+    try:
+        number = int(text)
+        os.set_inheritable(number, False)  # noqa: FBT003  (its parameters have no names)
+        key = os.pread(number, KEY_BYTES + 1, 0)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{_DESCRIPTOR}={text} cannot be read: {error}; start the script with syncvar-launch"
+        ) from error
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"{_DESCRIPTOR}={text} holds no secret; start the script with syncvar-launch"
+        )
+    return key
+
+
+def secret_of_file(path: str, shown: str) -> bytes:
+    """Return the secret in a file, or raise ConfigError; `shown` precedes the path in messages."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(f"{shown}{path} cannot be read: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+        if not is_own or status.st_mode & 0o077:
+            raise ConfigError(
+                f"{shown}{path} must be a file of yours that nobody else can read: chmod 600 {path}"
+            )
+        return parse_key(file.read(_FILE_MAX).decode("ascii", "replace"), f"{shown}{path}")

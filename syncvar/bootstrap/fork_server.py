@@ -28,18 +28,18 @@ from typing import Any
 import msgpack
 
 from syncvar.bootstrap import worker_main
-from syncvar.bootstrap.prefork.preloaded_imports import Preloaded, unsupported_blas_reason
+from syncvar.bootstrap.preloaded_imports import Preloaded, unsupported_blas_reason
 from syncvar.core.fork_cleanup import end_with
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
     "numpy",
     "syncvar.transports.zeromq_transport",
-    "syncvar.transports.zeromq_control",
-    "syncvar.core.network",
+    "syncvar.transports.zeromq_links",
+    "syncvar.transports.zeromq_sockets",
     "syncvar.shm.fd_passing",
     "syncvar.collectives",
-    "syncvar.bootstrap.identity",
+    "syncvar.bootstrap.process",
     "syncvar.core.settings",
     "syncvar.bootstrap.connect",
     "hashlib",
@@ -77,17 +77,12 @@ def main() -> None:
     doubt = unsupported_blas_reason() or _foreign_threads()
     preloaded.hide()
     gc.freeze()  # garbage collections in workers then leave these pages shared
-    others = [
-        thread.name for thread in threading.enumerate() if thread is not threading.current_thread()
-    ]
-    cannot = (
-        (
+    me, cannot = threading.current_thread(), ""
+    if others := [thread.name for thread in threading.enumerate() if thread is not me]:
+        cannot = (
             f"the process that workers are forked from has threads ({', '.join(others)}), which a "
             "forked worker would not have"
         )
-        if others
-        else ""
-    )
     end.send(msgpack.packb({"cannot": cannot, "doubt": doubt}))
     request, descriptors, begin = _serve(end)
     end.close()
@@ -117,13 +112,11 @@ def _await_order(end: socket.socket) -> None:
 def _foreign_threads() -> str:
     """Return a warning if there are threads that no Python code has started; else an empty text."""
     count = len(os.listdir("/proc/self/task")) - threading.active_count()
+    if count <= 0:
+        return ""
     return (
-        (
-            f"the process that workers are forked from has {count} threads beside those of "
-            "Python, which a forked worker would not have"
-        )
-        if count > 0
-        else ""
+        f"the process that workers are forked from has {count} threads beside those of Python, "
+        "which a forked worker would not have"
     )
 
 
@@ -173,7 +166,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
             os.close(descriptor)
             _open_stream(name)
         else:
-            os.set_inheritable(descriptor, True)
+            os.set_inheritable(descriptor, True)  # noqa: FBT003  (its parameters have no names)
             os.environ[name] = str(descriptor)
     os.environ.update(request["environ"])
     if request["cores"] is not None:
@@ -188,21 +181,13 @@ def _open_stream(name: str) -> None:
     writes = name != "stdin"
     raw = io.FileIO(_STREAMS[name], "w" if writes else "r", closefd=False)
     raw.name = f"<{name}>"
-    buffer: Any = (
-        raw
-        if writes and old.write_through
-        else io.BufferedWriter(raw)
-        if writes
-        else io.BufferedReader(raw)
-    )
-    wrapper: Any = io.TextIOWrapper(
-        buffer,
-        old.encoding,
-        old.errors,
-        newline="\n",
-        line_buffering=old.line_buffering,
-        write_through=old.write_through,
-    )
+    buffer: Any = raw  # a second buffer that is dropped would close it
+    if not writes:
+        buffer = io.BufferedReader(raw)
+    elif not old.write_through:
+        buffer = io.BufferedWriter(raw)
+    more = {"line_buffering": old.line_buffering, "write_through": old.write_through}
+    wrapper: Any = io.TextIOWrapper(buffer, old.encoding, old.errors, newline="\n", **more)
     wrapper.mode = "w" if writes else "r"
     for attribute in (name, f"__{name}__"):
         setattr(sys, attribute, wrapper)

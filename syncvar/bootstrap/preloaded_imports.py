@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
+# Variables with the number of OpenBLAS threads, in its order.
 THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-"""Variables with the number of OpenBLAS threads, in its order."""
-
+# Variables that NumPy and OpenBLAS read at import; nothing can change them later.
 READ_ONCE = re.compile(rf"\b(?!(?:{'|'.join(THREADS)})\b)(?:NPY|NUMPY|OPENBLAS)_[A-Z0-9_]+")
-"""Variables that NumPy and OpenBLAS read at import; nothing can change them later."""
 
 _LINEAR_ALGEBRA = "numpy.linalg._umath_linalg"
 _SPELLINGS = [
@@ -43,10 +42,8 @@ _PTHREADS = 1  # openblas_get_parallel: 0 without threads, 2 with OpenMP
 class Preloaded:
     """Imported modules, and the finder that gives them to the first import.
 
-    While importing, OpenBLAS has one thread, so that the forking process has none.
-
-    Args:
-        names: Modules to import; all their imports outside the standard library belong to them.
+    What the named modules import outside the standard library belongs to them. While importing,
+    OpenBLAS has one thread, so that the forking process has none.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -121,10 +118,9 @@ class Preloaded:
             if wanted != functions.get_num_threads():
                 functions.set_num_threads(wanted)
         now = _read_once(os.environ)
+        before = self._read_once
         changed = sorted(
-            name
-            for name in now.keys() | self._read_once.keys()
-            if now.get(name) != self._read_once.get(name)
+            name for name in now.keys() | before.keys() if now.get(name) != before.get(name)
         )
         if changed:
             warnings.warn(
@@ -136,28 +132,19 @@ class Preloaded:
             )
 
     def _let_go(self) -> None:
-        """Forget modules that `sys.path` no longer leads to, and their users.
-
-        NumPy cannot be loaded twice.
-        """
-        moved = {
-            name
-            for name, module in self._modules.items()
-            if "." not in name and _is_moved(name, module)
-        }
+        """Forget modules that `sys.path` no longer leads to, and users; NumPy loads only once."""
+        modules = self._modules.items()
+        moved = {name for name, module in modules if "." not in name and _is_moved(name, module)}
         if moved:
             self._modules = {
                 name: module
-                for name, module in self._modules.items()
+                for name, module in modules
                 if name.partition(".")[0] == "numpy" and "numpy" not in moved
             }
 
 
 class _Again:
-    """Loader of a module that has been loaded already.
-
-    Other attributes are those of the original loader.
-    """
+    """Loader of a loaded module; other attributes are those of the original loader."""
 
     def __init__(self, preloaded: Preloaded, module: ModuleType, first: Any) -> None:
         self._preloaded = preloaded
@@ -196,10 +183,7 @@ def openblas() -> OpenBlas | None:
 
 
 def unsupported_blas_reason() -> str:
-    """Return why a script's settings for linear algebra cannot reach a forked worker.
-
-    Empty if they can.
-    """
+    """Return why a script's settings for linear algebra cannot reach a forked worker, or ""."""
     functions = openblas()
     if functions is None:
         return (
@@ -235,10 +219,8 @@ def _read_once(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_moved(name: str, module: ModuleType) -> bool:
-    found = importlib.machinery.PathFinder.find_spec(name)
-    return (
-        found is not None and module.__spec__ is not None and found.origin != module.__spec__.origin
-    )
+    found, spec = importlib.machinery.PathFinder.find_spec(name), module.__spec__
+    return found is not None and spec is not None and found.origin != spec.origin
 
 
 @contextlib.contextmanager

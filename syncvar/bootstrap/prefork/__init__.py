@@ -1,1 +1,0 @@
-"""Fork workers from a process that has already imported NumPy and syncvar."""
