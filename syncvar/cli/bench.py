@@ -356,9 +356,16 @@ class _Measuring:
         if checked and not in_place:
             wrong += count_wrong(last, wanted)
         every = sv.all_gather_object([seconds / iterations / chosen.agg_iters, wrong])
-        times, nbytes = [one[0] for one in every], collective.total(case) * _itemsize(case.dtype)
-        nwrong = sum(one[1] for one in every) if checked else None
-        return rate(times, nbytes, self.factor, nwrong, iterations, chosen.average)
+        wrong = sum(one[1] for one in every)
+        nbytes = collective.total(case) * _itemsize(case.dtype)
+        return rate(
+            [one[0] for one in every],
+            nbytes,
+            self.factor,
+            wrong if checked else None,
+            iterations,
+            chosen.average,
+        )
 
     def _enough(self, finished: Callable[[], Any]) -> int:
         """Return how many calls take about `_SECONDS`, equal on all ranks; also warms up."""

@@ -107,15 +107,7 @@ def first_wrong(got: Any, wanted: Any) -> str:
     if wanted is None:
         return "" if got is None else f"a {type(got).__name__} instead of None"
     if isinstance(wanted, list | tuple):
-        if not isinstance(got, list | tuple):
-            return f"a {type(got).__name__} instead of {len(wanted)} arrays"
-        if len(got) != len(wanted):
-            return f"{len(got)} arrays instead of {len(wanted)}"
-        for index, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
-            found = first_wrong(mine, theirs)
-            if found:
-                return f"array {index}: {found}"
-        return ""
+        return _first_wrong_array(got, wanted)
     if not isinstance(got, np.ndarray):
         return f"a {type(got).__name__} instead of an array"
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
@@ -127,6 +119,15 @@ def first_wrong(got: Any, wanted: Any) -> str:
     shown = where[0] if len(where) == 1 else where
     more = f" ({len(indexes)} of {wanted.size} are wrong)" if len(indexes) > 1 else ""
     return f"index {shown} is {got[where]} instead of {wanted[where]}{more}"
+
+
+def _first_wrong_array(got: Any, wanted: Sequence[Any]) -> str:
+    if not isinstance(got, list | tuple):
+        return f"a {type(got).__name__} instead of {len(wanted)} arrays"
+    if len(got) != len(wanted):
+        return f"{len(got)} arrays instead of {len(wanted)}"
+    found = (first_wrong(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+    return next((f"array {index}: {one}" for index, one in enumerate(found) if one), "")
 
 
 @lru_cache(maxsize=4096)
@@ -190,7 +191,7 @@ def _identity(op: str, kind: np.dtype[Any]) -> Any:
             return limits.max if op == "min" else limits.min
         return np.inf if op == "min" else -np.inf
     if op == "and":
-        return kind.type(True) if kind.kind == "b" else ~kind.type(0)
+        return np.True_ if kind.kind == "b" else ~kind.type(0)
     return 1 if op == "prod" else 0
 
 
