@@ -219,7 +219,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--full", action="store_true", help="show all ranks and rounds of a long plan")
 
 
-class _Question(NamedTuple):
+class _PlanQuery(NamedTuple):
     """The call that a command line asks about, checked."""
 
     collective: str
@@ -230,7 +230,7 @@ class _Question(NamedTuple):
     is_shared: bool
 
 
-def _question(chosen: argparse.Namespace, config: RuntimeConfig) -> _Question:
+def _plan_query(chosen: argparse.Namespace, config: RuntimeConfig) -> _PlanQuery:
     n, collective = chosen.ranks, chosen.collective
     if not 1 <= n <= _RANKS_MAX:
         raise ConfigError(f"--ranks must be 1 to {_RANKS_MAX}, not {n}")
@@ -243,24 +243,24 @@ def _question(chosen: argparse.Namespace, config: RuntimeConfig) -> _Question:
         raise ConfigError(f"--count must not be negative, not {count}")
     is_shared = (chosen.path or ("links" if config.transport == "zmq" else "shm")) == "shm"
     nbytes = 0 if collective == "barrier" else count * blocks * itemsize
-    return _Question(collective, n, count, itemsize, nbytes, is_shared)
+    return _PlanQuery(collective, n, count, itemsize, nbytes, is_shared)
 
 
 def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     """Return the output of the command."""
-    asked = _question(chosen, config)
-    n, collective, is_shared = asked.ranks, asked.collective, asked.is_shared
-    algorithm, lines, is_demanded = _choice(chosen, config, asked)
+    query = _plan_query(chosen, config)
+    n, collective, is_shared = query.ranks, query.collective, query.is_shared
+    algorithm, lines, is_demanded = _choice(chosen, config, query)
     plans = {
-        name: build_all(collective, name, n, count=asked.elements, root=chosen.root)
+        name: build_all(collective, name, n, count=query.elements, root=chosen.root)
         for name in ALGORITHMS[collective]
         if unsuited(collective, name, n, even=True) is None
     }
-    program = _program_lines(chosen, asked, algorithm, is_demanded=is_demanded)
+    program = _program_lines(chosen, query, algorithm, is_demanded=is_demanded)
     figure = schedule_text(plans[algorithm], most=None if chosen.full else _SHORT)
     lines += ["", figure.rstrip("\n"), ""]
     model = SHM if is_shared else LINKS
-    lines += _table(collective, plans, asked.itemsize, model, algorithm)
+    lines += _table(collective, plans, query.itemsize, model, algorithm)
     place = "in shared memory" if is_shared else "over links"
     lines += [*program, ""]
     lines.append(f"Predicted {place} with {model.text()}: for comparison, no promise.")
@@ -274,17 +274,17 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
 
 
 def _choice(
-    chosen: argparse.Namespace, config: RuntimeConfig, asked: _Question
+    chosen: argparse.Namespace, config: RuntimeConfig, query: _PlanQuery
 ) -> tuple[str, list[str], bool]:
     """Return the algorithm, the reasons for it, and whether a setting or an option names it."""
-    n, collective = asked.ranks, asked.collective
+    n, collective = query.ranks, query.collective
     fixed = chosen.reproducible
     setting = parse_forced(config.algorithm).get(collective)
     demanded = suited(collective, setting, n, even=True, reproducible=fixed)
     named = chosen.algorithm or demanded
-    options: dict[str, Any] = {"reproducible": fixed, "shared": asked.is_shared, "even": True}
-    choice = choose(collective, asked.nbytes, n, forced=named, **options)
-    usual = choose(collective, asked.nbytes, n, **options)
+    options: dict[str, Any] = {"reproducible": fixed, "shared": query.is_shared, "even": True}
+    choice = choose(collective, query.nbytes, n, forced=named, **options)
+    usual = choose(collective, query.nbytes, n, **options)
     by_setting = f"{demanded}: SYNCVAR_ALGORITHM names it"
     reasons = [by_setting if demanded and not chosen.algorithm else choice.reason]
     if usual.algorithm != choice.algorithm:
@@ -293,18 +293,18 @@ def _choice(
 
 
 def _program_lines(
-    chosen: argparse.Namespace, asked: _Question, algorithm: str, *, is_demanded: bool
+    chosen: argparse.Namespace, query: _PlanQuery, algorithm: str, *, is_demanded: bool
 ) -> list[str]:
     """Return the program of a rank, if the command line asks for one."""
-    rank, n = chosen.program, asked.ranks
+    rank, n = chosen.program, query.ranks
     if rank is None:
         return []
-    if not (asked.is_shared and 0 <= rank < n and n > 1):
+    if not (query.is_shared and 0 <= rank < n and n > 1):
         raise ConfigError(
             f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares "
             f"memory (--path shm), not {rank}"
         )
-    call = _ProgramArgs(asked.collective, rank, n, asked.elements, asked.itemsize, chosen.root)
+    call = _ProgramArgs(query.collective, rank, n, query.elements, query.itemsize, chosen.root)
     about, program = _program(call, algorithm, is_demanded=is_demanded)
     shown = program_text(program, None if chosen.full else _INSTRUCTIONS).splitlines()
     return [

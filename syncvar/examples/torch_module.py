@@ -73,8 +73,8 @@ def main() -> None:
         checkpoint.save(folder)
     with torch.no_grad():
         accuracy = float((model(inputs).argmax(dim=1) == labels).float().mean())
-    trained = Trained(float(sv.all_reduce(own)) / BATCH, accuracy, digest_of(model))
-    report(trained, f"torch {torch.__version__}, module")
+    loss = float(sv.all_reduce(own)) / BATCH
+    report(Trained(loss, accuracy, digest_of(model)), f"torch {torch.__version__}, module")
 
 
 def digest_of(model: Any) -> str:
