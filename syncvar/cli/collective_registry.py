@@ -45,23 +45,14 @@ FOLDED_OPS = (*_FOLDS, *_LOCATING)  # ops with an expected result
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of a collective; equal on all ranks except for `rank`.
+    """One call of a collective; equal on all ranks except for `rank`."""
 
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        shape: Shape of a rank's input.
-        dtype: Its name.
-        op: Op, if the collective has one.
-        root: Root, if it has one.
-    """
-
-    rank: int
-    size: int
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    op: str = "sum"
-    root: int = 0
+    rank: int  # this rank
+    size: int  # number of ranks
+    shape: tuple[int, ...]  # shape of a rank's input
+    dtype: str = "float32"  # its name
+    op: str = "sum"  # op, if the collective has one
+    root: int = 0  # root, if it has one
 
 
 def part(case: Case, rank: int) -> NDArray[Any]:
@@ -203,41 +194,25 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective.
+    """One collective."""
 
-    Args:
-        name: Name of the function; send and recv share one row.
-        functions: Functions of `syncvar`.
-        gives: Input of a rank, in words.
-        gets: Output of a rank, in words.
-        plans: Keys of `ALGORITHMS` whose schedules it runs.
-        bus: Key of `BUS_FACTORS`; "" if no bytes move, or an unknown number.
-        layout: Relation of a rank's array to the rated size S. "vector": S; "cut": S, cut into n
-            pieces; "blocks": S / n, one of n blocks; "none": no array.
-        has_op: Whether it has an op.
-        ops: Its ops, as far as a dtype supports them.
-        has_root: Whether it has a root.
-        from_root: Whether only the root passes an array.
-        wanted: Expected result of a case.
-        run: Call, if it is not `function(x, op, root=…)`.
-        in_place: Whether `out=` may be the input.
-        tests: File of its tests with real processes.
-    """
-
-    name: str
-    functions: tuple[str, ...]
-    gives: str
-    gets: str
-    plans: tuple[str, ...]
-    bus: str = ""
+    name: str  # name of the function; send and recv share one row
+    functions: tuple[str, ...]  # functions of `syncvar`
+    gives: str  # input of a rank, in words
+    gets: str  # output of a rank, in words
+    plans: tuple[str, ...]  # keys of `ALGORITHMS` whose schedules it runs
+    bus: str = ""  # key of `BUS_FACTORS`; "" if no bytes move, or an unknown number
+    # Relation of a rank's array to the rated size S. "vector": S; "cut": S, cut into n pieces;
+    # "blocks": S / n, one of n blocks; "none": no array.
     layout: str = "none"
-    has_op: bool = False
-    ops: tuple[str, ...] = OPS
-    has_root: bool = False
-    from_root: bool = False
-    wanted: Callable[[Case], Any] = lambda _: None
-    run: Callable[..., Any] | None = None
-    in_place: bool = False
+    has_op: bool = False  # whether it has an op
+    ops: tuple[str, ...] = OPS  # its ops, as far as a dtype supports them
+    has_root: bool = False  # whether it has a root
+    from_root: bool = False  # whether only the root passes an array
+    wanted: Callable[[Case], Any] = lambda _: None  # expected result of a case
+    run: Callable[..., Any] | None = None  # call, if it is not `function(x, op, root=…)`
+    in_place: bool = False  # whether `out=` may be the input
+    # File of its tests with real processes
     tests: str = "tests/support/rank_scripts/every_collective.py"
 
     def shape(self, count: int, size: int) -> tuple[int, ...]:

@@ -34,21 +34,13 @@ _SIGTERM = "SystemExit: 143"  # reason of a worker's record after SIGTERM
 
 
 class Divergence(NamedTuple):
-    """A call that some ranks made, and others did not.
+    """A call that some ranks made, and others did not."""
 
-    Args:
-        group: Identity of the group.
-        call: Number of the call.
-        entered: Rank -> its event of this call.
-        absent: Ranks that certainly did not enter the call.
-        began: Time of the first entry.
-    """
-
-    group: int
-    call: int
-    entered: Mapping[int, Event]
-    absent: tuple[int, ...]
-    began: int
+    group: int  # identity of the group
+    call: int  # number of the call
+    entered: Mapping[int, Event]  # rank -> its event of this call
+    absent: tuple[int, ...]  # ranks that certainly did not enter the call
+    began: int  # time of the first entry
 
 
 def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:

@@ -61,21 +61,13 @@ _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Constants of a path.
+    """Constants of a path."""
 
-    Args:
-        latency: Seconds of a message, or of a phase in shared memory, whatever its size.
-        per_byte: Seconds per byte of a message; in shared memory per byte copied out or in.
-        per_reduced_byte: Seconds per byte of a reduction's result.
-        per_copied_byte: Seconds per byte of a local copy.
-        shared: Whether rounds are phases in shared memory.
-    """
-
-    latency: float
-    per_byte: float
-    per_reduced_byte: float
-    per_copied_byte: float
-    shared: bool = False
+    latency: float  # seconds of a message, or of a phase in shared memory, whatever its size
+    per_byte: float  # seconds per byte of a message; in shared memory per byte copied out or in
+    per_reduced_byte: float  # seconds per byte of a reduction's result
+    per_copied_byte: float  # seconds per byte of a local copy
+    shared: bool = False  # whether rounds are phases in shared memory
 
     def text(self) -> str:
         """Return the constants in words."""
@@ -164,17 +156,11 @@ def _local(steps: tuple[Step, ...], itemsize: int, model: CostModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """Traffic of schedules.
+    """Traffic of schedules."""
 
-    Args:
-        rounds: Rounds in which some rank sends.
-        messages: Messages sent by each rank.
-        elements: Elements sent by each rank.
-    """
-
-    rounds: int
-    messages: tuple[int, ...]
-    elements: tuple[int, ...]
+    rounds: int  # rounds in which some rank sends
+    messages: tuple[int, ...]  # messages sent by each rank
+    elements: tuple[int, ...]  # elements sent by each rank
 
 
 def traffic(plans: Sequence[Schedule]) -> TrafficReport:
