@@ -25,9 +25,6 @@ from syncvar_launcher.job.failure_report import (
     mask_arguments,
 )
 from syncvar_launcher.job.start_progress import clock
-from syncvar_launcher.job.supervisor import (
-    JobOutcome,
-)
 from syncvar_launcher.local.local_workers import (
     Spared,
 )
@@ -38,7 +35,9 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.attempt_workers import AttemptStart
     from syncvar_launcher.job.job import Job
-    from syncvar_launcher.job.supervisor import JobOutcome
+    from syncvar_launcher.job.supervisor import (
+        JobOutcome,
+    )
     from syncvar_launcher.local.worker_start import ForkServer
 
 _PAUSE_S = 0.01
@@ -238,8 +237,8 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        questioned = self.store.coordinator.stalls.asked
-        self.set.states.watch([rank for rank in running if rank in questioned], now)
+        pinged = self.store.coordinator.stalls.pinged
+        self.set.states.watch([rank for rank in running if rank in pinged], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"
             reason = "its process is stopped (state T)" if stopped else ""

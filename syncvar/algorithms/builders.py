@@ -9,47 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.algorithms.direct import (
-    direct_all_gather,
-    direct_all_reduce,
-    direct_all_to_all,
-    direct_barrier,
-    direct_broadcast,
-    direct_exscan,
-    direct_gather,
-    direct_reduce,
-    direct_reduce_scatter,
-    direct_scan,
-    direct_scatter,
-    owners_all_reduce,
-    owners_reduce,
-)
-from syncvar.algorithms.pairwise import (
-    bruck_all_to_all,
-    dissemination_all_gather,
-    dissemination_barrier,
-    pairwise_all_to_all,
-    pairwise_reduce_scatter,
-)
-from syncvar.algorithms.recursive_doubling import (
-    doubling_all_gather,
-    doubling_all_reduce,
-    doubling_exscan,
-    doubling_scan,
-    halving_all_reduce,
-)
-from syncvar.algorithms.ring import reproducible_all_reduce, ring_all_gather, ring_all_reduce
+from syncvar.algorithms import direct, pairwise, recursive_doubling, ring, tree
 from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule, ScheduleArgs
-from syncvar.algorithms.tree import (
-    binomial_all_reduce,
-    binomial_broadcast,
-    binomial_gather,
-    binomial_reduce,
-    binomial_scatter,
-    double_tree_broadcast,
-    double_tree_reduce,
-    scattered_broadcast,
-)
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,44 +27,50 @@ REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 _BUILDERS: Mapping[str, Mapping[str, Callable[[ScheduleArgs], Iterator[Round]]]] = {
     "all_reduce": {
-        "direct": direct_all_reduce,
-        "owners": owners_all_reduce,
-        "tree": binomial_all_reduce,
-        "doubling": doubling_all_reduce,
-        "halving": halving_all_reduce,
-        "ring": ring_all_reduce,
-        "reproducible": reproducible_all_reduce,
+        "direct": direct.direct_all_reduce,
+        "owners": direct.owners_all_reduce,
+        "tree": tree.binomial_all_reduce,
+        "doubling": recursive_doubling.doubling_all_reduce,
+        "halving": recursive_doubling.halving_all_reduce,
+        "ring": ring.ring_all_reduce,
+        "reproducible": ring.reproducible_all_reduce,
     },
     "all_gather": {
-        "direct": direct_all_gather,
-        "ring": ring_all_gather,
-        "doubling": doubling_all_gather,
-        "dissemination": dissemination_all_gather,
+        "direct": direct.direct_all_gather,
+        "ring": ring.ring_all_gather,
+        "doubling": recursive_doubling.doubling_all_gather,
+        "dissemination": pairwise.dissemination_all_gather,
     },
     "broadcast": {
-        "direct": direct_broadcast,
-        "tree": binomial_broadcast,
-        "scatter_gather": scattered_broadcast,
-        "double_tree": double_tree_broadcast,
+        "direct": direct.direct_broadcast,
+        "tree": tree.binomial_broadcast,
+        "scatter_gather": tree.scattered_broadcast,
+        "double_tree": tree.double_tree_broadcast,
     },
     "reduce": {
-        "direct": direct_reduce,
-        "owners": owners_reduce,
-        "tree": binomial_reduce,
-        "double_tree": double_tree_reduce,
+        "direct": direct.direct_reduce,
+        "owners": direct.owners_reduce,
+        "tree": tree.binomial_reduce,
+        "double_tree": tree.double_tree_reduce,
     },
-    "gather": {"direct": direct_gather, "tree": binomial_gather},
-    "scatter": {"direct": direct_scatter, "tree": binomial_scatter},
-    "reduce_scatter": {"direct": direct_reduce_scatter, "pairwise": pairwise_reduce_scatter},
+    "gather": {"direct": direct.direct_gather, "tree": tree.binomial_gather},
+    "scatter": {"direct": direct.direct_scatter, "tree": tree.binomial_scatter},
+    "reduce_scatter": {
+        "direct": direct.direct_reduce_scatter,
+        "pairwise": pairwise.pairwise_reduce_scatter,
+    },
     "all_to_all": {
-        "direct": direct_all_to_all,
-        "pairwise": pairwise_all_to_all,
-        "bruck": bruck_all_to_all,
+        "direct": direct.direct_all_to_all,
+        "pairwise": pairwise.pairwise_all_to_all,
+        "bruck": pairwise.bruck_all_to_all,
     },
-    "scan": {"direct": direct_scan, "doubling": doubling_scan},
-    "exscan": {"direct": direct_exscan, "doubling": doubling_exscan},
-    "barrier": {"direct": direct_barrier, "dissemination": dissemination_barrier},
-    "header_exchange": {"direct": direct_all_gather, "dissemination": dissemination_all_gather},
+    "scan": {"direct": direct.direct_scan, "doubling": recursive_doubling.doubling_scan},
+    "exscan": {"direct": direct.direct_exscan, "doubling": recursive_doubling.doubling_exscan},
+    "barrier": {"direct": direct.direct_barrier, "dissemination": pairwise.dissemination_barrier},
+    "header_exchange": {
+        "direct": direct.direct_all_gather,
+        "dissemination": pairwise.dissemination_all_gather,
+    },
 }
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
@@ -189,9 +156,8 @@ def build(collective: str, algorithm: str, args: ScheduleArgs) -> Schedule:
         work_count = sum(pairs[rank]) + sum(row[rank] for row in pairs)
     else:
         work_count = 0 if collective == "barrier" else count
-    return Schedule(
-        collective, algorithm, rank, world_size, work_count, _scratch_count(rounds), rounds
-    )
+    counts = work_count, _scratch_count(rounds)
+    return Schedule(collective, algorithm, rank, world_size, *counts, rounds)
 
 
 def build_all(

@@ -14,7 +14,7 @@ from syncvar.core.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Round, Schedule, Step
+    from syncvar.algorithms.schedule import Chunk, Round, Step
 
 OVERWRITE, INCOMING_LEFT, INCOMING_RIGHT = 0, 1, 2
 _INPUT = 2  # number of the input buffer, beside those of the schedule
@@ -64,19 +64,15 @@ def compile_for_links(schedule: Schedule, members: Sequence[int]) -> LinkSchedul
             if isinstance(step, Copy | Reduce):
                 local.append(step)
                 continue
-            chunk = step.chunk
-            peer = members[step.peer]
+            peer, chunk = members[step.peer], step.chunk
+            buffer = int(chunk.buffer)
             if isinstance(step, Send):
-                sends.append((peer, int(chunk.buffer), chunk.start, chunk.stop))
-            elif isinstance(step, Recv):
-                incoming[peer] = Incoming(
-                    OVERWRITE, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer)
-                )
-            elif isinstance(step, RecvReduce):
+                sends.append((peer, buffer, chunk.start, chunk.stop))
+                continue
+            mode = OVERWRITE
+            if isinstance(step, RecvReduce):
                 mode = INCOMING_LEFT if step.incoming_left else INCOMING_RIGHT
-                incoming[peer] = Incoming(
-                    mode, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer)
-                )
+            incoming[peer] = Incoming(mode, buffer, chunk.start, chunk.stop, buffer)
         rounds.append(LinkRound(tuple(sends), incoming, tuple(local)))
     in_place = _in_place_rounds(rounds, schedule.work_count)
     counts = schedule.work_count, schedule.scratch_count
@@ -93,12 +89,13 @@ def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[Link
             chunk.buffer == Buffer.WORK for step in local for chunk in (step.source, step.target)
         ):
             return None
-        reads = [(start, stop) for _, buffer, start, stop in sends if buffer == work]
-        reads += [
-            (one.start, one.stop)
-            for one in incoming.values()
+        combined = {
+            peer: one
+            for peer, one in incoming.items()
             if one.buffer == work and one.mode != OVERWRITE
-        ]
+        }
+        reads = [(start, stop) for _, buffer, start, stop in sends if buffer == work]
+        reads += [(one.start, one.stop) for one in combined.values()]
         homes = {}
         for start, stop in reads:
             if any(low <= start and stop <= high for low, high in written):
@@ -107,21 +104,13 @@ def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[Link
                 homes[start, stop] = _INPUT
             else:
                 return None
-        rewritten.append(
-            LinkRound(
-                tuple(
-                    (peer, homes[start, stop] if buffer == work else buffer, start, stop)
-                    for peer, buffer, start, stop in sends
-                ),
-                {
-                    peer: one._replace(operand=homes[one.start, one.stop])
-                    if one.buffer == work and one.mode != OVERWRITE
-                    else one
-                    for peer, one in incoming.items()
-                },
-                local,
-            )
+        redirected = tuple(
+            (peer, homes[start, stop] if buffer == work else buffer, start, stop)
+            for peer, buffer, start, stop in sends
         )
+        for peer, one in combined.items():
+            combined[peer] = one._replace(operand=homes[one.start, one.stop])
+        rewritten.append(LinkRound(redirected, {**incoming, **combined}, local))
         for one in incoming.values():
             if one.buffer == work and one.start < one.stop:
                 written = _joined(written, one.start, one.stop)
@@ -187,10 +176,8 @@ def publications(schedules: Sequence[Schedule], rank: int) -> tuple[Publication,
         takes = []
         for step in steps:
             if isinstance(step, Recv | RecvReduce):
-                sent = next(
-                    (send for send in _sends(all_rounds[step.peer][number]) if send.peer == rank),
-                    None,
-                )
+                sends = _sends(all_rounds[step.peer][number])
+                sent = next((send for send in sends if send.peer == rank), None)
                 if sent is None:
                     raise PlanError(
                         f"round {number}: rank {step.peer} sends nothing to rank {rank}"
@@ -207,8 +194,8 @@ def publications(schedules: Sequence[Schedule], rank: int) -> tuple[Publication,
 def _without_copies(all_rounds: Sequence[tuple[Round, ...]]) -> Sequence[tuple[Round, ...]]:
     """Return the rounds of all ranks without a first round that only copies what the second sends.
 
-    Only those sends may read the copies, and they must send whole copies. No transfer of the second
-    round may write to the originals, because ranks publish and read long ranges piece by piece.
+    Only those sends may read the copies, and no transfer of that round may write to the originals,
+    because ranks publish and read long ranges piece by piece.
     """
     shortened = []
     for rounds in all_rounds:
@@ -252,9 +239,8 @@ def _sends(steps: Round) -> list[Send]:
 
 def _layout(steps: Round) -> dict[Chunk, int]:
     """Return the position of each distinct sent chunk in the publication."""
-    chunks = sorted(
-        {step.chunk for step in _sends(steps)}, key=lambda c: (c.buffer, c.start, c.stop)
-    )
+    sent = {step.chunk for step in _sends(steps)}
+    chunks = sorted(sent, key=lambda c: (c.buffer, c.start, c.stop))
     places: dict[Chunk, int] = {}
     start = 0
     for chunk in chunks:

@@ -4,8 +4,7 @@ A collective is a sequence of **stages**. In a stage each rank takes part in a s
 host's ranks (shared memory), in a schedule of one rank from each host (links), or in none. Each
 schedule works on a chunk of WORK.
 
-`stages` returns what runs; `flattened` writes the same stages as one schedule for all ranks, which
-the tests prove.
+The tests write the stages of all ranks as one schedule, and prove it.
 """
 
 from __future__ import annotations
@@ -14,24 +13,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.algorithms.builders import build, build_all, sums_by_the_tree
-from syncvar.algorithms.schedule import (
-    Buffer,
-    Chunk,
-    Copy,
-    Recv,
-    RecvReduce,
-    Reduce,
-    Schedule,
-    ScheduleArgs,
-    Send,
-    even_chunks,
-)
+from syncvar.algorithms.schedule import Chunk, Schedule, ScheduleArgs, even_chunks
 from syncvar.algorithms.selection import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.algorithms.schedule import Round, Step
 
 COMPOSED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")
 """The composed collectives; others go over links as if each rank were alone on its host."""
@@ -111,9 +98,8 @@ class _Stages:
         self.starts = (0, *accumulate(sizes[:-1]))
         self.host = max(host for host, start in enumerate(self.starts) if start <= rank)
         self.local = rank - self.starts[self.host]
-        self.neighbours = tuple(
-            range(self.starts[self.host], self.starts[self.host] + sizes[self.host])
-        )
+        start = self.starts[self.host]
+        self.neighbours = tuple(range(start, start + sizes[self.host]))
 
     def all_reduce(self, count: int, *, reproducible: bool) -> tuple[StagePart, ...] | None:
         if reproducible and not keeps_the_tree(self.sizes):
@@ -222,60 +208,3 @@ class _Stages:
         args = ScheduleArgs(self.host, len(members), count, counts, root)
         plan = build(collective, algorithm, args)
         return StagePart(on_host=False, members=members, chunk=chunk, plan=plan)
-
-
-def flattened(
-    collective: str,
-    sizes: Sequence[int],
-    *,
-    count: int = 0,
-    counts: Sequence[int] = (),
-    itemsize: int = 1,
-    root: int = 0,
-    reproducible: bool = False,
-) -> list[Schedule]:
-    """Return the stages of all ranks as schedules of the whole group; arguments as for `stages`.
-
-    Ranks that wait for others have empty rounds.
-    """
-    n = sum(sizes)
-    everyone = []
-    for rank in range(n):
-        args = ScheduleArgs(rank, n, count, tuple(counts), root)
-        parts = stages(collective, sizes, args, itemsize=itemsize, reproducible=reproducible)
-        assert parts is not None
-        everyone.append(parts)
-    blocks = n if collective in ("all_gather", "header_exchange") else 1
-    work_count = sum(counts) if counts else blocks * count
-    rounds: list[list[Round]] = [[] for _ in range(n)]
-    scratch = [0] * n
-    for number in range(len(everyone[0])):
-        done = [_written_out(parts[number], scratch[rank]) for rank, parts in enumerate(everyone)]
-        longest = max(map(len, done))
-        for rank, part_rounds in enumerate(done):
-            rounds[rank] += [*part_rounds, *((),) * (longest - len(part_rounds))]
-            plan = everyone[rank][number].plan
-            scratch[rank] += plan.scratch_count if plan is not None else 0
-    name = "hierarchical"
-    return [
-        Schedule(collective, name, rank, n, work_count, scratch[rank], tuple(rounds[rank]))
-        for rank in range(n)
-    ]
-
-
-def _written_out(part: StagePart, scratch: int) -> list[Round]:
-    """Return the rounds of a part with ranks and chunks of the whole group."""
-    if part.plan is None:
-        return []
-
-    def moved(chunk: Chunk) -> Chunk:
-        start = part.chunk.start if chunk.buffer == Buffer.WORK else scratch
-        return Chunk(chunk.start + start, chunk.stop + start, chunk.buffer)
-
-    def renamed(step: Step) -> Step:
-        if isinstance(step, Copy | Reduce):
-            return step._replace(source=moved(step.source), target=moved(step.target))
-        assert isinstance(step, Send | Recv | RecvReduce)
-        return step._replace(peer=part.members[step.peer], chunk=moved(step.chunk))
-
-    return [tuple(renamed(step) for step in steps) for steps in part.plan.rounds]

@@ -146,15 +146,14 @@ def halving_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     for level in range(folding.levels):
         peer = folding.rank(number ^ (1 << level))
         middle = (low + high) // 2
-        lower, upper = (
-            Chunk(chunks[a].start, chunks[b - 1].stop) for a, b in ((low, middle), (middle, high))
-        )
-        kept, given = (lower, upper) if rank < peer else (upper, lower)
+        lower = Chunk(chunks[low].start, chunks[middle - 1].stop)
+        upper = Chunk(chunks[middle].start, chunks[high - 1].stop)
+        own_half, sent_half = (lower, upper) if rank < peer else (upper, lower)
         low, high = (low, middle) if rank < peer else (middle, high)
-        halvings.append((peer, kept, given))
-        yield (Send(peer, given), RecvReduce(peer, kept, incoming_left=peer < rank))
-    for peer, kept, given in reversed(halvings):
-        yield (Send(peer, kept), Recv(peer, given))
+        halvings.append((peer, own_half, sent_half))
+        yield (Send(peer, sent_half), RecvReduce(peer, own_half, incoming_left=peer < rank))
+    for peer, own_half, sent_half in reversed(halvings):
+        yield (Send(peer, own_half), Recv(peer, sent_half))
     if folding.folded:
         yield () if partner is None else (Send(partner, work),)
 
@@ -246,9 +245,8 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
                 steps += [Recv(peer, wider), prefix, Reduce(block, wider, source_left=False)]
                 block = wider
             else:
-                steps.append(
-                    Recv(peer, work) if is_empty else RecvReduce(peer, work, incoming_left=True)
-                )
+                receive = Recv(peer, work)
+                steps.append(receive if is_empty else RecvReduce(peer, work, incoming_left=True))
             is_empty = False
         yield tuple(steps)
 
@@ -257,14 +255,12 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
 def _is_needed(rank: int, level: int, world_size: int) -> bool:
     """Return whether a rank needs the sum of the aligned block of 2**level ranks around it.
 
-    It does if it sends the sum to a higher rank, or if it or its lower partner makes a wider sum of
-    it.
+    It does if it sends the sum to a higher rank, or if it or its lower partner widens it.
     """
     span = 1 << level
     if span >= world_size:
         return False
     if rank & span:
-        return _is_needed(rank - span, level + 1, world_size) or _is_needed(
-            rank, level + 1, world_size
-        )
+        lower = rank - span
+        return _is_needed(lower, level + 1, world_size) or _is_needed(rank, level + 1, world_size)
     return rank + span < world_size or _is_needed(rank, level + 1, world_size)

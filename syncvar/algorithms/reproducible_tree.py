@@ -44,7 +44,7 @@ def tree_steps(places: Sequence[Chunk], own: Chunk) -> Iterator[Step]:
 
     Example:
         >>> from syncvar.algorithms.schedule import consecutive_chunks
-        >>> from syncvar.algorithms.render import step_text
+        >>> from syncvar.algorithms.schedule import step_text
         >>> places = consecutive_chunks([1, 1, 1])
         >>> [step_text(step) for step in tree_steps(places, places[1])]
         ['w[1:2] = w[0:1] + w[1:2]', 'w[1:2] = w[1:2] + w[2:3]']

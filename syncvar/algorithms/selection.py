@@ -156,14 +156,8 @@ def choose(
 ) -> AlgorithmChoice:
     """Choose the algorithm of a call; raise ConfigError if `forced` is unknown or unsuitable.
 
-    Args:
-        collective: A key of `ALGORITHMS`.
-        nbytes: Bytes of the vector, or of all blocks; of an all-to-all, the mean that a rank sends.
-        world_size: Ranks of the group.
-        reproducible: Whether a reduction must sum by the tree T(0, world_size).
-        forced: The algorithm that the user demands, or None.
-        shared: Whether all ranks share memory; else frames travel over links.
-        even: Whether all blocks have the same count.
+    `nbytes` are those of the vector or of all blocks; in an all-to-all, the mean that a rank sends.
+    `even`: all blocks have the same count. `shared`: all ranks share memory.
 
     Example:
         >>> choose("all_reduce", 1 << 20, 6).algorithm
@@ -216,9 +210,6 @@ def suited(
 
 def parse_forced(text: str) -> dict[str, str]:
     """Parse the setting that demands algorithms: comma-separated "collective:algorithm" items.
-
-    Raises:
-        ConfigError: An item has another form, an unknown name, or repeats a collective.
 
     Example:
         >>> parse_forced("all_reduce:ring, broadcast:tree")

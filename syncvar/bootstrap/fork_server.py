@@ -121,10 +121,7 @@ def _foreign_threads() -> str:
 
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
-    """Fork on request.
-
-    Returns only in a worker, with a pipe that delivers a byte when it may begin.
-    """
+    """Fork on request; return only in a worker, with a pipe whose byte says that it may begin."""
     led, leads = os.pipe2(os.O_CLOEXEC)
     begin, begins = os.pipe2(os.O_CLOEXEC)
     count = 0

@@ -135,7 +135,7 @@ class HostService:
             set(coordinator.handshake.members)
             - {self._info.rank}
             - set(coordinator.left)
-            - set(coordinator.gone)
+            - set(coordinator.failed_ranks)
             - coordinator.lost
         )
 

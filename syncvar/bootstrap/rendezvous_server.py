@@ -211,7 +211,7 @@ class RendezvousServer:
         )
 
     def _send_servers(self, peer: bytes) -> None:
-        self._send(peer, self.servers.told(self._asking[peer]))
+        self._send(peer, self.servers.message_for(self._asking[peer]))
 
     def _send(self, peer: bytes, data: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):

@@ -22,7 +22,6 @@ from syncvar.core.stack_dump import stack_text
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from syncvar.cli.record_files import FlightRecord
     from syncvar.runtime.call_record import Event
 
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls

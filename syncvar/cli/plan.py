@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.compile_schedule import publications
-from syncvar.algorithms.render import schedule_text
-from syncvar.algorithms.schedule import Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import Copy, Recv, RecvReduce, Reduce, Send, schedule_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
 from syncvar.cli.bench_table import parse_size
 from syncvar.core.array_types import DTYPE_NAMES

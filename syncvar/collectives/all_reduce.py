@@ -105,22 +105,24 @@ def all_reduce(  # noqa: PLR0913  (public signature)
     """
     factors = (prescale, postscale, weight)
     scales = None if all(one is None for one in factors) else factors
-    how = (op_name(op), reproducible, scales, algorithm)
-    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, how)
+    rest = (op_name(op), reproducible, scales, algorithm)
+    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, rest)
 
 
 def _form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | PyTree | None:
-    op, reproducible, scales, algorithm = how
+    op, reproducible, scales, algorithm = rest
     if scales is None and algorithm is None and isinstance(op, str) and type(reproducible) is bool:
         return x if type(x) is np.ndarray else form_of(x)
     return None
 
 
-def _request(communicator: Communicator, x: Any, out: Any, *how: Any, keep: bool) -> CollectiveSpec:
+def _request(
+    communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+) -> CollectiveSpec:
     """Return the request of a public call; factors wrap the plain all-reduce."""
-    op, reproducible, scales, algorithm = how
+    op, reproducible, scales, algorithm = rest
     options = ReduceOptions(reproducible, algorithm)
     if scales is not None:
         return _scaled_request(communicator, x, out, op, scales, options)
@@ -143,31 +145,28 @@ def _scaled_request(
             "prescale, postscale and weight take one array; call all_reduce for each leaf"
         )
     array = as_array(x)
-    how = reduction_of(array, op)
+    reducer = reduction_of(array, op)
     for name, scale in (("prescale", prescale), ("postscale", postscale), ("weight", weight)):
         if scale is not None:
             checked_scale(name, scale, array)
-    if weight is not None and not how.is_mean:
-        raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
-    target = None if out is None else checked_output(out, array.shape, how.result)
+    if weight is not None and not reducer.is_mean:
+        raise ConfigError(f"weight belongs to the mean, not to {reducer.name}; use prescale")
+    target = None if out is None else checked_output(out, array.shape, reducer.result)
     if weight is None or weight:  # the input of a rank of weight 0 does not count
         check_finite(array, "all_reduce")
-    work = contribution(array, how, communicator.home_rank, prescale)
-    if how.element_shape:
-        work, how = work.view(how.result), how._replace(element_shape=())
+    work = contribution(array, reducer, communicator.home_rank, prescale)
+    if reducer.element_shape:
+        work, reducer = work.view(reducer.result), reducer._replace(element_shape=())
     operand: Any = work.reshape(array.shape)
-    inner = how.name
+    inner = reducer.name
     if weight is not None:
         factor = np.asarray(weight, work.dtype)
         # The mean over an empty batch is NaN and has weight 0: NaN * 0 would be NaN.
-        operand, inner = (
-            [operand * factor if weight else np.zeros_like(operand), factor.reshape(())],
-            "sum",
-        )
+        operand = operand * factor if weight else np.zeros_like(operand)
+        operand, inner = [operand, factor.reshape(())], "sum"
     scaled = f", scaled{'' if weight is None else ', weighted'}"
-    name = f"all_reduce{scaled} of {how.source}" + (
-        "" if postscale is None else f" by {postscale!r}"
-    )
+    by = "" if postscale is None else f" by {postscale!r}"
+    name = f"all_reduce{scaled} of {reducer.source}{by}"
     request = reduce_request(communicator, operand, inner, name=name, options=options)
     first = request.body
 
@@ -176,7 +175,7 @@ def _scaled_request(
         if weight is not None:
             total = total[0] / total[1]  # nan where all weights are 0
         flat = np.asarray(total).reshape(-1)
-        return outcome(how._replace(is_mean=False), flat, 1, array.shape, target, postscale)
+        return outcome(reducer._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
     return CollectiveSpec(request.label, request.digest, body())
 
@@ -194,51 +193,52 @@ def reduce_request(
     """Check the arguments of an all-reduce and return the request; `keep` copies the input."""
     if not is_structure(x):
         array = as_array(x)
-        how, digest, what = described_reduction(array, op, name, options)
-        if how.is_locating and out is not None:
-            raise ConfigError(f"{how.name} gives two arrays; out cannot be given")
-        target = None if out is None else checked_output(out, array.shape, how.result)
+        reducer, digest, text = described_reduction(array, op, name, options)
+        if reducer.is_locating and out is not None:
+            raise ConfigError(f"{reducer.name} gives two arrays; out cannot be given")
+        target = None if out is None else checked_output(out, array.shape, reducer.result)
         if keep:
             array = array.copy()
-            target = _output_for(communicator, array, how, target)
-        body = reduce_one(communicator, array, how, target, options)
-        return ReduceArgs(what, digest, body, op, is_entered=array.dtype == how.result)
+            target = _output_for(communicator, array, reducer, target)
+        body = reduce_one(communicator, array, reducer, target, options)
+        return ReduceArgs(text, digest, body, op, is_entered=array.dtype == reducer.result)
     structure, leaves = flatten(x)
     arrays = arrays_of(x, leaves)
-    hows = [reduction_of(array, op) for array in arrays]
+    reducers = [reduction_of(array, op) for array in arrays]
     targets: list[NDArray[Any] | None] = [None] * len(arrays)
     if out is not None:
         shape_of_out, outs = flatten(out)
         if shape_of_out != structure:
             raise ConfigError("out must have the same structure as the value")
         targets = [
-            checked_output(one, array.shape, how.result)
-            for one, array, how in zip(outs, arrays, hows, strict=True)
+            checked_output(one, array.shape, reducer.result)
+            for one, array, reducer in zip(outs, arrays, reducers, strict=True)
         ]
-    digest, what = described_together(structure, arrays, hows, op, name, options)
+    digest, text = described_together(structure, arrays, reducers, op, name, options)
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
-        targets = [
-            _output_for(communicator, *one) for one in zip(arrays, hows, targets, strict=True)
-        ]
+        targets = list(map(partial(_output_for, communicator), arrays, reducers, targets))
 
     def together() -> Generator[Stage, None, Any]:
         results = yield from reduce_together(
-            communicator, arrays, hows, targets, options, opens=True
+            communicator, arrays, reducers, targets, options, opens=True
         )
         return unflatten(structure, results, like)
 
-    is_entered = all(array.dtype == how.result for array, how in zip(arrays, hows, strict=True))
-    return ReduceArgs(what, digest, together(), op, is_entered=is_entered)
+    is_entered = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
+    return ReduceArgs(text, digest, together(), op, is_entered=is_entered)
 
 
 def _output_for(
-    communicator: Communicator, copy: NDArray[Any], how: Reduction, target: NDArray[Any] | None
+    communicator: Communicator, copy: NDArray[Any], reducer: Reduction, target: NDArray[Any] | None
 ) -> NDArray[Any] | None:
     """Return the output of an asynchronous call: in shared memory the copy of the input serves."""
     serves = (
-        target is None and communicator.is_shared and copy.dtype == how.result and not how.is_packed
+        target is None
+        and communicator.is_shared
+        and copy.dtype == reducer.result
+        and not reducer.is_packed
     )
     return copy if serves else target
 
@@ -253,18 +253,16 @@ def agree(
 ) -> NDArray[Any]:
     """Combine a few numbers of all ranks elementwise by a persistent call. Collective.
 
-    `numbers` is flat, of one dtype and length on all ranks. `label` is the text and the
-    fingerprint of this call; None means those of `name`.
+    `numbers` is flat and alike on all ranks. `label`: text and fingerprint; None for `name`.
     """
     key = (name, op, numbers.dtype, numbers.shape)
     make = partial(_agreement, communicator, op, name)
-    made = call_persistent(communicator, key, numbers, None, timeout, make, label)
-    if made is None:
-        what = name if label is None else label[0]
-        made = communicator.perform(
-            what, lambda: agreement_request(communicator, name, op, numbers, label), timeout
-        )
-    return made  # type: ignore[no-any-return]
+    output = call_persistent(communicator, key, numbers, None, timeout, make, label)
+    if output is None:
+        text = name if label is None else label[0]
+        check = partial(agreement_request, communicator, name, op, numbers, label)
+        output = communicator.perform(text, check, timeout)
+    return output  # type: ignore[no-any-return]
 
 
 def _agreement(

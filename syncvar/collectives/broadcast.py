@@ -88,16 +88,16 @@ def broadcast(
         >>> sv.broadcast(np.arange(3))
         array([0, 1, 2])
     """
-    how = (root, algorithm)
+    rest = (root, algorithm)
     return make_call(
-        broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, how
+        broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
 def _form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    root, algorithm = how
+    root, algorithm = rest
     return plain_array(x) if type(root) is int and algorithm is None else None
 
 
@@ -131,9 +131,8 @@ def broadcast_request(
         if theirs.kind == BYTES:
             members = communicator.members
             absent = [members[rank] for rank, one in enumerate(records) if one.kind == NOTHING]
-            return (
-                yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent)
-            )
+            body = _structure_body(communicator, arrays, skeleton, root, like, name, absent)
+            return (yield from body)
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) passes no value")
         dtype = dtype_from_index(theirs.dtype)
@@ -152,7 +151,7 @@ def broadcast_request(
         fingerprint(name, root, algorithm),
         layout,
         arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),
-        finish=lambda made: deliver(made, out),
+        finish=lambda output: deliver(output, out),
         general=general,
         front=lambda x, out: fits_out(broadcast_blocks(x, out, is_root=is_root), out),
     )
@@ -185,12 +184,12 @@ def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:
 def broadcast_blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
     """Return the arrays of a call in which the inputs of all ranks have this shape and dtype."""
     if not is_root:
-        made = result_buffer(out, array.shape, array.dtype)
-        return Blocks(made, targets=(made,))
+        output = result_buffer(out, array.shape, array.dtype)
+        return Blocks(output, targets=(output,))
     if array is out:
         return Blocks(array, (array,))
-    made = result_buffer(out, array.shape, array.dtype, array)
-    return Blocks(made, (array,), own=array, own_target=made)
+    output = result_buffer(out, array.shape, array.dtype, array)
+    return Blocks(output, (array,), own=array, own_target=output)
 
 
 def _structure_body(

@@ -2,7 +2,7 @@
 
 `all_reduce` and variables use it. In shared memory the ranks combine the arrays in place; over
 links they combine a copy. Both write each result to its target. Invariant: no target is written
-while an input that overlaps it is still to be read; `_apart` copies such inputs first.
+while an input that overlaps it is still to be read; `_copy_overlapping` copies such inputs first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def reduce_together(
     communicator: Communicator,
     arrays: list[NDArray[Any]],
-    hows: list[Reduction],
+    reducers: list[Reduction],
     targets: Sequence[NDArray[Any] | None],
     options: ReduceOptions,
     *,
@@ -45,47 +45,44 @@ def reduce_together(
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce several arrays with one transfer for each kind of reduction; return the results.
 
-    A target of None means a new array.
-
-    Args:
-        no_overlap: No input overlaps the target of another one.
-        opens: These stages are the first of their call; several kinds of short arrays share one
-            transfer.
+    A target of None means a new array. `no_overlap`: no input overlaps the target of another one.
+    `opens`: these are the first stages of their call; then several kinds of short arrays share one
+    transfer.
     """
     if not no_overlap:
-        arrays = _apart(arrays, targets)
-    kinds = kinds_of(hows)
+        arrays = _copy_overlapping(arrays, targets)
+    kinds = kinds_of(reducers)
     results: list[Any] = [None] * len(arrays)
     reproducible, algorithm, apply = options
     if opens and len(kinds) > 1 and apply is None and algorithm is None:
         sizes = sizes_of(kinds, arrays)
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
-        if are_at_once and all(_is_shared(plan, how) for how in kinds):
-            yield from _side_by_side(
-                plan, kinds, longest, arrays, targets, communicator.size, results
-            )
+        if are_at_once and all(_is_shared(plan, reducer) for reducer in kinds):
+            size = communicator.size
+            yield from _side_by_side(plan, kinds, longest, arrays, targets, size, results)
             return results
-    for how, places in kinds.items():
+    for reducer, places in kinds.items():
         if len(places) == 1:
             index = places[0]
-            results[index] = yield from reduce_one(
-                communicator, arrays[index], how, targets[index], options
-            )
+            one = arrays[index], reducer, targets[index]
+            results[index] = yield from reduce_one(communicator, *one, options)
             continue
         some, outs = [arrays[index] for index in places], [targets[index] for index in places]
-        made = yield from _fused(communicator, some, how, outs, options)
-        for index, result in zip(places, made, strict=True):
+        outputs = yield from _fused(communicator, some, reducer, outs, options)
+        for index, result in zip(places, outputs, strict=True):
             results[index] = result
     return results
 
 
-def _plan(communicator: Communicator, count: int, how: Reduction, options: ReduceOptions) -> Any:
+def _plan(
+    communicator: Communicator, count: int, reducer: Reduction, options: ReduceOptions
+) -> Any:
     return communicator.plan(
         "all_reduce",
         count,
-        how.accumulate.itemsize,
-        reproducible=options.reproducible or not how.commutes,
+        reducer.accumulate.itemsize,
+        reproducible=options.reproducible or not reducer.commutes,
         algorithm=options.algorithm,
     )
 
@@ -93,25 +90,27 @@ def _plan(communicator: Communicator, count: int, how: Reduction, options: Reduc
 def _fused(
     communicator: Communicator,
     arrays: list[NDArray[Any]],
-    how: Reduction,
+    reducer: Reduction,
     targets: list[NDArray[Any] | None],
     options: ReduceOptions,
 ) -> Generator[Stage, None, list[Any]]:
     size = communicator.size
-    count = sum([how.count(array) for array in arrays])
-    plan = _plan(communicator, count, how, options)
-    if _is_shared(plan, how) or not (how.is_packed or any(target is None for target in targets)):
-        return (yield from _stored(plan, arrays, how, targets, size, options.apply))
+    count = sum([reducer.count(array) for array in arrays])
+    plan = _plan(communicator, count, reducer, options)
+    if _is_shared(plan, reducer) or not (
+        reducer.is_packed or any(target is None for target in targets)
+    ):
+        return (yield from _stored(plan, arrays, reducer, targets, size, options.apply))
     rank = communicator.home_rank
-    work = np.concatenate([contribution(array, how, rank) for array in arrays])
-    yield Stage(plan, work, how.ufunc)
-    made = []
+    work = np.concatenate([contribution(array, reducer, rank) for array in arrays])
+    yield Stage(plan, work, reducer.ufunc)
+    outputs = []
     start = 0
     for array, target in zip(arrays, targets, strict=True):
-        stop = start + how.count(array)
-        made.append(outcome(how, work[start:stop], size, array.shape, target))
+        stop = start + reducer.count(array)
+        outputs.append(outcome(reducer, work[start:stop], size, array.shape, target))
         start = stop
-    return made
+    return outputs
 
 
 def _side_by_side(
@@ -125,53 +124,52 @@ def _side_by_side(
 ) -> Generator[Stage, None, None]:
     """Reduce short arrays of several kinds in one exchange, with the long ones of one kind."""
     vectors, stored = [], []
-    for how, places in kinds.items():
-        made = _results(
-            how, [arrays[index] for index in places], [targets[index] for index in places]
-        )
-        outs = flat_of(made)
-        sources, divisor = flat_of([arrays[index] for index in places]), size if how.is_mean else 0
-        vectors.append(ReduceBuffers.of(sources, outs, how.ufunc, how.accumulate, divisor))
-        stored += list(zip(places, made, outs, strict=True))
+    for reducer, places in kinds.items():
+        sources = [arrays[index] for index in places]
+        outputs = _results(reducer, sources, [targets[index] for index in places])
+        outs = flat_of(outputs)
+        divisor = size if reducer.is_mean else 0
+        sums = reducer.ufunc, reducer.accumulate, divisor
+        vectors.append(ReduceBuffers.of(flat_of(sources), outs, *sums))
+        stored += list(zip(places, outputs, outs, strict=True))
     vector = None if longest is None else vectors.pop(longest)
     yield Stage(plan, np.empty(0, np.uint8), vector=vector, several=vectors)
     for index, one, out in stored:
         results[index] = _back(one, out)
 
 
-def _is_shared(plan: Any, how: Reduction) -> bool:
+def _is_shared(plan: Any, reducer: Reduction) -> bool:
     """Return whether the ranks combine these arrays directly in shared memory."""
-    return isinstance(plan, Published) and plan.reduces and not how.is_packed
+    return isinstance(plan, Published) and plan.reduces and not reducer.is_packed
 
 
 def _stored(
     plan: Any,
     arrays: list[NDArray[Any]],
-    how: Reduction,
+    reducer: Reduction,
     targets: Sequence[NDArray[Any] | None],
     size: int,
     apply: np.ufunc | None,
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce arrays as one vector, and store the results in their targets."""
-    results = _results(how, arrays, targets)
+    results = _results(reducer, arrays, targets)
     outs, sources = flat_of(results), flat_of(arrays)
-    if _is_shared(plan, how):
-        vector = ReduceBuffers.of(
-            sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply
-        )
-        yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)
+    if _is_shared(plan, reducer):
+        divisor = size if reducer.is_mean else 0
+        vector = ReduceBuffers.of(sources, outs, reducer.ufunc, reducer.accumulate, divisor, apply)
+        yield Stage(plan, np.empty(0, reducer.accumulate), reducer.ufunc, vector)
     else:
-        work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
-        yield Stage(plan, work, how.ufunc)
-        store_parts(outs, divide_mean(how, work, size), apply)
+        work = np.concatenate(sources, dtype=reducer.accumulate, casting="unsafe")
+        yield Stage(plan, work, reducer.ufunc)
+        store_parts(outs, divide_mean(reducer, work, size), apply)
     return [_back(one, out) for one, out in zip(results, outs, strict=True)]
 
 
 def _results(
-    how: Reduction, arrays: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any] | None]
+    reducer: Reduction, arrays: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any] | None]
 ) -> list[NDArray[Any]]:
     return [
-        np.empty(array.shape, how.result) if target is None else target
+        np.empty(array.shape, reducer.result) if target is None else target
         for array, target in zip(arrays, targets, strict=True)
     ]
 
@@ -186,14 +184,14 @@ def _back(one: NDArray[Any], flat: NDArray[Any]) -> NDArray[Any]:
 def reduce_one(
     communicator: Communicator,
     array: NDArray[Any],
-    how: Reduction,
+    reducer: Reduction,
     target: NDArray[Any] | None,
     options: ReduceOptions,
 ) -> Generator[Stage, None, Any]:
     """Reduce one array, as `reduce_together` does. minloc and maxloc return two arrays."""
     size, apply = communicator.size, options.apply
-    plan = _plan(communicator, how.count(array), how, options)
-    if _is_shared(plan, how):
+    plan = _plan(communicator, reducer.count(array), reducer, options)
+    if _is_shared(plan, reducer):
         if (
             target is not None
             and array is not target
@@ -201,41 +199,40 @@ def reduce_one(
             and not _are_same(array, target)
         ):
             array = array.copy()
-        (result,) = yield from _stored(plan, [array], how, [target], size, apply)
+        (result,) = yield from _stored(plan, [array], reducer, [target], size, apply)
         return result
     if (
         isinstance(plan, LinkSchedule)
         and plan.in_place is not None
         and array.flags.c_contiguous
-        and array.dtype == how.accumulate
-        and not how.is_packed
+        and array.dtype == reducer.accumulate
+        and not reducer.is_packed
     ):
         flat = array.reshape(-1)
-        if target is not None and _takes_sums(target, flat, how, size) and apply is None:
-            yield Stage(plan, target.reshape(-1), how.ufunc, send_buffer=flat)
+        if target is not None and _takes_sums(target, flat, reducer, size) and apply is None:
+            yield Stage(plan, target.reshape(-1), reducer.ufunc, send_buffer=flat)
             return target
-        work = np.empty(flat.size, how.accumulate)
-        yield Stage(plan, work, how.ufunc, send_buffer=flat)
+        work = np.empty(flat.size, reducer.accumulate)
+        yield Stage(plan, work, reducer.ufunc, send_buffer=flat)
     else:
-        work = contribution(array, how, communicator.home_rank)
-        yield Stage(plan, work, how.ufunc)
+        work = contribution(array, reducer, communicator.home_rank)
+        yield Stage(plan, work, reducer.ufunc)
     if apply is not None and target is not None:
-        store(target, divide_mean(how, work, size).reshape(array.shape), apply)
+        store(target, divide_mean(reducer, work, size).reshape(array.shape), apply)
         return target
-    return outcome(how, work, size, array.shape, target)
+    return outcome(reducer, work, size, array.shape, target)
 
 
-def _takes_sums(target: NDArray[Any], source: NDArray[Any], how: Reduction, size: int) -> bool:
-    """Return whether messages may be combined in the target, which a mismatch must leave unchanged.
+def _takes_sums(target: NDArray[Any], source: NDArray[Any], reducer: Reduction, size: int) -> bool:
+    """Return whether messages may be combined in the target, which a mismatch must not change.
 
-    With two ranks the first frame proves that they agree, and nothing is written before it. With
-    more ranks it proves that for one of them only. A mean is not combined in place, because its sum
-    may still be on its way.
+    With two ranks the first frame proves that they agree; with more ranks it proves less. A mean is
+    not combined in place, because its sum may still be on its way.
     """
     is_plain = (
         size == 2
-        and not how.is_mean
-        and target.dtype == how.accumulate
+        and not reducer.is_mean
+        and target.dtype == reducer.accumulate
         and target.flags.c_contiguous
     )
     return is_plain and (
@@ -243,11 +240,11 @@ def _takes_sums(target: NDArray[Any], source: NDArray[Any], how: Reduction, size
     )
 
 
-def _apart(
+def _copy_overlapping(
     arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]
 ) -> list[NDArray[Any]]:
     """Return the inputs; those that overlap the target of another array as copies."""
-    if _are_strangers(arrays, targets):
+    if _are_separate(arrays, targets):
         return arrays
     written = sorted(
         (*np.lib.array_utils.byte_bounds(target), index)
@@ -258,24 +255,21 @@ def _apart(
         return arrays
     starts = [low for low, _, _ in written]
     reach = list(accumulate((high for _, high, _ in written), max))
-    made = []
+    outputs = []
     for index, array in enumerate(arrays):
         low, high = np.lib.array_utils.byte_bounds(array)
         last = bisect_left(starts, high)
         first = bisect_right(reach, low, 0, last)
-        reached = {
-            written[place][2]
-            for place in range(first, last)
-            if written[place][1] > low and array.size
-        }
+        places = [place for place in range(first, last) if written[place][1] > low]
+        reached = {written[place][2] for place in places if array.size}
         target = targets[index]
         if target is not None and array.strides == target.strides and _are_same(array, target):
             reached.discard(index)
-        made.append(array.copy() if reached else array)
-    return made
+        outputs.append(array.copy() if reached else array)
+    return outputs
 
 
-def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
+def _are_separate(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
     """Return whether memory owners prove that no input overlaps the target of another."""
     owners: dict[int, int] = {}
     for index, target in enumerate(targets):

@@ -59,15 +59,15 @@ def uncacheable(*_: Any) -> None:
     """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
-def native_dispatch(**how: Any) -> Callable[[Function], Function]:
+def native_dispatch(**rest: Any) -> Callable[[Function], Function]:
     """Return a decorator that lets the C extension make persistent calls of a public function.
 
     The keywords are those of `syncvar._native.entrance`.
     """
 
     def decorated(function: Function) -> Function:
-        made: Function = entered_natively(function, **how)
-        return made
+        call: Function = entered_natively(function, **rest)
+        return call
 
     return decorated
 
@@ -82,38 +82,38 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
     async_op: bool,  # noqa: FBT001  (hot path)
     timeout: float | None,
     foreign: Mapping[str, Any],
-    how: tuple[Any, ...] = (),
+    rest: tuple[Any, ...] = (),
 ) -> Any:
     """Make a public call by its persistent call, or by the slow path.
 
     Args:
         public: The public function.
-        form_of: Function of (communicator, x, out, how). It returns the input of a persistent call,
+        form_of: Function of (communicator, x, out, rest). It returns a persistent call's input,
             which has a dtype and a shape, or None for the slow path. None: all calls have one
             input.
-        make: Function of (communicator, x, out, *how, keep=...) that checks the arguments. It
+        make: Function of (communicator, x, out, *rest, keep=...) that checks the arguments. It
             returns a `CollectiveSpec`, or a `Cacheable` where there is a form. `keep` copies the
             input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
-        how: The other arguments; the C extension looks up calls by the first one and the array.
+        rest: The other arguments; the C extension looks up calls by the first one and the array.
     """
     if foreign:
         raise unexpected_keyword(public, foreign)
     communicator = communicator_of(group)
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
-        form = x if form_of is None else form_of(communicator, x, out, how)
+        form = x if form_of is None else form_of(communicator, x, out, rest)
         if form is not None:
-            key = (make, how) if form_of is None else (make, how, form.dtype, form.shape)
+            key = (make, rest) if form_of is None else (make, rest, form.dtype, form.shape)
 
             def build(x: Any, out: Any) -> Any:
-                return make(communicator, x, out, *how, keep=False)
+                return make(communicator, x, out, *rest, keep=False)
 
-            ready = _ready(communicator, key, form, x, out, build, public, how)
+            ready = _ready(communicator, key, form, x, out, build, public, rest)
             if ready is not None:
                 result: Any
                 if async_op:
-                    result = _begun(ready, form, out, timeout)
+                    result = _begin_async(ready, form, out, timeout)
                 else:
                     result = ready(form, out, None, timeout)
                 if result is not None:
@@ -121,10 +121,10 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
     if is_foreign(x, out):
 
         def again(x: Any, out: Any = None) -> Any:
-            return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, how)
+            return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, rest)
 
         return call_with_numpy(again, x, out)
-    check = partial(make, communicator, x, out, *how, keep=async_op)
+    check = partial(make, communicator, x, out, *rest, keep=async_op)
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
 
 
@@ -138,20 +138,15 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     label: CallLabel | None = None,
     *,
     public: Any = None,
-    how: tuple[Any, ...] = (),
+    rest: tuple[Any, ...] = (),
 ) -> Any:
     """Make a call by its persistent call; None if none serves and nothing was done.
 
-    Args:
-        communicator: The group.
-        key: Cache key of the call.
-        form, out, timeout: Input, output and timeout in seconds (None: the job's default).
-        make: Function of (x, out) that returns the request, to build the call or to continue it.
-        label: Text and fingerprint of this call; None for those of the request.
-        public: Public function whose C dispatch may find this call from now on; None for none.
-        how: As for `make_call`.
+    `make` is a function of (x, out) that returns the request, to build the call or to continue it.
+    `label` is text and fingerprint of this call; None: those of the request. From now on the C
+    dispatch of `public` may find the call. `rest` is as for `make_call`.
     """
-    ready = _ready(communicator, key, form, form, out, make, public, how)
+    ready = _ready(communicator, key, form, form, out, make, public, rest)
     if ready is None or not (timeout is None or is_seconds(timeout)):
         return None
     return ready(form, out, label, timeout)
@@ -165,7 +160,7 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     out: Any,
     make: Make,
     public: Any,
-    how: tuple[Any, ...],
+    rest: tuple[Any, ...],
 ) -> PreparedCall | None:
     """Return the persistent call of a key, and show it to the C dispatch of the public function."""
     ready = communicator.prepared_calls.get(key)
@@ -178,16 +173,16 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     try:
         request = make(x, out)
         request.body.close()
-        made = communicator.keep_prepared(key, request.prepared(communicator, form, make))
+        call = communicator.keep_prepared(key, request.prepared(communicator, form, make))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
-    if public is not None and request.is_entered and not any(how[1:]):
-        remember(public, how[0] if how else None, made, communicator.prepared_calls)
-    return made
+    if public is not None and request.is_entered and not any(rest[1:]):
+        remember(public, rest[0] if rest else None, call, communicator.prepared_calls)
+    return call
 
 
-def _begun(ready: PreparedCall, x: Any, out: Any, timeout: float | None) -> Work | None:
+def _begin_async(ready: PreparedCall, x: Any, out: Any, timeout: float | None) -> Work | None:
     """Begin a persistent call asynchronously; None if nothing was done, as when Python runs it."""
     begin = getattr(ready, "begin", None)
     return None if begin is None else begin(x, out, timeout, own_site())

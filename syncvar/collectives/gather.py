@@ -76,7 +76,7 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
-    how = (axis, algorithm)
+    rest = (axis, algorithm)
     return make_call(
         all_gather,
         _all_gather_form,
@@ -87,14 +87,14 @@ def all_gather(
         async_op,
         timeout,
         _foreign,
-        how,
+        rest,
     )
 
 
 def _all_gather_form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    axis, algorithm = how
+    axis, algorithm = rest
     return gather_form(x, axis) if algorithm is None else None
 
 
@@ -125,24 +125,22 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
     if keep:
         arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
 
-    def finish(made: NDArray[Any]) -> Any:
-        return deliver(made if axes[0] == 0 else _turned(made, axes[0]), out) if gets else None
+    def finish(output: NDArray[Any]) -> Any:
+        return deliver(output if axes[0] == 0 else _turned(output, axes[0]), out) if gets else None
 
     def general() -> Generator[Stage, None, Any]:
         results = []
         for array, place in zip(arrays, axes, strict=True):
-            results.append(
-                (yield from _gathered(communicator, array, place, name, target, algorithm))
-            )
+            output = yield from _gathered(communicator, array, place, name, target, algorithm)
+            results.append(output)
         if not gets:
             return None
-        return (
-            deliver(results[0], out) if structure is None else unflatten(structure, results, like)
-        )
+        if structure is None:
+            return deliver(results[0], out)
+        return unflatten(structure, results, like)
 
-    is_moved = structure is None and moves(
-        communicator, "all_gather" if target is None else "gather", algorithm
-    )
+    collective = "all_gather" if target is None else "gather"
+    is_moved = structure is None and moves(communicator, collective, algorithm)
     shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
     fields = CallFields(name, root=-1 if target is None else target)
     if structure is None:
@@ -174,9 +172,8 @@ def _along_axis(
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
         array_record(array)  # raises for too many dimensions, even if no record is sent
         axes.append(axis % array.ndim)
-    kinds = (arrays[0].dtype.name if arrays else "") + (
-        "" if structure is None else f" in {describe(structure)}"
-    )
+    holder = "" if structure is None else f" in {describe(structure)}"
+    kinds = (arrays[0].dtype.name if arrays else "") + holder
     return structure, arrays, axes, kinds
 
 
@@ -219,9 +216,8 @@ def gathered_layout(
     """Return the layout of a call in which the arrays of all ranks have this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
     takes = other_ranks(size, rank) if root in (None, rank) else ()
-    return TransferLayout(
-        detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes, most_takes=size - 1
-    )
+    dtype, most, detail = array.dtype, size - 1, detail_of(array.dtype, array.shape, axis)
+    return TransferLayout(detail, dtype, shape, 1, takes, most_takes=most)
 
 
 def gathered_blocks(
@@ -232,9 +228,9 @@ def gathered_blocks(
     if root not in (None, rank):
         return Blocks(NOTHING, outgoing)
     rows = array.shape[0]
-    made = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
-    parts = [made[rows * peer : rows * (peer + 1)] for peer in range(size)]
-    return Blocks(made, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
+    output = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
+    parts = [output[rows * peer : rows * (peer + 1)] for peer in range(size)]
+    return Blocks(output, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
 
 
 @native_dispatch(second="root", usual=0, positions=2)
@@ -290,9 +286,9 @@ def gather(  # noqa: PLR0913  (public signature)
 
 
 def _rooted_form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    root, axis, algorithm = how
+    root, axis, algorithm = rest
     return gather_form(x, axis) if type(root) is int and algorithm is None else None
 
 
@@ -306,6 +302,5 @@ def _rooted_request(
     *,
     keep: bool,
 ) -> TransferArgs:
-    return gather_request(
-        communicator, x, out, axis, algorithm, keep=keep, name="gather", root=root
-    )
+    rest = (axis, algorithm)
+    return gather_request(communicator, x, out, *rest, keep=keep, name="gather", root=root)

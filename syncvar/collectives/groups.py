@@ -159,31 +159,23 @@ def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     return members
 
 
-def by_rank(communicator: Communicator, made: list[Any], nothing: Any) -> list[Any]:
-    """Return one item for each rank; `nothing` for ranks that left a block of `sv.uneven`.
-
-    `made` has one item for each rank that takes part.
-    """
-    if len(made) == len(communicator.whole):
-        return made
-    known = dict(zip(communicator.present, made, strict=True))
+def by_rank(communicator: Communicator, output: list[Any], nothing: Any) -> list[Any]:
+    """Return results in rank order; `nothing` for ranks that have left a block of `sv.uneven`."""
+    if len(output) == len(communicator.whole):
+        return output
+    known = dict(zip(communicator.present, output, strict=True))
     return [known.get(rank, nothing) for rank in range(len(communicator.whole))]
 
 
 def communicator_of(group: Any) -> Communicator:
-    """Return the communicator of `group`, or of the world for None.
-
-    Raises:
-        ConfigError: `group` is not a group.
-        UsageError: The group belongs to a job that this process has left.
-    """
+    """Return the communicator of `group`, or of the world for None."""
     if group is None:
         return current().world
     if not isinstance(group, Group):
         from syncvar.core.migration_hints import group_hint
 
-        given = f"{type(group).__name__}{group_hint(group)}"
-        raise ConfigError(f"group must be made by sv.new_group or split, not {given}")
+        shown = f"{type(group).__name__}{group_hint(group)}"
+        raise ConfigError(f"group must be made by sv.new_group or split, not {shown}")
     communicator = group._communicator  # noqa: SLF001
     if communicator.engine is not current().engine:
         raise UsageError(
@@ -197,12 +189,7 @@ def _identity(parent: Communicator, members: tuple[int, ...]) -> int:
 
 
 def checked_root(root: Any, communicator: Communicator) -> int:
-    """Return `root` as an index into the ranks that make the call.
-
-    Raises:
-        ConfigError: `root` is not an integer, or outside the group.
-        UsageError: The root has left the block of `sv.uneven` that this rank is in.
-    """
+    """Return the root as a rank of the group; raise ConfigError if it is none."""
     size = len(communicator.whole)
     rank = checked_integer("root", root)
     if not 0 <= rank < size:
@@ -315,11 +302,9 @@ def mesh(
     world = current().world
     lengths = _checked_shape(shape, world.size)
     # Of two axes the first one leads down a column, the second along a row.
-    default = (
-        ("column", "row")
-        if len(lengths) == 2
-        else tuple(f"axis{number}" for number in range(len(lengths)))
-    )
+    default = tuple(f"axis{number}" for number in range(len(lengths)))
+    if len(lengths) == 2:
+        default = ("column", "row")
     called = default if names is None else tuple(names)
     if (
         len(called) != len(lengths)

@@ -199,7 +199,7 @@ def _call(
         except Exception:  # of another library's tensor: the slow path raises it, informs the group
             heads = None
         if heads is not None:
-            made = call_persistent(
+            output = call_persistent(
                 communicator,
                 (name, root),
                 heads,
@@ -207,8 +207,8 @@ def _call(
                 timeout,
                 lambda x, _: make(name, communicator, _in_heads(x), _checked(root, communicator)),
             )
-            if made is not None:
-                return finish(communicator, _in_heads(made), root)
+            if output is not None:
+                return finish(communicator, _in_heads(output), root)
 
     def check() -> CollectiveSpec:
         source = _checked(root, communicator)
@@ -255,8 +255,8 @@ def _parts(communicator: Communicator, objects: Any, root: int | None) -> list[b
 def _each(communicator: Communicator, packed: list[bytes], root: int | None) -> list[Any] | None:
     if root is not None and communicator.rank != root:
         return None
-    made = [unpack_object(data) for data in packed]
-    return made if communicator.uneven is None else by_rank(communicator, made, None)
+    output = [unpack_object(data) for data in packed]
+    return output if communicator.uneven is None else by_rank(communicator, output, None)
 
 
 def _first(_communicator: Communicator, packed: list[bytes], _root: int | None) -> Any:
@@ -308,11 +308,11 @@ def _scattering(
     is_root = rank == root
 
     def blocks_of(heads: NDArray[Any]) -> Blocks:
-        made = np.empty(_HEAD_BYTES, np.uint8)
+        output = np.empty(_HEAD_BYTES, np.uint8)
         if not is_root:
-            return Blocks(made, targets=(made,))
+            return Blocks(output, targets=(output,))
         parts = [heads[start : start + _HEAD_BYTES] for start in range(0, heads.size, _HEAD_BYTES)]
-        return Blocks(made, parts, own=parts[rank], own_target=made)
+        return Blocks(output, parts, own=parts[rank], own_target=output)
 
     def general() -> Generator[Stage, None, list[bytes]]:
         lengths = pack_object([len(data) for data in packed])
@@ -343,12 +343,12 @@ def _transfer(
     layout = None
     if small.is_small and moves(communicator, name):
         layout = UNMOVED if heads is None else small
-    what, digest = name, fingerprint(name)
+    text, digest = name, fingerprint(name)
     if root is not None:
-        what = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
+        text = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
         digest = fingerprint(name, root)
     return TransferArgs(
-        what,
+        text,
         digest,
         layout,
         arrange=lambda: None if heads is None else blocks_of(heads),
@@ -368,11 +368,11 @@ def _heads(packed: list[bytes]) -> NDArray[Any] | None:
     return np.frombuffer(b"".join(heads), np.uint8)
 
 
-def _in_heads(made: NDArray[Any] | list[bytes]) -> list[bytes]:
+def _in_heads(output: NDArray[Any] | list[bytes]) -> list[bytes]:
     """Unpack such objects; the slow path returns them unpacked already."""
-    if isinstance(made, list):
-        return made
-    return [data[:count] for count, data in HEAD.iter_unpack(made.data)]
+    if isinstance(output, list):
+        return output
+    return [data[:count] for count, data in HEAD.iter_unpack(output.data)]
 
 
 _ALL_GATHER = _ObjectCollective("all_gather_object", _own, _gathering, _each)

@@ -47,10 +47,7 @@ _STREAMS_MAX = 128  # channels of a group; beyond that, idle ones are dropped
 
 
 def channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2PChannel:
-    """Return the channel of a pair and tag: send k meets receive k.
-
-    A tag may be the number of a step. An unused channel keeps only the number of its next message.
-    """
+    """Return the channel of a pair and tag: send k meets receive k. A tag may be a step number."""
     streams = communicator.streams
     found = streams.get((source, dest, tag))
     if found is None:
@@ -59,22 +56,18 @@ def channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> 
         identity = fingerprint("message", communicator.identity, source, dest, tag)
         pair = (communicator.members[source], communicator.members[dest])
         context = current()
-        made = context.communicator(identity, pair, shares=False)
+        stream = context.communicator(identity, pair, shares=False)
         post, engine = context.post, context.engine
         end: RecvEndpoint | SendEndpoint | None = None
         if post is not None and engine is not None and all(map(post.serves, pair)):
-            end = (
-                post.outward(pair[1])
-                if communicator.member_rank == source
-                else post.inward(pair[0])
-            )
-            made.count = MessageCounter(identity, made.next_call)
-            engine.book.count_by(made.count)
+            is_source = communicator.member_rank == source
+            end = post.outward(pair[1]) if is_source else post.inward(pair[0])
+            stream.count = MessageCounter(identity, stream.next_call)
+            engine.book.count_by(stream.count)
         if engine is not None and communicator.member_rank == source:
             engine.sent.note(identity, pair[1], tag)
-        found = streams[source, dest, tag] = P2PChannel(
-            context, made, end, ARRAY, partial(_begun, tag)
-        )
+        begin = partial(_continued_call, tag)
+        found = streams[source, dest, tag] = P2PChannel(context, stream, end, ARRAY, begin)
     return found
 
 
@@ -111,26 +104,22 @@ def send_request(
 ) -> CollectiveSpec:
     """Return the call that sends an array, or an object as bytes; `waits` for its receiver."""
     stream = channel.stream
-    work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(
-        -1
-    )
-    told = array_record(array, int(waits))._replace(kind=kind)
-    record = np.frombuffer(pack_record(told), np.uint8)
+    copies = copies or not array.flags.c_contiguous
+    work = np.array(array, order="C", copy=copies, ndmin=0).reshape(-1)
+    header = array_record(array, int(waits))._replace(kind=kind)
+    record = np.frombuffer(pack_record(header), np.uint8)
 
     def body() -> Generator[Stage, None, None]:
         yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
         rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
         yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
-    what = array_code(kind, told.dtype, array.ndim)
-    message = (
-        Sending(channel.end, what, work.reshape(array.shape), waits=waits)
-        if isinstance(channel.end, SendEndpoint)
-        else None
-    )
-    return CollectiveSpec(
-        send_text(name, channel, array, kind, tag), fingerprint("message"), body(), message
-    )
+    code = array_code(kind, header.dtype, array.ndim)
+    message = None
+    if isinstance(channel.end, SendEndpoint):
+        message = Sending(channel.end, code, work.reshape(array.shape), waits=waits)
+    text = send_text(name, channel, array, kind, tag)
+    return CollectiveSpec(text, fingerprint("message"), body(), message)
 
 
 def receive_request(
@@ -147,32 +136,30 @@ def receive_request(
         data = np.empty(RECORD_BYTES, np.uint8)
         yield Stage(_plan(stream, Recv(_SOURCE, Chunk(0, data.size))), data)
         record = unpack_record(data.tobytes())
-        made: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
-        work = made.reshape(-1)
+        output: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
+        work = output.reshape(-1)
         rounds: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
         yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
-        return finish(record.kind, made)
+        return finish(record.kind, output)
 
     peer = stream.members[_SOURCE]
     fields = CallFields(name, peer=peer, tag=tag)
-    what = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
-    message = (
-        Receiving(channel.end, landing, finish) if isinstance(channel.end, RecvEndpoint) else None
-    )
-    return CollectiveSpec(what, fingerprint("message"), body(), message)
+    text = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
+    end = channel.end
+    message = Receiving(end, landing, finish) if isinstance(end, RecvEndpoint) else None
+    return CollectiveSpec(text, fingerprint("message"), body(), message)
 
 
-def _begun(tag: int, channel: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
+def _continued_call(tag: int, channel: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
     """Return the call of a long message that the C extension has begun, with its array."""
     if isinstance(channel.end, SendEndpoint):
         return send_request("send", channel, array, ARRAY, tag, waits=True, copies=False)
-    return receive_request("recv", channel, tag, lambda *_: None, lambda _kind, made: made)
+    return receive_request("recv", channel, tag, lambda *_: None, lambda _kind, output: output)
 
 
 def _plan(stream: Communicator, *steps: Step) -> LinkSchedule:
     """Return a schedule for this end of the pair, with one step in each round."""
     count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
     rounds = tuple((step,) for step in steps)
-    return compile_for_links(
-        Schedule("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members
-    )
+    schedule = Schedule("message", "pair", stream.member_rank, 2, count, 0, rounds)
+    return compile_for_links(schedule, stream.members)

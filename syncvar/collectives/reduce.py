@@ -84,19 +84,18 @@ def reduce(  # noqa: PLR0913  (public signature)
         >>> sv.reduce(np.array([1.0, 2.0]), root=0)
         array([1., 2.])
     """
-    how = (op_name(op), root, algorithm)
+    rest = (op_name(op), root, algorithm)
     return make_call(
-        reduce, _reduce_form, _reduce_request, x, out, group, async_op, timeout, _foreign, how
+        reduce, _reduce_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
 def _reduce_form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    op, root, algorithm = how
-    return (
-        plain_array(x) if isinstance(op, str) and type(root) is int and algorithm is None else None
-    )
+    op, root, algorithm = rest
+    is_plain = isinstance(op, str) and type(root) is int and algorithm is None
+    return plain_array(x) if is_plain else None
 
 
 def _reduce_request(
@@ -119,38 +118,38 @@ def _reduce_request(
         described(array, op, "reduce", target, algorithm, shown=f", root {target}", root=target)
         for array in arrays
     ]
-    hows = [how for how, _, _ in parts]
+    reducers = [reducer for reducer, _, _ in parts]
     if out is not None:
-        out = checked_output(out, arrays[0].shape, hows[0].result) if is_root else None
+        out = checked_output(out, arrays[0].shape, reducers[0].result) if is_root else None
     like = private_copy(structure, x) if keep else x
     works = [
-        contribution(array, how, communicator.home_rank)
-        for array, how in zip(arrays, hows, strict=True)
+        contribution(array, reducer, communicator.home_rank)
+        for array, reducer in zip(arrays, reducers, strict=True)
     ]
 
     def body() -> Generator[Stage, None, Any]:
         left = []
-        for how, work in zip(hows, works, strict=True):
-            rest = run_plan(communicator, "reduce", work, how, root=target, algorithm=algorithm)
+        for reducer, work in zip(reducers, works, strict=True):
+            rest = run_plan(communicator, "reduce", work, reducer, root=target, algorithm=algorithm)
             left.append((yield from rest))
         yield from release_others(communicator, target)
         if not is_root:
             return None
         results = [
-            outcome(how, work, communicator.size, array.shape, out)
-            for array, how, work in zip(arrays, left, works, strict=True)
+            outcome(reducer, work, communicator.size, array.shape, out)
+            for array, reducer, work in zip(arrays, left, works, strict=True)
         ]
         return results[0] if structure is None else unflatten(structure, results, like)
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
-        what = f"reduce({op}, {len(arrays)} arrays, root {target})"
+        text = f"reduce({op}, {len(arrays)} arrays, root {target})"
         fields = CallFields("reduce", op, root=target)
-        return ReduceArgs(CallLabel(what, fields), digest, body(), op)
-    ((how, digest, what),) = parts
+        return ReduceArgs(CallLabel(text, fields), digest, body(), op)
+    ((reducer, digest, text),) = parts
     ends = ResultPlacement("reduce", target)
-    is_entered = arrays[0].dtype == how.result
-    return ReduceArgs(what, digest, body(), op, ends, is_entered=is_entered)
+    is_entered = arrays[0].dtype == reducer.result
+    return ReduceArgs(text, digest, body(), op, ends, is_entered=is_entered)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -235,14 +234,16 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    how = (op_name(op), algorithm)
-    return make_call(exscan, _scan_form, _exscan_request, x, out, group, async_op, timeout, {}, how)
+    rest = (op_name(op), algorithm)
+    return make_call(
+        exscan, _scan_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
+    )
 
 
 def _scan_form(
-    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    op, algorithm = how
+    op, algorithm = rest
     return plain_array(x) if isinstance(op, str) and algorithm is None else None
 
 
@@ -258,29 +259,26 @@ def _prefix_request(
     """Check the arguments and return the request; the input is copied now."""
     array = as_array(x)
     check_finite(array, name)
-    how, digest, what = described(array, op, name, algorithm)
-    neutral = identity(how) if name == "exscan" else None
-    into = None if out is None else checked_output(out, array.shape, how.result)
+    reducer, digest, text = described(array, op, name, algorithm)
+    neutral = identity(reducer) if name == "exscan" else None
+    into = None if out is None else checked_output(out, array.shape, reducer.result)
     rank = communicator.member_rank
-    work = contribution(array, how, communicator.home_rank)
+    work = contribution(array, reducer, communicator.home_rank)
     count = rank if name == "exscan" else rank + 1
 
     def body() -> Generator[Stage, None, Any]:
-        left = yield from run_plan(communicator, name, work, how, algorithm=algorithm)
+        left = yield from run_plan(communicator, name, work, reducer, algorithm=algorithm)
         yield from release_others(communicator, communicator.size - 1)
         if count:
             return outcome(left, work, count, array.shape, into)
-        return deliver(np.full(array.shape, neutral, how.result), into)
+        return deliver(np.full(array.shape, neutral, reducer.result), into)
 
-    return ReduceArgs(
-        what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result
-    )
+    ends, is_entered = ResultPlacement(name), array.dtype == reducer.result
+    return ReduceArgs(text, digest, body(), op, ends, is_entered=is_entered)
 
 
-_scan_request, _exscan_request = (
-    partial(_prefix_request, "scan"),
-    partial(_prefix_request, "exscan"),
-)
+_scan_request = partial(_prefix_request, "scan")
+_exscan_request = partial(_prefix_request, "exscan")
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -322,7 +320,7 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
         >>> sv.reduce_scatter(np.arange(3.0))
         array([0., 1., 2.])
     """
-    how = (op_name(op), lengths, algorithm)
+    rest = (op_name(op), lengths, algorithm)
     return make_call(
         reduce_scatter,
         _scatter_form,
@@ -333,14 +331,14 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
         async_op,
         timeout,
         _foreign,
-        how,
+        rest,
     )
 
 
 def _scatter_form(
-    communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+    communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    op, lengths, algorithm = how
+    op, lengths, algorithm = rest
     is_plain = (
         type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
     )
@@ -366,47 +364,44 @@ def _scatter_request(
             "pass np.reshape(x, (1,)), or use all_reduce"
         )
     rows = _rows(lengths, array.shape[0], communicator)
-    how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
+    reducer, digest, text = described(array, op, "reduce_scatter", rows, algorithm)
     rank = communicator.member_rank
-    if len(how.element_shape) == array.ndim:
+    if len(reducer.element_shape) == array.ndim:
         raise ConfigError(
-            f"reduce_scatter cuts along axis 0, and x is one element of the op {how.name!r}: "
+            f"reduce_scatter cuts along axis 0, and x is one element of the op {reducer.name!r}: "
             f"stack several elements along axis 0"
         )
     shape = (rows[rank], *array.shape[1:])
-    into = None if out is None else checked_output(out, shape, how.result)
+    into = None if out is None else checked_output(out, shape, reducer.result)
 
     # Registered ops may be replaced, and locating ops need pairs: both take the slow path.
     is_moved = (
         len(set(rows)) == 1
         and moves(communicator, "reduce_scatter", algorithm)
-        and how.name in OPS
-        and not how.is_locating
+        and reducer.name in OPS
+        and not reducer.is_locating
     )
     if is_moved:
         operand = array.copy() if keep else array
-        return _shared_request(communicator, operand, into, how, shape, (what, digest))
-    work = contribution(array, how, communicator.home_rank)
-    width = prod(array.shape[1:]) // prod(how.element_shape)
+        return _shared_request(communicator, operand, into, reducer, shape, (text, digest))
+    work = contribution(array, reducer, communicator.home_rank)
+    width = prod(array.shape[1:]) // prod(reducer.element_shape)
     counts = tuple(row * width for row in rows)
     start = sum(counts[:rank])
 
     def general() -> Generator[Stage, None, Any]:
-        yield from run_plan(
-            communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm
-        )
-        return outcome(how, work[start : start + counts[rank]], communicator.size, shape, into)
+        options = {"counts": counts, "algorithm": algorithm}
+        yield from run_plan(communicator, "reduce_scatter", work, reducer, **options)
+        return outcome(reducer, work[start : start + counts[rank]], communicator.size, shape, into)
 
-    return TransferArgs(
-        what, digest, None, arrange=lambda: None, finish=lambda made: made, general=general
-    )
+    return TransferArgs(text, digest, None, lambda: None, lambda output: output, general)
 
 
 def _shared_request(
     communicator: Communicator,
     operand: NDArray[Any],
     into: NDArray[Any] | None,
-    how: Reduction,
+    reducer: Reduction,
     shape: tuple[int, ...],
     label: tuple[str, int],
 ) -> TransferArgs:
@@ -414,22 +409,22 @@ def _shared_request(
     size, rank = communicator.size, communicator.member_rank
 
     def blocks_of(x: NDArray[Any], out: Any) -> Blocks:
-        made = result_buffer(out, shape, how.result, x)
+        output = result_buffer(out, shape, reducer.result, x)
         length = shape[0]
         blocks = [x[length * peer : length * (peer + 1)] for peer in range(size)]
         others = (*blocks[:rank], *blocks[rank + 1 :])
-        return Blocks(made, others, (made,), np.ascontiguousarray(blocks[rank]))
+        return Blocks(output, others, (output,), np.ascontiguousarray(blocks[rank]))
 
     takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
-    divisor = size if how.is_mean else 0
+    divisor = size if reducer.is_mean else 0
     layout = TransferLayout(
-        None, how.accumulate, shape, size - 1, takes, ufunc=how.ufunc, divisor=divisor
+        None, reducer.accumulate, shape, size - 1, takes, ufunc=reducer.ufunc, divisor=divisor
     )
     return TransferArgs(
         *label,
         layout,
         arrange=lambda: blocks_of(operand, into),
-        finish=lambda made: deliver(made, into),
+        finish=lambda output: deliver(output, into),
         general=None,
         front=lambda x, out: fits_out(blocks_of(x, out), out),
     )
@@ -448,10 +443,10 @@ def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ..
         )
     if sum(rows) != total:
         raise ConfigError(f"lengths {list(rows)} add up to {sum(rows)}, axis 0 has {total}")
-    gone = [rank for rank in range(size) if rows[rank] and rank not in communicator.present]
-    if gone:
+    absent = [rank for rank in range(size) if rows[rank] and rank not in communicator.present]
+    if absent:
         raise UsageError(
-            f"lengths {list(rows)} has rows for rank {gone[0]}, which has left its loop in "
+            f"lengths {list(rows)} has rows for rank {absent[0]}, which has left its loop in "
             f"sv.uneven: give it 0 rows"
         )
     return tuple(int(rows[rank]) for rank in communicator.present)

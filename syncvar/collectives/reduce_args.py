@@ -56,13 +56,14 @@ def described(
 ) -> tuple[Reduction, int, str]:
     """Return the reduction of an array, and the fingerprint and the text of the call.
 
-    `options` must be the same on all ranks; `shown` is added to the text.
+    All ranks pass the same `options`; `shown` is added to the text.
     """
-    how = reduction_of(array, op)
-    digest = fingerprint(name, how.name, how.source, array.shape, *options, *how.element_shape)
-    text = f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
-    fields = CallFields(name, how.name, how.source, array.shape, array.size, array.nbytes, root)
-    return how, digest, CallLabel(text, fields)
+    reducer = reduction_of(array, op)
+    op, source, shape = reducer.name, reducer.source, array.shape
+    digest = fingerprint(name, op, source, shape, *options, *reducer.element_shape)
+    text = f"{name}({op}, {source}{list(shape)}{shown})"
+    fields = CallFields(name, op, source, shape, array.size, array.nbytes, root)
+    return reducer, digest, CallLabel(text, fields)
 
 
 def described_reduction(
@@ -77,15 +78,17 @@ def described_reduction(
 def described_together(
     structure: TreeDef,
     arrays: Sequence[NDArray[Any]],
-    hows: Sequence[Reduction],
+    reducers: Sequence[Reduction],
     op: str,
     name: str,
     options: ReduceOptions,
 ) -> tuple[int, str]:
     """Return the fingerprint and the text of a call that reduces a pytree; see `described`."""
-    op, shape = (hows[0].name, hows[0].element_shape) if hows else (op, ())
+    op, shape = (reducers[0].name, reducers[0].element_shape) if reducers else (op, ())
     # `how.source` is the name of the dtype: `dtype.name` is slow.
-    kinds = tuple([(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])
+    kinds = tuple(
+        [(reducer.source, array.shape) for reducer, array in zip(reducers, arrays, strict=True)]
+    )
     digest = fingerprint(
         name, op, structure, kinds, options.reproducible, options.algorithm, *shape
     )
@@ -96,28 +99,20 @@ def described_together(
 
 
 def reduction_of(array: NDArray[Any], op: str) -> Reduction:
-    """Return the reduction of an array by an op.
-
-    Raises:
-        ConfigError: The op is unknown, or does not fit the dtype or the shape.
-    """
-    how = reduction(op, array.dtype)
-    shape = how.element_shape
+    """Return the reduction of an array by an op; ConfigError if it does not fit dtype or shape."""
+    reducer = reduction(op, array.dtype)
+    shape = reducer.element_shape
     if shape and array.shape[-len(shape) :] != shape:
         lengths = ", ".join(map(str, shape))
         raise ConfigError(
-            f"the op {how.name!r} was registered for arrays of shape (..., {lengths}), "
+            f"the op {reducer.name!r} was registered for arrays of shape (..., {lengths}), "
             f"not {array.shape}"
         )
-    return how
+    return reducer
 
 
 def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
-    """Return a factor for the elements of an array.
-
-    Raises:
-        ConfigError: The factor is not a number, or the elements are integers and would be rounded.
-    """
+    """Return a factor for the elements; ConfigError if it is none, or would have to be rounded."""
     if isinstance(scale, bool) or not isinstance(scale, int | float | complex | np.number):
         raise ConfigError(f"{name} must be a number, not {scale!r}")
     if array.dtype.kind not in "fVc":
@@ -131,23 +126,23 @@ def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
 
 
 def contribution(
-    array: NDArray[Any], how: Reduction, rank: int, prescale: Any = None
+    array: NDArray[Any], reducer: Reduction, rank: int, prescale: Any = None
 ) -> NDArray[Any]:
     """Return the input of a rank as a new flat array in the dtype that accumulates."""
-    if how.is_locating:
-        made = np.empty(array.size, how.accumulate)
-        made["value"] = array.reshape(-1)
-        made["rank"] = rank
-        return made
-    kind = array.dtype if how.element_shape else how.accumulate
-    made = np.array(array, dtype=kind, order="C", copy=True).reshape(-1)
+    if reducer.is_locating:
+        output = np.empty(array.size, reducer.accumulate)
+        output["value"] = array.reshape(-1)
+        output["rank"] = rank
+        return output
+    kind = array.dtype if reducer.element_shape else reducer.accumulate
+    output = np.array(array, dtype=kind, order="C", copy=True).reshape(-1)
     if prescale is not None:
-        made *= np.asarray(prescale, made.dtype)
-    return made.view(how.accumulate) if how.element_shape else made
+        output *= np.asarray(prescale, output.dtype)
+    return output.view(reducer.accumulate) if reducer.element_shape else output
 
 
 def outcome(
-    how: Reduction,
+    reducer: Reduction,
     total: NDArray[Any],
     count: int,
     shape: tuple[int, ...],
@@ -159,70 +154,74 @@ def outcome(
     `count` is the number of inputs in the flat array `total`. `postscale` is applied before
     rounding.
     """
-    if how.is_locating:
+    if reducer.is_locating:
         pairs = total.reshape(shape)
         return np.ascontiguousarray(pairs["value"]), np.ascontiguousarray(pairs["rank"])
-    if how.element_shape:
-        total = total.view(how.result)
+    if reducer.element_shape:
+        total = total.view(reducer.result)
     if postscale is not None:
         total = (
-            finish(how._replace(result=total.dtype), total, count)
+            finish(reducer._replace(result=total.dtype), total, count)
             * np.asarray(postscale, total.dtype)
-        ).astype(how.result)
+        ).astype(reducer.result)
         result = total.reshape(shape)
     else:
-        result = finish(how, total, count).reshape(shape)
+        result = finish(reducer, total, count).reshape(shape)
     if out is None:
         return result
     out[...] = result
     return out
 
 
-def kinds_of(hows: Sequence[Reduction]) -> dict[Reduction, list[int]]:
+def kinds_of(reducers: Sequence[Reduction]) -> dict[Reduction, list[int]]:
     """Group arrays by reduction: return the places of each, in order of first appearance."""
     kinds: dict[Reduction, list[int]] = {}
-    if len(set(map(id, hows))) == 1:
-        kinds[hows[0]] = list(range(len(hows)))
+    if len(set(map(id, reducers))) == 1:
+        kinds[reducers[0]] = list(range(len(reducers)))
     else:
-        for index, how in enumerate(hows):
-            kinds.setdefault(how, []).append(index)
+        for index, reducer in enumerate(reducers):
+            kinds.setdefault(reducer, []).append(index)
     return kinds
 
 
 def sizes_of(kinds: Mapping[Reduction, Sequence[int]], arrays: Sequence[NDArray[Any]]) -> list[int]:
     """Return how many bytes are combined for each kind of `kinds_of`."""
     return [
-        sum([how.count(arrays[place]) for place in places]) * how.accumulate.itemsize
-        for how, places in kinds.items()
+        sum([reducer.count(arrays[place]) for place in places]) * reducer.accumulate.itemsize
+        for reducer, places in kinds.items()
     ]
 
 
 def run_plan(
-    communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction, **options: Any
+    communicator: Communicator,
+    collective: str,
+    work: NDArray[Any],
+    reducer: Reduction,
+    **options: Any,
 ) -> Generator[Stage, None, Reduction]:
     """Run the schedule of a collective on a flat array; return what is left to do for `outcome`.
 
-    In shared memory each rank divides a mean where it combines, exactly as the persistent call
-    does: another rank may be making that one.
+    In shared memory each rank divides a mean where it combines, as the persistent call does.
     """
     counts = options.pop("counts", work.size)
-    if not how.commutes and collective not in ("scan", "exscan"):
+    if not reducer.commutes and collective not in ("scan", "exscan"):
         options["reproducible"] = True  # the tree keeps the ranks in order
     plan = communicator.plan(collective, counts, work.itemsize, **options)
     vector = None
-    if how.is_mean and isinstance(plan, Published) and plan.reduces:
+    if reducer.is_mean and isinstance(plan, Published) and plan.reduces:
         divisor = plan.ends.divisor(communicator.member_rank, communicator.size)
-        vector = ReduceBuffers.of([work], [work], how.ufunc, work.dtype, divisor, ends=plan.ends)
-        how = how._replace(is_mean=False)
-    yield Stage(plan, work, how.ufunc, vector)
-    return how
+        vector = ReduceBuffers.of(
+            [work], [work], reducer.ufunc, work.dtype, divisor, ends=plan.ends
+        )
+        reducer = reducer._replace(is_mean=False)
+    yield Stage(plan, work, reducer.ufunc, vector)
+    return reducer
 
 
 def release_others(communicator: Communicator, informed: int) -> Generator[Stage, None, None]:
     """Let `informed`, the one rank that has heard of all others, release them.
 
-    No rank ends the call before that, so that a mismatch fails on every rank. In shared memory
-    phase 0 of the call does this.
+    So a mismatch fails on every rank. In shared memory phase 0 of the call does this.
     """
     if not communicator.is_shared:
         yield Stage(communicator.plan("broadcast", 0, root=informed), _NOTHING)
@@ -265,22 +264,16 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
 
 
 class ReduceArgs(Cacheable):
-    """A checked call that combines.
+    """A checked call that combines by `op`; `ends` says which ranks get which result.
 
-    Args:
-        what: Text of the call.
-        digest: Its fingerprint.
-        body: Generator of stages.
-        op: Name of the op, as the caller passed it.
-        ends: Which ranks get which result.
-        is_entered: The result has the dtype of the input; the C dispatch looks at no other dtype.
+    `is_entered`: the result has the dtype of the input, the only one that the C dispatch looks at.
     """
 
     __slots__ = ("_ends", "_op", "is_entered")
 
     def __init__(
         self,
-        what: str,
+        text: str,
         digest: int,
         body: Generator[Stage, None, Any],
         op: str,
@@ -288,7 +281,7 @@ class ReduceArgs(Cacheable):
         *,
         is_entered: bool = False,
     ) -> None:
-        super().__init__(what, digest, body)
+        super().__init__(text, digest, body)
         self._op, self._ends, self.is_entered = op, ends, is_entered
 
     def prepared(
@@ -303,14 +296,14 @@ def prepare_form(
     form: NDArray[Any] | PyTree,
     op: str,
     digest: int,
-    what: str,
+    text: str,
     ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
     """Build the persistent call of reductions like `form`, or None, or `uncacheable`.
 
-    `ends` says which ranks get which result. With `apply`, `out` must be given and becomes
-    apply(out, result). Registered ops have no persistent calls, because they may be replaced.
+    With `apply`, `out` must be given and becomes apply(out, result). Registered ops have no such
+    call, because they may be replaced.
     """
     if not communicator.prepares or communicator.channel is None:
         return None
@@ -318,7 +311,7 @@ def prepare_form(
     arrays = [form] if isinstance(form, np.ndarray) else form.arrays
     kinds = kinds_of([reduction_of(array, op) for array in arrays])
     are_known = (
-        all(how.name in OPS and how.name not in _LOCATING for how in kinds)
+        all(reducer.name in OPS and reducer.name not in _LOCATING for reducer in kinds)
         and communicator.forced(ends.collective) is None
     )
     if (
@@ -332,27 +325,25 @@ def prepare_form(
     if leaves is not None and (len(kinds) > 1 or not is_small):
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
         if are_at_once:
-            return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, what)
+            return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, text)
         return uncacheable
-    (how,) = kinds
-    if not is_small and ends != EVERYWHERE and form.dtype != how.accumulate:
+    (reducer,) = kinds
+    if not is_small and ends != EVERYWHERE and form.dtype != reducer.accumulate:
         return uncacheable  # the slow path converts the input
-    neutral = identity(how) if ends.collective == "exscan" else None
+    neutral = identity(reducer) if ends.collective == "exscan" else None
     shape = arrays[0].shape if leaves is None else (sum([array.size for array in arrays]),)
-    return prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral, leaves)
+    return prepare_reduction(
+        communicator, reducer, shape, digest, text, apply, ends, neutral, leaves
+    )
 
 
 def persistent_reduction(
-    communicator: Communicator,
-    x: NDArray[Any],
-    op: str,
-    name: str,
-    options: ReduceOptions,
+    communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
 ) -> PreparedCall | None:
     """Build the persistent call of the all-reduces of `reduce_request`."""
-    _, digest, what = described_reduction(x, op, name, options)
-    made = prepare_form(communicator, x, op, digest, what, apply=options.apply)
-    return None if made is uncacheable else made
+    _, digest, text = described_reduction(x, op, name, options)
+    call = prepare_form(communicator, x, op, digest, text, apply=options.apply)
+    return None if call is uncacheable else call
 
 
 # -- check of inputs for NaN and infinity (setting `check_finite`: off, warn, raise) -----------
@@ -362,7 +353,7 @@ def persistent_reduction(
 
 _log = logging.getLogger("syncvar")
 _REPEAT_S = 30.0
-_said: dict[tuple[int, str], float] = {}
+_last_warnings: dict[tuple[int, str], float] = {}
 
 
 def is_finite_checked() -> bool:
@@ -371,12 +362,10 @@ def is_finite_checked() -> bool:
     return context is not None and context.config.check_finite != "off"
 
 
-def check_finite(value: Any, what: str) -> None:
-    """Check the input of this rank if the setting `check_finite` asks for it.
+def check_finite(value: Any, description: str) -> None:
+    """Check this rank's input of the call `description` if the setting `check_finite` asks for it.
 
-    `what` names the call, and the variable if there is one. Raises ConfigError if the setting is
-    "raise" and the array holds NaN or infinity. Cost: nothing when off, else one pass over the
-    array.
+    Cost: nothing when off, else one pass over the array.
     """
     context = joined()
     if context is None or context.config.check_finite == "off":
@@ -396,11 +385,11 @@ def check_finite(value: Any, what: str) -> None:
     place = ", ".join(str(int(index)) for index in np.unravel_index(bad[0], array.shape))
     text = (
         f"{bad.size} of {array.size} elements of rank {context.rank}'s input are not finite in "
-        f"{what}; the first one, at [{place}], is {array.reshape(-1)[bad[0]]}"
+        f"{description}; the first one, at [{place}], is {array.reshape(-1)[bad[0]]}"
     )
     if context.config.check_finite == "raise":
         raise ConfigError(text)
     now = time.monotonic()
-    if now - _said.get((context.rank, what), float("-inf")) >= _REPEAT_S:
-        _said[context.rank, what] = now
+    if now - _last_warnings.get((context.rank, description), float("-inf")) >= _REPEAT_S:
+        _last_warnings[context.rank, description] = now
         _log.warning("%s", text)

@@ -9,6 +9,7 @@ import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.dispatch import make_call, native_dispatch
+from syncvar.collectives.gather import other_ranks
 from syncvar.collectives.groups import by_rank, checked_root
 from syncvar.collectives.stage_builders import broadcast_bytes, gather_bytes, scatter_flat
 from syncvar.collectives.transfer_args import (
@@ -91,20 +92,19 @@ def scatter(
 
 
 def _scatter_form(
-    communicator: Communicator, x: Any, out: Any, how: tuple[Any, ...]
+    communicator: Communicator, x: Any, out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     """Return the array of a call that may be persistent, else None.
 
-    Only the root knows its input. The other ranks expect a part like `out`, or like the last one
-    they got. If the part differs, the slow path sends its shape.
+    Ranks that are not the root expect a part like `out`, or like the last one. If it differs, the
+    slow path sends its shape.
     """
-    root, algorithm = how
+    root, algorithm = rest
     if type(root) is not int or algorithm is not None:
         return None
     if communicator.rank == root:
-        return (
-            x if type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0 else None
-        )
+        is_plain = type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0
+        return x if is_plain else None
     if x is not None and type(x) is not np.ndarray:  # the result may have to be a tensor like it
         return None
     return out if type(out) is np.ndarray else communicator.last_parts.get(root)
@@ -134,9 +134,8 @@ def _scatter_request(
         if rank != source:
             communicator.last_parts[source] = np.empty(shape, dtype)
         flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else None
-        mine = (
-            yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)
-        ).reshape(shape)
+        mine = yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)
+        mine = mine.reshape(shape)
         # The part is a view of a buffer for all parts, which must not outlive the call.
         return mine.copy() if out is None else deliver(mine, out)
 
@@ -146,40 +145,33 @@ def _scatter_request(
         layout = UNMOVED
     else:
         takes = () if rank == source else ((source, place_of(source, rank)),)
-        layout = TransferLayout(
-            detail_of(like.dtype, like.shape), like.dtype, like.shape, size - 1, takes
-        )
+        detail = detail_of(like.dtype, like.shape)
+        layout = TransferLayout(detail, like.dtype, like.shape, size - 1, takes)
 
     def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
-        made = result_buffer(out, layout.shape, layout.dtype, *parts)
+        output = result_buffer(out, layout.shape, layout.dtype, *parts)
         if parts:
-            return Blocks(made, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], made)
-        return Blocks(made, targets=(made,))
+            return Blocks(output, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], output)
+        return Blocks(output, targets=(output,))
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         rows = x.shape[0] // size if parts else 0
-        return fits_out(
-            blocks_of([x[place * rows : (place + 1) * rows] for place in range(len(parts))], out),
-            out,
-        )
+        parts_of_x = [x[place * rows : (place + 1) * rows] for place in range(len(parts))]
+        return fits_out(blocks_of(parts_of_x, out), out)
 
     return TransferArgs(
         CallLabel(f"scatter(root {source})", CallFields("scatter", root=source)),
         fingerprint("scatter", source, algorithm),
         layout if moves(communicator, "scatter", algorithm) else None,
         arrange=lambda: blocks_of(parts, out),
-        finish=lambda made: deliver(made, out),
+        finish=lambda output: deliver(output, out),
         general=general,
         front=front,
     )
 
 
 def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]:
-    """Return the parts of the ranks that take part, from a list of them or from an array to be cut.
-
-    Raises:
-        ConfigError: The list has the wrong length, the dtypes differ, or the value is a scalar.
-    """
+    """Return the parts of the ranks that take part, from a list of them or an array to be cut."""
     size = len(communicator.whole)
     if isinstance(value, list | tuple):
         if len(value) != size:
@@ -194,10 +186,8 @@ def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]
             raise ConfigError(
                 f"{name} cuts along axis 0, and a scalar has none; pass a list of {size} values"
             )
-        parts = [
-            array[chunk.start : chunk.stop]
-            for chunk in even_chunks(array.shape[0], communicator.size)
-        ]
+        chunks = even_chunks(array.shape[0], communicator.size)
+        parts = [array[chunk.start : chunk.stop] for chunk in chunks]
     if any(part.dtype != parts[0].dtype for part in parts):
         names = sorted({part.dtype.name for part in parts})
         raise ConfigError(
@@ -260,9 +250,9 @@ def all_to_all(
 
 
 def _exchange_form(
-    communicator: Communicator, parts: Any, _out: Any, how: tuple[Any, ...]
+    communicator: Communicator, parts: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    (algorithm,) = how
+    (algorithm,) = rest
     is_plain = (
         type(parts) is np.ndarray
         and algorithm is None
@@ -284,44 +274,43 @@ def _exchange_request(
     shape, dtype = mine[0].shape, mine[0].dtype
     packed = pack_object([dtype_index(dtype), [list(part.shape) for part in mine]])
 
-    def finish(made: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    def finish(output: list[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return one array for each rank; empty ones for ranks that left a block of `sv.uneven`."""
-        return by_rank(communicator, list(made), np.empty((0, *made[0].shape[1:]), made[0].dtype))
+        empty = np.empty((0, *output[0].shape[1:]), output[0].dtype)
+        return by_rank(communicator, list(output), empty)
 
     def general() -> Generator[Stage, None, list[NDArray[Any]]]:
-        told = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
-        if any(index != told[0][0] for index, _ in told):
+        headers = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
+        if any(index != headers[0][0] for index, _ in headers):
             table = {
                 communicator.members[rank]: f"brings {DTYPE_NAMES[index]}"
-                for rank, (index, _) in enumerate(told)
+                for rank, (index, _) in enumerate(headers)
             }
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
-        made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
+        shapes = [one for _, one in headers]
+        output = yield from _exchanged(communicator, mine, shapes, algorithm)
         if outs is not None:
-            made = [deliver(one, target) for one, target in zip(made, outs, strict=True)]
-        return finish(made)
+            output = [deliver(one, target) for one, target in zip(output, outs, strict=True)]
+        return finish(output)
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         rows = shape[0]
         mine = [x[place * rows : (place + 1) * rows] for place in range(size)]
-        made = np.empty(x.shape, x.dtype) if out is None else out
+        output = np.empty(x.shape, x.dtype) if out is None else out
         is_like_x = (
-            type(made) is np.ndarray
-            and made.shape == x.shape
-            and made.dtype == x.dtype
-            and made.flags.carray
+            type(output) is np.ndarray
+            and output.shape == x.shape
+            and output.dtype == x.dtype
+            and output.flags.carray
         )
-        if is_like_x and not np.may_share_memory(made, x):
-            targets = [made[place * rows : (place + 1) * rows] for place in range(size)]
-            return _sides(mine, targets, rank)._replace(output=made, parts=size)
+        if is_like_x and not np.may_share_memory(output, x):
+            targets = [output[place * rows : (place + 1) * rows] for place in range(size)]
+            return _sides(mine, targets, rank)._replace(output=output, parts=size)
         return _exchange_blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
 
     layout = None
     if moves(communicator, "all_to_all", algorithm):
-        takes = tuple(
-            (peer, place_of(peer, rank))
-            for peer in ((rank + distance) % size for distance in range(1, size))
-        )
+        takes = tuple((peer, place_of(peer, rank)) for peer, _ in other_ranks(size, rank))
         is_alike = all(part.shape == shape for part in mine)
         detail, most = detail_of(dtype, shape), size - 1
         layout = TransferLayout(detail, dtype, shape, most, takes, most_takes=most)
@@ -329,9 +318,9 @@ def _exchange_request(
             layout = UNMOVED
     nbytes = sum(part.nbytes for part in mine)
     fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
-    what = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
+    text = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
     return TransferArgs(
-        what,
+        text,
         fingerprint("all_to_all", algorithm),
         layout,
         arrange=lambda: _exchange_blocks(mine, shape, outs, rank),
@@ -371,23 +360,20 @@ def _exchange_blocks(
 ) -> Blocks | None:
     """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
     size, dtype = len(mine), mine[0].dtype
-    if outs is None:
-        is_one = 0 < len(shape) < _DIMENSIONS_MAX
-        made = (
-            list(np.empty((size, *shape), dtype))
-            if is_one
-            else [np.empty(shape, dtype) for _ in mine]
-        )
+    if outs is None and 0 < len(shape) < _DIMENSIONS_MAX:
+        output = list(np.empty((size, *shape), dtype))
+    elif outs is None:
+        output = [np.empty(shape, dtype) for _ in mine]
     else:
-        made = outs
-        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):
+        output = outs
+        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in output):
             return None
-    return _sides(mine, made, rank)
+    return _sides(mine, output, rank)
 
 
-def _sides(mine: list[NDArray[Any]], made: list[NDArray[Any]], rank: int) -> Blocks:
-    targets = (*made[rank + 1 :], *made[:rank])
-    return Blocks(made, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], made[rank])
+def _sides(mine: list[NDArray[Any]], output: list[NDArray[Any]], rank: int) -> Blocks:
+    targets = (*output[rank + 1 :], *output[:rank])
+    return Blocks(output, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], output[rank])
 
 
 def _exchanged(

@@ -90,9 +90,7 @@ def send(
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(dest) is int is type(tag):
         channel = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
-        native = (
-            None if channel is None else channel.native
-        )  # another thread may retire the channel
+        native = None if channel is None else channel.native  # a thread may retire it
         if (
             channel is not None
             and native is not None
@@ -181,9 +179,8 @@ def _send(
 
     def check() -> CollectiveSpec:
         array = make()
-        return send_request(
-            name, channel, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op
-        )
+        waits = array.nbytes > eager_bytes
+        return send_request(name, channel, array, kind, tag, waits=waits, copies=async_op)
 
     if channel.end is not None and (timeout is None or is_seconds(timeout)):
         with contextlib.suppress(ConfigError):  # the slow path raises it, and informs the receiver
@@ -239,14 +236,12 @@ def recv(
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(source) is int is type(tag):
         channel = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
-        native = (
-            None if channel is None else channel.native
-        )  # another thread may retire the channel
+        native = None if channel is None else channel.native  # a thread may retire it
         if channel is not None and native is not None and communicator.uneven is None:
-            made = native.receive(out)
-            if made is not None:
+            value = native.receive(out)
+            if value is not None:
                 _remember(recv, channel, communicator, source, tag)
-                return made
+                return value
     if is_foreign(out):
         return call_with_numpy(
             partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out
@@ -299,29 +294,29 @@ def sendrecv(  # noqa: PLR0913  (public signature)
     """
     if _foreign:
         raise unexpected_keyword(sendrecv, _foreign)
-    how: dict[str, Any] = {"group": group, "timeout": timeout}
+    options: dict[str, Any] = {"group": group, "timeout": timeout}
     if is_foreign(x, out):
-        again = partial(sendrecv, dest=dest, source=source, tag=tag, recv_tag=recv_tag, **how)
+        again = partial(sendrecv, dest=dest, source=source, tag=tag, recv_tag=recv_tag, **options)
         return call_with_numpy(again, x, out)
     if source is None:
-        return None if dest is None else send(x, dest, tag=tag, **how)
-    recv_options = {**how, "tag": tag if recv_tag is None else recv_tag, "out": out}
+        return None if dest is None else send(x, dest, tag=tag, **options)
+    recv_options = {**options, "tag": tag if recv_tag is None else recv_tag, "out": out}
     if dest is None:
         return recv(source, **recv_options)
     try:
         array = _message(x)
     except ConfigError:
-        return send(x, dest, tag=tag, **how)  # raises it again, and informs the receiver
+        return send(x, dest, tag=tag, **options)  # raises it again, and informs the receiver
     for name, rank in (("dest", dest), ("source", source)):  # check both before sending
         _checked(name, rank, communicator_of(group).size)
     _checked_tag(recv_options["tag"])
     if array.nbytes <= current().config.eager_bytes:  # does not wait for its receiver
-        send(array, dest, tag=tag, **how)
+        send(array, dest, tag=tag, **options)
         return recv(source, **recv_options)
     if isinstance(out, np.ndarray) and np.may_share_memory(array, out):
         array = array.copy()  # the receive may write to it before it has been sent
     work = recv(source, **recv_options, async_op=True)
-    send(array, dest, tag=tag, **how)
+    send(array, dest, tag=tag, **options)
     return work.wait()
 
 
@@ -373,10 +368,7 @@ def _receive(
     out: Any = None,
     async_op: bool,
 ) -> Any:
-    """Receive the next message of a tag: an array, or with `kind` BYTES an object.
-
-    If `out` has the message's dtype and shape, the message may be written to it directly.
-    """
+    """Receive the next message of a tag, possibly directly in `out`; `kind` BYTES is an object."""
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
     name, finish = ("recv", partial(_delivered, out)) if kind == ARRAY else _RECV_OBJECT
@@ -405,24 +397,24 @@ def _receive(
     return channel.perform(name, check, timeout, async_op=async_op)
 
 
-def _unpacked(kind: int, made: NDArray[Any]) -> Any:
+def _unpacked(kind: int, value: NDArray[Any]) -> Any:
     if kind != BYTES:
         raise ConfigError(
-            f"the message is an array, {made.dtype.name}{list(made.shape)}, not an object: "
+            f"the message is an array, {value.dtype.name}{list(value.shape)}, not an object: "
             f"receive it with sv.recv(source)"
         )
-    return unpack_object(made.tobytes())
+    return unpack_object(value.tobytes())
 
 
 _RECV_OBJECT = "recv_object", _unpacked
 
 
-def _delivered(out: Any, kind: int, made: NDArray[Any]) -> NDArray[Any]:
+def _delivered(out: Any, kind: int, value: NDArray[Any]) -> NDArray[Any]:
     if kind == BYTES:
         raise ConfigError(
             "the message is an object, not an array: receive it with sv.recv_object(source)"
         )
-    return deliver(made, out)
+    return deliver(value, out)
 
 
 def _is_alike(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
@@ -461,17 +453,15 @@ def _checked(name: str, rank: Any, size: int) -> int:
     from syncvar.core.migration_hints import hint_for
 
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        why = (
-            hint_for("sv", "ANY_SOURCE")
-            if name == "source"
-            else f"write sv.send(x, {size - 1}), for instance"
-        )
-        raise ConfigError(f"{name} must be a rank, not {rank!r:.100}: {why}")
+        hint = f"write sv.send(x, {size - 1}), for instance"
+        if name == "source":
+            hint = hint_for("sv", "ANY_SOURCE")
+        raise ConfigError(f"{name} must be a rank, not {rank!r:.100}: {hint}")
     if not 0 <= rank < size:
         # MPI's ANY_SOURCE and PROC_NULL are negative numbers, others in each implementation.
         words = ("PROC_NULL", "ANY_SOURCE")[: 1 + (name == "source")] if rank < 0 else ()
-        why = "".join(f"; {hint_for('sv', word)}" for word in words)
-        raise ConfigError(f"{name} {rank} is not in the group: its ranks are 0 to {size - 1}{why}")
+        hint = "".join(f"; {hint_for('sv', word)}" for word in words)
+        raise ConfigError(f"{name} {rank} is not in the group: its ranks are 0 to {size - 1}{hint}")
     return int(rank)
 
 

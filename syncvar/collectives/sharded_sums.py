@@ -100,24 +100,23 @@ def tree_sum(parts: Sequence[Any]) -> Any:
 def tree_combined(arrays: Sequence[NDArray[Any]], op: str) -> NDArray[Any]:
     """Return the "sum" or "mean" of arrays of one shape and dtype, by the reproducible tree."""
     first = arrays[0]
-    how = reduction(op, first.dtype)
-    total = np.empty(first.size, how.accumulate)
+    reducer = reduction(op, first.dtype)
+    total = np.empty(first.size, reducer.accumulate)
     items = {
         (number, number + 1): np.ascontiguousarray(array).reshape(-1)
         for number, array in enumerate(arrays)
     }
     summed(items, 0, len(arrays), total, 0)
     with quiet():
-        return finish(how, total, len(arrays)).reshape(first.shape)
+        return finish(reducer, total, len(arrays)).reshape(first.shape)
 
 
 def summed(
     held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any], start: int
 ) -> None:
-    """Sum the tree T(lo, hi) into `out`, in the dtype of `out`.
+    """Sum the tree T(lo, hi) into `out`, in the dtype of `out`, from element `start` of the nodes.
 
-    `held` has the flat arrays of known nodes (lo, hi), which cover the tree. `start` is the element
-    of the nodes that belongs to the first one of `out`.
+    `held` has the flat arrays of known nodes (lo, hi), which cover the tree.
     """
     rooms: list[NDArray[Any]] = []
     with quiet():
@@ -159,6 +158,8 @@ def _sum(
         second = right[start : start + out.size]
     np.add(first, second, out=out)
 
+
+# -- shards on several ranks -----------------------------------------------------------------------
 
 _SMALL_BYTES = 1 << 16  # of all nodes: up to here each rank gets all of them, in one round
 _OPS = ("sum", "mean")
@@ -216,9 +217,8 @@ def all_reduce_shards(
         array([2., 3.])
     """
     communicator = communicator_of(group)
-    return communicator.perform(
-        "all_reduce_shards", partial(shards_request, communicator, shards, op), timeout
-    )
+    check = partial(shards_request, communicator, shards, op)
+    return communicator.perform("all_reduce_shards", check, timeout)
 
 
 class _Kind(NamedTuple):
@@ -261,30 +261,29 @@ def shards_request(
     op = _checked_op(op)
     for index, _ in () if kind is None else kind.arrays:
         reduction(op, dtype_from_index(index))  # raises for a dtype that has no sum
-    told = _Announcement(tuple(runs_of(ids)), kind)
+    announcement = _Announcement(tuple(runs_of(ids)), kind)
     if communicator.size == 1:
-        wrong = _first_wrong([told])
+        wrong = _first_wrong([announcement])
         if wrong:
             raise ConfigError(f"{name}: {wrong}")
 
     def body() -> Generator[Stage, None, Any]:
-        everyone = [told]
+        everyone = [announcement]
         if communicator.size > 1:
-            everyone = [
-                _unpacked(data) for data in (yield from gather_bytes(communicator, _packed(told)))
-            ]
+            packed = yield from gather_bytes(communicator, _packed(announcement))
+            everyone = list(map(_unpacked, packed))
             wrong = _first_wrong(everyone)
             if wrong:
-                table = {
-                    communicator.members[rank]: one.describe() for rank, one in enumerate(everyone)
-                }
+                members = communicator.members
+                table = {members[rank]: one.describe() for rank, one in enumerate(everyone)}
                 raise MismatchError(f"{name}: {wrong}", table)
         agreed = next(one.kind for one in everyone if one.kind is not None)
         results: list[Any] = [None] * len(agreed.arrays)
         runs = tuple(one.runs for one in everyone)
-        hows = [reduction(op, dtype_from_index(index)) for index, _ in agreed.arrays]
-        for how, places in groupby(
-            sorted(range(len(hows)), key=lambda place: hows[place].source), key=hows.__getitem__
+        reducers = [reduction(op, dtype_from_index(index)) for index, _ in agreed.arrays]
+        for reducer, places in groupby(
+            sorted(range(len(reducers)), key=lambda place: reducers[place].source),
+            key=reducers.__getitem__,
         ):
             chosen = list(places)
             shapes = [agreed.arrays[place][1] for place in chosen]
@@ -292,13 +291,13 @@ def shards_request(
                 number: _joined([arrays[place] for place in chosen])
                 for number, arrays in leaves.items()
             }
-            total = yield from _total(communicator, flat, runs, how, sum(map(_size, shapes)))
+            total = yield from _total(communicator, flat, runs, reducer, sum(map(_size, shapes)))
             ends = list(accumulate(map(_size, shapes)))
             for place, shape, end in zip(chosen, shapes, ends, strict=True):
                 results[place] = total[end - _size(shape) : end].reshape(shape)
         return convert_back(like, unflatten(agreed.structure, results, like))
 
-    label = CallLabel(f"{name}({op}, {_shown(told.runs)})", CallFields(name, op))
+    label = CallLabel(f"{name}({op}, {_shown(announcement.runs)})", CallFields(name, op))
     return CollectiveSpec(label, fingerprint("all_reduce_shards", op, digest), body())
 
 
@@ -316,29 +315,24 @@ def _checked_op(op: Any) -> str:
 
 
 def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Kind | None]:
-    """Return the ids (ascending), the arrays of each shard, and the kind of the shards.
-
-    Raises:
-        ConfigError: An id is wrong, or shards do not fit together.
-    """
+    """Return the ids (ascending), the arrays of each shard, and the kind of the shards."""
     if not isinstance(shards, Mapping):
         raise ConfigError(
             f"shards must be a dict of id -> array, {{}} for none, not {type(shards).__name__}"
         )
     leaves: dict[int, list[NDArray[Any]]] = {}
     kinds: dict[int, _Kind] = {}
-    for given, value in shards.items():
-        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
-            raise ConfigError(f"the id of a shard must be an integer, 0 or more, not {given!r}")
-        number = int(given)
+    for key, value in shards.items():
+        if isinstance(key, bool) or not isinstance(key, int | np.integer) or key < 0:
+            raise ConfigError(f"the id of a shard must be an integer, 0 or more, not {key!r}")
+        number = int(key)
         structure, parts = flatten(value)
         arrays = arrays_of(value, parts, f"shard {number}")
         for array in arrays:
             check_finite(array, f"shard {number} of all_reduce_shards")
         leaves[number] = arrays
-        kinds[number] = _Kind(
-            structure, tuple((dtype_index(array.dtype), array.shape) for array in arrays)
-        )
+        shapes = tuple((dtype_index(array.dtype), array.shape) for array in arrays)
+        kinds[number] = _Kind(structure, shapes)
     ids = sorted(leaves)
     for number in ids:
         if kinds[number] != kinds[ids[0]]:
@@ -349,17 +343,16 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
     return ids, leaves, kinds[ids[0]] if ids else None
 
 
-def _packed(told: _Announcement) -> bytes:
-    kind = told.kind
+def _packed(announcement: _Announcement) -> bytes:
+    kind = announcement.kind
     shown = None if kind is None else [structure_to_plain(kind.structure), kind.arrays]
-    return pack_object([told.runs, shown])
+    return pack_object([announcement.runs, shown])
 
 
 def _unpacked(data: bytes) -> _Announcement:
     runs, kind = unpack_object(data)
-    return _Announcement(
-        runs, None if kind is None else _Kind(structure_from_plain(kind[0]), kind[1])
-    )
+    kind = None if kind is None else _Kind(structure_from_plain(kind[0]), kind[1])
+    return _Announcement(runs, kind)
 
 
 def _first_wrong(everyone: Sequence[_Announcement]) -> str:
@@ -387,14 +380,11 @@ def _first_wrong(everyone: Sequence[_Announcement]) -> str:
             missing.append((reached, start))
         if stop > reached:
             reached, last = stop, rank
-    words = [
-        f"ranks {one} and {other} both have {_shown([run])}" for run, (one, other) in twice[:3]
-    ]
+    words = [f"ranks {a} and {b} both have {_shown([run])}" for run, (a, b) in twice[:3]]
     if missing:
         words.append(f"no rank has {_shown(missing)}")
-    return "; ".join(words) + (
-        "" if not words else ". The ids of all ranks must be 0 to n-1, each once"
-    )
+    rule = ". The ids of all ranks must be 0 to n-1, each once"
+    return "; ".join(words) + (rule if words else "")
 
 
 def _shown(runs: Sequence[tuple[int, int]]) -> str:
@@ -440,14 +430,14 @@ def _total(
     communicator: Communicator,
     shards: dict[int, NDArray[Any]],
     runs: tuple[tuple[tuple[int, int], ...], ...],
-    how: Reduction,
+    reducer: Reduction,
     count: int,
 ) -> Generator[Stage, None, NDArray[Any]]:
     """Return the combination of all ranks' flat shards of `count` elements."""
     size, rank = communicator.size, communicator.member_rank
     nodes, shard_count = _nodes(runs)
     items = {(number, number + 1): array for number, array in shards.items()}
-    is_small = sum(map(len, nodes)) * count * how.accumulate.itemsize <= _SMALL_BYTES
+    is_small = sum(map(len, nodes)) * count * reducer.accumulate.itemsize <= _SMALL_BYTES
     chunks = [Chunk(0, count)] * size if is_small else even_chunks(count, size)
     own = chunks[rank]
     # Every rank sends the nodes that it can sum alone, cut by elements. Each rank then continues
@@ -459,7 +449,7 @@ def _total(
 
     matrix = tuple([counts(source) for source in range(size)])
     sent, arrived = matrix[rank], [row[rank] for row in matrix]
-    work = np.empty(sum(sent) + sum(arrived), how.accumulate)
+    work = np.empty(sum(sent) + sum(arrived), reducer.accumulate)
     place = 0
     for peer, chunk in enumerate(chunks):
         for node in nodes[rank] if peer != rank else ():
@@ -472,10 +462,10 @@ def _total(
         for node in nodes[source] if source != rank else ():
             held[node] = work[place : place + own.count]
             place += own.count
-    piece = np.empty(own.count, how.accumulate)
+    piece = np.empty(own.count, reducer.accumulate)
     summed(held, 0, shard_count, piece, 0)
     with quiet():
-        piece = finish(how, piece, shard_count)
+        piece = finish(reducer, piece, shard_count)
     if is_small or size == 1:
         return piece
     return (yield from gather_flat(communicator, piece, tuple(chunk.count for chunk in chunks)))

@@ -86,9 +86,9 @@ def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         >>> sv.zeros(3)
         array([0., 0., 0.])
     """
-    made = empty(shape, dtype)
-    made[...] = 0
-    return made
+    output = empty(shape, dtype)
+    output[...] = 0
+    return output
 
 
 def checked_shape_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -168,12 +168,12 @@ def shared_array(
     communicator = communicator_of(group)
     context = current()
     context.refuse_in_block("sv.shared_array")
-    asked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+    checked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
 
     def check() -> SharedArraySpec:
         lengths, kind = checked_shape_dtype(shape, dtype)
         _require_one_host(context, communicator)
-        asked.append((lengths, kind))
+        checked.append((lengths, kind))
         label = CallLabel(
             f"shared_array({list(lengths)}, {kind.name})",
             CallFields("shared_array", dtype=kind.name, shape=lengths),
@@ -186,14 +186,14 @@ def shared_array(
     found = memory_in_common(context, communicator, "shared_array", check, timeout)
     if isinstance(found, SharedMemoryFull):
         raise found
-    ((lengths, kind),) = asked
+    ((lengths, kind),) = checked
     return found.view(kind).reshape(lengths)
 
 
 class SharedArraySpec(NamedTuple):
     """Shared memory to allocate."""
 
-    what: str  # text of the call
+    description: str  # text of the call
     parts: tuple[Any, ...]  # values that all ranks must pass alike
     nbytes: int  # size in bytes
     content: NDArray[np.uint8] | None = None  # initial bytes, on the first rank; None for zeros
@@ -208,12 +208,11 @@ def memory_in_common(
 ) -> NDArray[np.uint8] | SharedMemoryFull:
     """Return memory that all ranks of a group share; SharedMemoryFull, on all ranks, if it is full.
 
-    Collective. `check` checks the arguments; the group must share memory, and its first rank
-    allocates.
+    Collective. `check` checks the arguments; the group's first rank allocates.
     """
     rank, size = communicator.member_rank, communicator.size
     head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
-    kept: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
+    mappings: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
     wanted: list[SharedArraySpec] = []
     refused: list[SharedMemoryFull] = []
 
@@ -222,29 +221,29 @@ def memory_in_common(
         wanted.append(one)
         reference = bytes(REFERENCE_NBYTES)  # of no memory
         if rank == 0:
-            kept[:] = [each for each in kept if not each.marks.all()]  # free what all have dropped
+            mappings[:] = [each for each in mappings if not each.marks.all()]  # free the rest
             try:
                 assert context.shm is not None
-                kept.append(_allocated(context.shm, size, head, one))
-                reference = context.shm.refer(kept[-1].offset, kept[-1].block.nbytes).pack()
+                mappings.append(_allocated(context.shm, size, head, one))
+                reference = context.shm.refer(mappings[-1].offset, mappings[-1].block.nbytes).pack()
             except SharedMemoryFull as error:
                 refused.append(error)
-        made = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
-        return CollectiveSpec(one.what, fingerprint(name, *one.parts), made.body)
+        output = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
+        return CollectiveSpec(one.description, fingerprint(name, *one.parts), output.body)
 
     try:
         found = communicator.perform(name, request, timeout).tobytes()
     except MismatchError:
         if rank == 0 and wanted and not refused:
-            kept.pop()  # no rank has received it
+            mappings.pop()  # no rank has received it
         raise
-    ((what, _, nbytes, _),) = wanted
+    ((description, _, nbytes, _),) = wanted
     if not any(found):
         first = communicator.members[0]
         if refused:
             return refused[0]
         return SharedMemoryFull(
-            f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
+            f"{description}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
         )
     shm = context.shm
     assert shm is not None

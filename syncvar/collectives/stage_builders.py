@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Communicator
 
 AT_ONCE = 248  # bytes that travel together with their length: four cache lines in all
 HEAD = struct.Struct(f"<Q{AT_ONCE}s")
@@ -47,10 +46,9 @@ def broadcast_flat(
         else np.array(mine, dtype=dtype, order="C", copy=True)
     )
     work = result.reshape(-1)
-    yield Stage(
-        communicator.plan("broadcast", work.size, work.itemsize, root=root, algorithm=algorithm),
-        work,
-    )
+    count, nbytes = work.size, work.itemsize
+    plan = communicator.plan("broadcast", count, nbytes, root=root, algorithm=algorithm)
+    yield Stage(plan, work)
     return result
 
 
@@ -60,9 +58,8 @@ def broadcast_bytes(
     """Broadcast bytes whose length only the root knows."""
     records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(mine)))
     data = np.frombuffer(mine, np.uint8) if communicator.member_rank == root else None
-    result = yield from broadcast_flat(
-        communicator, data, (records[root].nbytes,), np.dtype(np.uint8), root
-    )
+    shape, dtype = (records[root].nbytes,), np.dtype(np.uint8)
+    result = yield from broadcast_flat(communicator, data, shape, dtype, root)
     return result.tobytes()
 
 
@@ -95,9 +92,8 @@ def scatter_flat(
     """Scatter a flat array whose counts all ranks know; return a view of this rank's block."""
     work = np.empty(sum(counts), dtype) if whole is None else whole
     start = list(accumulate(counts, initial=0))[communicator.member_rank]
-    yield Stage(
-        communicator.plan("scatter", counts, work.itemsize, root=root, algorithm=algorithm), work
-    )
+    plan = communicator.plan("scatter", counts, work.itemsize, root=root, algorithm=algorithm)
+    yield Stage(plan, work)
     return work[start : start + counts[communicator.member_rank]]
 
 
@@ -106,13 +102,10 @@ def gather_bytes(
 ) -> Generator[Stage, None, list[bytes]]:
     """Gather bytes of any length from each rank, on the root or (None) on every rank.
 
-    It takes one exchange of small frames, and a second round if any rank has more than a frame
-    holds.
+    It takes one exchange of small frames, and a second one if any rank has more bytes.
     """
-    heads = [
-        HEAD.unpack(head)
-        for head in (yield from exchange_bytes(communicator, HEAD.pack(len(mine), mine)))
-    ]
+    packed = yield from exchange_bytes(communicator, HEAD.pack(len(mine), mine))
+    heads = list(map(HEAD.unpack, packed))
     counts = tuple(count for count, _ in heads)
     if max(counts) <= AT_ONCE:
         return [data[:count] for count, data in heads]
@@ -128,8 +121,8 @@ def exchange(
     communicator: Communicator, mine: InputRecord
 ) -> Generator[Stage, None, list[InputRecord]]:
     """Exchange records; return those of all ranks of the group, in rank order."""
-    told = yield from exchange_bytes(communicator, pack_record(mine))
-    return [unpack_record(data) for data in told]
+    packed = yield from exchange_bytes(communicator, pack_record(mine))
+    return [unpack_record(data) for data in packed]
 
 
 def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, None, list[bytes]]:
@@ -144,22 +137,23 @@ def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, 
 
 
 def require_same(
-    communicator: Communicator, what: str, values: list[Any], records: list[InputRecord]
+    communicator: Communicator, text: str, values: list[Any], records: list[InputRecord]
 ) -> None:
     """Raise MismatchError with a table of all inputs, unless all `values` are equal."""
     if any(value != values[0] for value in values):
-        table = {
-            communicator.members[rank]: record.describe() for rank, record in enumerate(records)
-        }
-        raise MismatchError(f"{what}: the ranks bring values that do not fit together", table)
+        members = communicator.members
+        table = {members[rank]: record.describe() for rank, record in enumerate(records)}
+        raise MismatchError(f"{text}: the ranks bring values that do not fit together", table)
 
+
+# -- calls in which ranks wait for each other, or gather an object of each -------------------------
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 def meet(
     communicator: Communicator,
-    what: str,
+    text: str,
     parts: tuple[Hashable, ...],
     timeout: float | None,
     check: Callable[[], None] | None = None,
@@ -169,9 +163,9 @@ def meet(
     def request() -> CollectiveSpec:
         if check is not None:
             check()
-        return CollectiveSpec(what, fingerprint(*parts), meeting(communicator))
+        return CollectiveSpec(text, fingerprint(*parts), meeting(communicator))
 
-    communicator.perform(what, request, timeout)
+    communicator.perform(text, request, timeout)
 
 
 def meeting(communicator: Communicator) -> Generator[Stage, None, None]:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def is_foreign(x: Any, out: Any = None) -> bool:
     """Return whether the input or output is, or holds, an array of another library.
 
-    False if looking through a container fails: the call then raises the error and informs the
-        group.
+    False if the look fails: the call then raises the error and informs the group.
     """
     try:
         return _holds(x) or (out is not None and _holds(out))
@@ -50,49 +49,47 @@ _PLAIN = {bool, int, float, complex, np.ndarray, np.float64, np.float32, np.int6
 
 
 def call_with_numpy(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
-    """Make a call with NumPy arrays in place of other libraries' arrays; convert its result back.
+    """Make `call` with NumPy arrays in place of other libraries' arrays; convert its result back.
 
-    `call` takes (x), or (x, out=out). The result is the caller's own `out`, if there is one.
+    It takes (x), or (x, out=out). The result is the caller's own `out`, if there is one.
     """
     places: dict[int, tuple[Any, Any]] = {}
     mine = _to_numpy(x, places if out is None else {})
     if out is None:
         result = call(mine)
         if isinstance(result, Work):
-            return result.then(partial(convert_back, _kept(x)))
+            return result.then(partial(convert_back, _library_arrays(x)))
         return convert_back(x, result)
     result = call(mine, out=_to_numpy(out, places))
     if isinstance(result, Work):
-        return result.then(partial(_written, _kept(out), places))
+        return result.then(partial(_written, _library_arrays(out), places))
     return _written(out, places, result)
 
 
-def _kept(value: Any) -> Any:
+def _library_arrays(value: Any) -> Any:
     """Return the arrays of libraries in a value, in containers of our own."""
     if is_structure(value):
-        return rebuild(value, [_kept(part) for part in children_of(value)])
+        return rebuild(value, [_library_arrays(part) for part in children_of(value)])
     return None if library_of(value) is None else value
 
 
 def _to_numpy(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     """Replace arrays by NumPy arrays, noted in `places` as id -> (NumPy array, original).
 
-    A value that cannot be converted becomes one that the call refuses, so that the group is
-    informed.
+    A value that cannot be converted becomes one that the call refuses, which informs the group.
     """
     try:
-        return _exchanged(value, places)
+        return _converted(value, places)
     except Exception as error:  # of a container: it holds itself, or is of the caller's own class
         return _unsupported(value, error)
 
 
 def _unsupported(value: Any, error: Exception) -> UnsupportedLibrary:
-    return UnsupportedLibrary(
-        f"of type {type(value).__name__} cannot be an array: {error_text(error)}"
-    )
+    name = type(value).__name__
+    return UnsupportedLibrary(f"of type {name} cannot be an array: {error_text(error)}")
 
 
-def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
+def _converted(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     kind = type(value)
     if kind is np.ndarray:
         places[id(value)] = value, value
@@ -100,7 +97,7 @@ def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     library = library_of(value)
     if library is None:
         if is_structure(value):
-            return rebuild(value, [_exchanged(part, places) for part in children_of(value)])
+            return rebuild(value, [_converted(part, places) for part in children_of(value)])
         return value
     try:
         array = library.take(value)
@@ -124,10 +121,8 @@ def convert_back(like: Any, result: Any) -> Any:
         return convert_back(parts[0], result) if parts else result
     if isinstance(result, dict):
         return rebuild(result, [convert_back(like[key], part) for key, part in result.items()])
-    return rebuild(
-        result,
-        [convert_back(part, made) for part, made in zip(parts, children_of(result), strict=True)],
-    )
+    pairs = zip(parts, children_of(result), strict=True)
+    return rebuild(result, [convert_back(part, part_of_result) for part, part_of_result in pairs])
 
 
 def _each(give: Callable[[Any, Any], Any], like: Any, result: Any) -> Any:
@@ -143,14 +138,14 @@ def _written(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
         library = library_of(value)
         if library is not None:
             library.wrote(value)
-    return _own(out, places, result)
+    return _caller_arrays(out, places, result)
 
 
-def _own(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
+def _caller_arrays(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
     if isinstance(result, np.ndarray):
         found = places.get(id(result))
         # Not found: the result is a piece of an array that was cut.
         return convert_back(out, result) if found is None else found[1]
     if is_structure(result):
-        return rebuild(result, [_own(out, places, one) for one in children_of(result)])
+        return rebuild(result, [_caller_arrays(out, places, one) for one in children_of(result)])
     return result

@@ -35,10 +35,8 @@ class TransferArgs(Cacheable):
     """A checked call that moves blocks.
 
     Args:
-        what: Text of the call.
-        digest: Its fingerprint.
-        layout: Layout of the blocks; `UNMOVED` if this rank's input has none, None without shared
-            memory.
+        text, digest: Text and fingerprint of the call.
+        layout: Layout of the blocks; `UNMOVED` if the input has none, None without shared memory.
         arrange: Function that returns the arrays of this call; None for `UNMOVED`.
         finish: Function of the outputs that returns the result.
         general: Stages for inputs that differ between ranks; None if they may not differ.
@@ -50,7 +48,7 @@ class TransferArgs(Cacheable):
 
     def __init__(
         self,
-        what: str,
+        text: str,
         digest: int,
         layout: TransferLayout | None,
         arrange: Callable[[], Blocks | None],
@@ -59,7 +57,7 @@ class TransferArgs(Cacheable):
         front: Front | None = None,
     ) -> None:
         self._layout, self.general, self._front = layout, general, front
-        super().__init__(what, digest, self._stages(arrange, finish))
+        super().__init__(text, digest, self._stages(arrange, finish))
 
     def _stages(
         self, arrange: Callable[[], Blocks | None], finish: Callable[[Any], Any]

@@ -9,9 +9,9 @@ _HASH_BYTES = 32
 
 
 def derive(secret: bytes, purpose: bytes, nbytes: int = KEY_BYTES, salt: bytes = b"") -> bytes:
-    """Return a key derived from a secret; keys for different purposes reveal nothing of each other.
+    """Return a key from a secret (HKDF with SHA-256, RFC 5869); at most 8160 bytes.
 
-    At most 8160 bytes. `salt` need not be secret. Source: RFC 5869, HKDF with SHA-256.
+    Keys for different purposes reveal nothing of each other. `salt` need not be secret.
     """
     import hashlib
     import hmac  # both load OpenSSL, which jobs on one host never need
@@ -25,12 +25,7 @@ def derive(secret: bytes, purpose: bytes, nbytes: int = KEY_BYTES, salt: bytes =
 
 
 def parse_key(text: str, source: str) -> bytes:
-    """Return the bytes of a secret of 64 hexadecimal digits.
-
-    Args:
-        text: The digits; blanks around them are ignored.
-        source: Origin of the text for the error, which never shows the digits.
-    """
+    """Return the bytes of 64 hexadecimal digits; errors name `source`, and never the digits."""
     try:
         key = bytes.fromhex(text.strip())
     except ValueError:

@@ -66,11 +66,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     # worker or server -> launcher
     "find_servers": {"job": str, **_of(int, "generation host_index")},
     # launcher -> worker or server
-    "servers": {
-        "version": int,
-        **_of(_Texts, "addresses hosts ended"),
-        "incarnations": _Counts,
-    },
+    "servers": {"version": int, **_of(_Texts, "addresses hosts ended"), "incarnations": _Counts},
     # launcher -> worker
     "members": {
         "generation": int,

@@ -60,14 +60,7 @@ Action = SendMessage | ShowMessage | AbortJob | Unresponsive
 
 
 class Coordinator:
-    """State of one version of the membership.
-
-    Args:
-        world_size: Number of ranks.
-        job_id: Random identity of the job.
-        config: Deadlines and intervals.
-        generation: Version of the membership.
-    """
+    """State of one version of the membership of the job with this random identity."""
 
     def __init__(
         self, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0
@@ -78,7 +71,7 @@ class Coordinator:
         self.handshake = self._new_handshake(generation)
         self.next_handshake = self._new_handshake(generation + 1)
         self.left: dict[int, dict[int, int]] = {}
-        self.gone: dict[int, str] = {}
+        self.failed_ranks: dict[int, str] = {}
         # Ranks whose failure another rank has reported, perhaps before the launcher notices it.
         self.lost: set[int] = set()
         self.broken_by: tuple[int, str] | None = None
@@ -100,10 +93,9 @@ class Coordinator:
     # -- messages of ranks -------------------------------------------------------------------------
 
     def join(self, message: Message, now: float) -> tuple[str, list[Action]]:
-        """Add a rank to the handshake.
+        """Add a rank to the handshake; return (reason of refusal or "", actions).
 
-        Returns:
-            (reason of refusal or "", actions). The caller answers a refused peer directly.
+        The caller answers a refused peer directly.
         """
         current = self.handshake.generation
         wanted = message["generation"]
@@ -112,28 +104,24 @@ class Coordinator:
         handshake = self.handshake if wanted == current else self.next_handshake
         if wanted != handshake.generation:
             return f"generation {wanted} cannot be joined, {current} is in force", []
-        member = Member(
-            message["rank"], message["address"], message["host"], message["pid"], message["about"]
-        )
+        names = ("rank", "address", "host", "pid", "about")
+        member = Member(*(message[name] for name in names))
         refused = handshake.join(member, now)
         if refused:
             return refused, []
         if handshake.missing():  # a rank that joins after another has failed need not wait for it
             return "", [
                 SendMessage(member.rank, self._lost_data(rank, reason))
-                for rank, reason in self.gone.items()
+                for rank, reason in self.failed_ranks.items()
             ]
         warning = handshake.compare()
         if handshake.failed:
-            refusal = pack_message(
-                "refused", error="HandshakeError", reason=handshake.failed, missing=[]
-            )
+            reason = handshake.failed
+            refusal = pack_message("refused", error="HandshakeError", reason=reason, missing=[])
             return "", [SendMessage(rank, refusal) for rank in sorted(handshake.members)]
         if handshake is self.next_handshake:  # every rank has joined the next membership
-            self.handshake, self.next_handshake = (
-                handshake,
-                self._new_handshake(handshake.generation + 1),
-            )
+            self.handshake = handshake
+            self.next_handshake = self._new_handshake(handshake.generation + 1)
             self.left.clear()
             self._unreceived = UnreceivedMessages()
             self.lost.clear()
@@ -149,8 +137,8 @@ class Coordinator:
             if member.host_index not in by_host:
                 by_host[member.host_index] = self._members_data(member)
             actions.append(SendMessage(rank, by_host[member.host_index]))
-        for rank, reason in self.gone.items():
-            actions += self._abort(rank, reason)
+        for rank, reason in self.failed_ranks.items():
+            actions += self._send_to_others(rank, self._lost_data(rank, reason))
         return "", actions
 
     def message(self, rank: int, message: Message, now: float) -> list[Action]:
@@ -163,25 +151,19 @@ class Coordinator:
     def ended(self, rank: int, reason: str, now: float, status: int | None = None) -> list[Action]:
         """Record that a rank's process has failed, for instance with "signal 9" and status -9."""
         del now
-        if rank in self.gone:
+        if rank in self.failed_ranks:
             return []
         self._drop_reports(rank)
-        self.gone[rank] = reason
+        self.failed_ranks[rank] = reason
         data = self._lost_data(rank, reason, status)
-        joining = [
-            SendMessage(other, data)
-            for other in sorted(self.next_handshake.members)
-            if other != rank
-        ]
+        others = sorted(self.next_handshake.members)
+        joining = [SendMessage(other, data) for other in others if other != rank]
         return self._send_to_others(rank, data) + joining
 
     def fence_rank(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Record that a rank is unresponsive, and fence it.
-
-        If its process wakes up, the message stops it from taking part in later calls.
-        """
+        """Record that a rank is unresponsive; if it wakes up, it takes part in no later call."""
         fence: list[Action] = []
-        if rank in self.handshake.members and rank not in self.gone:
+        if rank in self.handshake.members and rank not in self.failed_ranks:
             fence = [SendMessage(rank, self._lost_data(rank, reason))]
         return self.ended(rank, reason, now) + fence
 
@@ -241,7 +223,7 @@ class Coordinator:
             call=message["call"],
             ordinal=message["ordinal"],
             fingerprint=message["fingerprint"],
-            what=message["description"][:400],
+            description=message["description"][:400],
             site=message["site"][:400],
             awaiting=tuple(message["awaiting"]),
             since=now - message["waited_s"],
@@ -288,19 +270,17 @@ class Coordinator:
         failed = [peer for peer in message["missing"] if peer in self.handshake.members]
         self.lost |= set(failed)
         others = [other for other in self.handshake.members if other not in failed]
-        return [
-            action
-            for peer in failed
-            for action in self._send(others, self._lost_data(peer, reason), but=rank)
-        ]
+        actions: list[Action] = []
+        for peer in failed:
+            actions += self._send(others, self._lost_data(peer, reason), but=rank)
+        return actions
 
     def _leave(self, rank: int, message: Message, _now: float) -> list[Action]:
         self._drop_reports(rank)
         self.left[rank] = message["entered"]
         texts = self._unreceived.leave(rank, message["entered"], message["sent"], message["sites"])
-        data = pack_message(
-            "leave_notice", rank=rank, entered=message["entered"], skipped=message["skipped"]
-        )
+        counts = {name: message[name] for name in ("entered", "skipped")}
+        data = pack_message("leave_notice", rank=rank, **counts)
         return [*map(ShowMessage, texts), *self._send_to_others(rank, data)]
 
     def _judge(self, now: float) -> list[Action]:
@@ -335,7 +315,8 @@ class Coordinator:
         return self._send(finding.members, data)
 
     def _may_answer(self, rank: int) -> bool:
-        return rank in self.handshake.members and rank not in self.left and rank not in self.gone
+        is_over = rank in self.left or rank in self.failed_ranks
+        return rank in self.handshake.members and not is_over
 
     def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]
@@ -367,24 +348,16 @@ class Coordinator:
         )
 
     def _new_handshake(self, generation: int) -> Handshake:
-        return Handshake(
-            self.world_size,
-            generation,
-            self.config.rendezvous_timeout_s,
-            self.config.missing_report_s,
-        )
+        limits = self.config.rendezvous_timeout_s, self.config.missing_report_s
+        return Handshake(self.world_size, generation, *limits)
 
     def _rendezvous_failed(self, handshake: Handshake, reason: str) -> list[Action]:
-        data = pack_message(
-            "refused", error="RendezvousError", reason=reason, missing=handshake.missing()
-        )
+        missing = handshake.missing()
+        data = pack_message("refused", error="RendezvousError", reason=reason, missing=missing)
         return [
-            AbortJob("RendezvousError", reason, tuple(handshake.missing())),
+            AbortJob("RendezvousError", reason, tuple(missing)),
             *(SendMessage(rank, data) for rank in sorted(handshake.members)),
         ]
-
-    def _abort(self, rank: int, reason: str) -> list[Action]:
-        return self._send_to_others(rank, self._lost_data(rank, reason))
 
     def _lost_data(self, rank: int, reason: str, status: int | None = None) -> bytes:
         fields = {"failure_kind": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
@@ -392,22 +365,16 @@ class Coordinator:
 
     def _abort_data(self, rank: int, fields: Message, status: int | None = None) -> bytes:
         names = ("failure_kind", "reason", "group", "call", "missing")
-        shown = {name: fields[name] for name in names}
+        host, values = self.host(rank), {name: fields[name] for name in names}
         known = [] if status is None else [status]
-        return pack_message("abort", rank=rank, host=self.host(rank), status=known, **shown)
+        return pack_message("abort", rank=rank, host=host, status=known, **values)
 
     def _send_to_others(self, rank: int, data: bytes) -> list[Action]:
         return self._send(self.handshake.members, data, but=rank)
 
     def _send(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
-        return [
-            SendMessage(rank, data)
-            for rank in sorted(ranks)
-            if rank != but
-            and rank in self.handshake.members
-            and rank not in self.gone
-            and rank not in self.left
-        ]
+        receivers = [rank for rank in sorted(ranks) if rank != but and self._may_answer(rank)]
+        return [SendMessage(rank, data) for rank in receivers]
 
     def _drop_reports(self, rank: int) -> None:
         for key in [key for key in self._reports if key[0] == rank]:

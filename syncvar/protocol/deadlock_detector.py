@@ -38,12 +38,7 @@ def _stall_sentence(
 ) -> str:
     """Return which ranks wait in a call, for how long, and for which ranks.
 
-    Args:
-        waiting: Ranks that wait.
-        waited_s: Time since the first of them began to wait, in seconds.
-        call: Text of the call.
-        late: Ranks that have not entered the call.
-        other_calls: For each late rank that waits in another call: text of that call.
+    `other_calls` has the text of the call for each late rank that waits in another one.
     """
     waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in {call}: "
     if late:
@@ -85,7 +80,7 @@ class WaitReport(NamedTuple):
     call: int  # call number within the group
     ordinal: int  # number of the call as the program counts the group's calls, from 1
     fingerprint: int  # hash of the call
-    what: str  # text of the call
+    description: str  # text of the call
     site: str  # file:line of the caller
     awaiting: tuple[int, ...]  # ranks whose frames are missing
     since: float  # begin of the wait, on the receiver's clock
@@ -96,7 +91,7 @@ class WaitReport(NamedTuple):
 
     def describe(self) -> str:
         """Return the call with its number and its place in the program."""
-        return f"{self.what} (call {self.ordinal}) at {self.site}"
+        return f"{self.description} (call {self.ordinal}) at {self.site}"
 
 
 class DeadlockReport(NamedTuple):
@@ -122,8 +117,7 @@ def find_mismatch(
 ) -> list[DeadlockReport]:
     """Return one entry for each call at which ranks disagree.
 
-    It waits until all members have reported, or `patience_s` seconds after the last report, so
-    that the table names as many ranks as possible.
+    A call is judged when all members have reported, or `patience_s` seconds after the last report.
     """
     found = []
     for (group, call), ours in _by_call(reports).items():
@@ -227,13 +221,9 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
         if waited_s < after_s:
             continue
         late = [rank for rank in ours[0].members if latest.get((rank, group), -1) < call]
-        sentence = _stall_sentence(
-            [report.rank for report in ours],
-            waited_s,
-            ours[0].describe(),
-            late,
-            {rank: first[rank].describe() for rank in late if rank in first},
-        )
+        waiting = [report.rank for report in ours]
+        others = {rank: first[rank].describe() for rank in late if rank in first}
+        sentence = _stall_sentence(waiting, waited_s, ours[0].describe(), late, others)
         result.append(Stall((group, call), waited_s, sentence, late))
     return result
 
@@ -265,20 +255,20 @@ class Stalls:
         after_s: Wait after which a call counts as stalled, in seconds.
 
     Attributes:
-        asked: Unanswered ranks, with the time of the question.
+        pinged: Unanswered ranks, with the time of the question.
     """
 
     def __init__(self, after_s: float) -> None:
-        self.asked: dict[int, float] = {}
+        self.pinged: dict[int, float] = {}
         self._after_s = after_s
         self._warnings: dict[_Key, int] = {}
-        self._asking: dict[_Key, tuple[float, list[int]]] = {}
+        self._pending: dict[_Key, tuple[float, list[int]]] = {}
         self._answers: dict[int, tuple[float, str]] = {}
         self._silent: dict[int, str] = {}
 
     def record_answer(self, rank: int, message: Message, now: float) -> None:
         """Record a rank's answer to "ping"."""
-        self.asked.pop(rank, None)
+        self.pinged.pop(rank, None)
         self._silent.pop(rank, None)
         self._answers[rank] = (now, _last_activity(message))
 
@@ -293,25 +283,22 @@ class Stalls:
     def tick(
         self, reports: list[WaitReport], now: float, may_answer: Callable[[int], bool]
     ) -> StallActions:
-        """Return the actions that are due at time `now` (seconds).
-
-        `may_answer(rank)` says whether the rank is connected and can be asked.
-        """
+        """Return the actions that are due at `now`; `may_answer(rank)`: the rank can be asked."""
         actions = StallActions([], [], [])
         found = {stall.key: stall for stall in find_stalls(reports, now, self._after_s)}
-        for notes in (self._warnings, self._asking):
+        for notes in (self._warnings, self._pending):
             for key in notes.keys() - found.keys():
                 del notes[key]
         reporting = {report.rank for report in reports}
         for key, stall in found.items():
             if stall.waited_s < self._next_warning_s(key):
                 continue
-            if key not in self._asking:
+            if key not in self._pending:
                 ranks = [rank for rank in stall.late if may_answer(rank)]
                 actions.ask.extend(ranks)
-                self._asking[key] = (now, ranks)
-                self.asked = {**dict.fromkeys(ranks, now), **self.asked}
-            since, ranks = self._asking[key]
+                self._pending[key] = (now, ranks)
+                self.pinged = {**dict.fromkeys(ranks, now), **self.pinged}
+            since, ranks = self._pending[key]
             answers = {
                 rank: self._answers[rank][1]
                 for rank in ranks
@@ -319,11 +306,11 @@ class Stalls:
             }
             have_all = all(rank in answers or not may_answer(rank) for rank in ranks)
             if have_all or now - since >= _ANSWER_S:
-                del self._asking[key]
+                del self._pending[key]
                 self._warnings[key] = self._warnings.get(key, 0) + 1
                 late = {rank: text for rank, text in answers.items() if rank not in reporting}
                 actions.sentences.append(stall.sentence + _late_ranks_text(late))
-        for rank, since in self.asked.items():
+        for rank, since in self.pinged.items():
             if now - since >= _ANSWER_S and rank not in self._silent and may_answer(rank):
                 self._silent[rank] = _NO_THREAD_ANSWERS
                 actions.silent.append((rank, now - since))

@@ -36,12 +36,8 @@ def pack_exception(error: BaseException) -> bytes:
 def unpack_exception(data: bytes) -> BaseException:
     """Return the exception in `data`, or a stand-in with the same name and text.
 
-    The exception keeps its class if this process can import it and the same arguments give the
-    same text. Otherwise the result is a new class of that name. Its base is the first built-in
-    class among the bases of the original.
-
-    Raises:
-        WireError: `data` is no packed exception.
+    The exception keeps its class if this process can import it and the same arguments give the same
+    text. Otherwise the result is a new class of that name, with the first built-in base.
     """
     classes, args, attributes, encoded = unpack_object(data)
     text = encoded.decode()

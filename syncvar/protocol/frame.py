@@ -83,12 +83,7 @@ class Header(NamedTuple):
 
 
 def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:
-    """Return the fields of a header of exactly `HEADER_NBYTES` bytes.
-
-    Raises:
-        WireError: Wrong length, magic, version, checksum, type or size, or a payload of more than
-            `nbytes_max` bytes.
-    """
+    """Return the fields of a header; WireError if it is wrong or its payload too long."""
     if len(data) != HEADER_NBYTES:
         raise WireError(f"a header has {HEADER_NBYTES} bytes, not {len(data)}")
     magic, version, kind, *rest = _BODY.unpack_from(data)

@@ -20,6 +20,8 @@ from syncvar.protocol.frame import PROTOCOL_VERSION
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# -- installations of the ranks --------------------------------------------------------------------
+
 SETTING = "set."
 """Prefix of settings in `about` that must be equal on all ranks."""
 
@@ -32,8 +34,6 @@ _TEXT_MAX = 1024
 _SHOWN_MAX = 60  # characters of a value
 _VALUES_MAX = 6  # of one line
 _LINES_MAX = 12
-
-_About = dict[str, int | str]
 
 
 def check_about(about: Mapping[str, int | str]) -> None:
@@ -55,9 +55,8 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
           syncvar: '1' (rank 0), '2' (rank 1)
         install the same syncvar everywhere, and give all ranks the same settings
     """
-    settings = sorted(
-        {name for about in abouts.values() for name in about if name.startswith(SETTING)}
-    )
+    names = {name for about in abouts.values() for name in about}
+    settings = sorted(name for name in names if name.startswith(SETTING))
     must = {**_MUST_AGREE, **{name: _shown(name.removeprefix(SETTING))[1:-1] for name in settings}}
     lines = [
         f"  {label}: {values}"
@@ -67,41 +66,15 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     refusal = ""
     if lines:
         rest = [f"  ({len(lines) - _LINES_MAX} more)"] if len(lines) > _LINES_MAX else []
-        refusal = "\n".join(
-            (
-                "the ranks differ in what all must have alike:",
-                *lines[:_LINES_MAX],
-                *rest,
-                "install the same syncvar everywhere, and give all ranks the same settings",
-            )
-        )
+        first = "the ranks differ in what all must have alike:"
+        last = "install the same syncvar everywhere, and give all ranks the same settings"
+        refusal = "\n".join((first, *lines[:_LINES_MAX], *rest, last))
     parts = [
         f"{label} {values}"
         for name, label in _SHOULD_AGREE.items()
         if (values := _values(abouts, name, skips_empty=True))
     ]
     return refusal, f"the ranks differ: {'; '.join(parts)}" if parts else ""
-
-
-def check_protocol(abouts: Mapping[int, Mapping[str, int | str]]) -> str:
-    """Return the error if ranks have another version of the protocol than this process.
-
-    Example:
-        >>> check_protocol({0: {"protocol": 1}, 1: {"protocol": 1}})
-        'ranks 0, 1 have protocol 1, and this process has 2: install the same syncvar everywhere'
-    """
-    others = {
-        rank: about["protocol"]
-        for rank, about in abouts.items()
-        if about.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION
-    }
-    if not others:
-        return ""
-    protocol = next(iter(others.values()))
-    return (
-        f"{rank_list(others)} {'has' if len(others) == 1 else 'have'} protocol {protocol}, "
-        f"and this process has {PROTOCOL_VERSION}: install the same syncvar everywhere"
-    )
 
 
 def _values(abouts: Mapping[int, Mapping[str, int | str]], name: str, *, skips_empty: bool) -> str:
@@ -121,6 +94,9 @@ def _values(abouts: Mapping[int, Mapping[str, int | str]], name: str, *, skips_e
 def _shown(value: int | str) -> str:
     """Return a value from a rank without control characters, for the terminal."""
     return ascii(value[:_SHOWN_MAX]) if isinstance(value, str) else str(value)
+
+
+# -- handshake -------------------------------------------------------------------------------------
 
 
 class Member(NamedTuple):
@@ -169,17 +145,19 @@ class Handshake:
         return len(self.members) == self.world_size and not self.failed
 
     def compare(self) -> str:
-        """Compare the installations of all ranks once they have joined.
+        """Compare the installations once all ranks have joined; return a warning or "".
 
         The handshake fails if they cannot work together.
-
-        Returns:
-            A warning about smaller differences, or an empty text.
         """
         abouts = {rank: member.about for rank, member in self.members.items()}
         self.failed, warning = compare_abouts(abouts)
-        if not self.failed:
-            self.failed = check_protocol(abouts)
+        others = {about.get("protocol", PROTOCOL_VERSION) for about in abouts.values()}
+        others.discard(PROTOCOL_VERSION)
+        if others and not self.failed:
+            self.failed = (
+                f"the ranks have protocol {others.pop()}, and this process has {PROTOCOL_VERSION}: "
+                "install the same syncvar everywhere"
+            )
         return "" if self.failed else warning
 
     def missing(self) -> list[int]:
@@ -229,22 +207,22 @@ class Handshake:
             return f"still waiting for {absent} to join after {waited:.0f} s (joined: {joined})", ""
         return "", ""
 
-    def ended(self, rank: int, how: str) -> str:
-        """Record that a rank ended before it joined.
-
-        Returns:
-            The reason of failure if others are waiting for it, else an empty text.
-        """
+    def ended(self, rank: int, ending: str) -> str:
+        """Record that a rank ended before it joined; return why the handshake fails, or ""."""
         if rank in self.members or self.failed:
             return ""
-        self.absent[rank] = how
+        self.absent[rank] = ending
         if self.members:  # otherwise the first rank that joins learns it from `tick`
             self.failed = self._missing_forever()
         return self.failed
 
     def _missing_forever(self) -> str:
-        rank, how = next(iter(self.absent.items()))
-        return f"rank {rank} {how} without joining, while {rank_list(self.members)} waited for it"
+        rank, ending = next(iter(self.absent.items()))
+        others = rank_list(self.members)
+        return f"rank {rank} {ending} without joining, while {others} waited for it"
+
+
+# -- failure detector ------------------------------------------------------------------------------
 
 
 class Suspicion(NamedTuple):
@@ -268,10 +246,7 @@ class Health:
     def observe(self, rank: int, sign: str, now: float) -> Suspicion | None:
         """Record one observation; return the rank's new state if it changed.
 
-        Args:
-            rank: The rank.
-            sign: Empty for a sign of life, else the trouble ("its process is stopped (state T)").
-            now: Seconds of a monotonic clock.
+        `sign` is empty for a sign of life, else the trouble ("its process is stopped (state T)").
         """
         if not sign:
             self._silent_since.pop(rank, None)

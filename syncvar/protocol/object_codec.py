@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+# -- ranges, paths, decimals and dtypes ------------------------------------------------------------
+
 _RANGE, _PATH, _DECIMAL, _DTYPE = STANDARD_CODES = range(11, 15)  # of msgpack's extension types
 _BOUNDS = struct.Struct("<qqq")  # start, stop, step
 _DTYPE_TEXT = re.compile(r"[<>|][?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
@@ -50,11 +52,7 @@ def _code_of(value: Any) -> int:
 
 
 def pack_standard(value: Any, place: str) -> tuple[int, bytes] | None:
-    """Return the code and bytes of a value, or None for other types; `place` names it in errors.
-
-    Raises:
-        ConfigError: A dtype of Python objects or with fields, or a range beyond 64-bit integers.
-    """
+    """Return the code and bytes of a value, or None for other types; `place` names it in errors."""
     code = _code_of(value)
     if not code:
         return None
@@ -118,11 +116,7 @@ _NO_ZONE, _FIXED, _NAMED = b"\x00", b"\x01", b"\x02"
 
 
 def pack_datetime(value: Any) -> bytes:
-    """Return a date, time, datetime or timedelta (no subclass) as bytes.
-
-    Raises:
-        ConfigError: Its time zone has a type that cannot be packed.
-    """
+    """Return a date, time, datetime or timedelta (no subclass) as bytes."""
     kind = type(value)
     if kind is dt.date:
         return _DATE.pack(value.year, value.month, value.day)
@@ -134,7 +128,7 @@ def pack_datetime(value: Any) -> bytes:
 
 
 def unpack_datetime(index: int, data: bytes) -> Any:
-    """Return the value of type `MOMENTS[index]`, or raise ValueError or struct.error."""
+    """Return the value of type `DATETIME_TYPES[index]`, or raise ValueError or struct.error."""
     kind = DATETIME_TYPES[index]
     if kind is dt.date:
         return dt.date(*_DATE.unpack(data))
@@ -185,10 +179,12 @@ def _zone(data: bytes) -> dt.tzinfo | None:
     raise ValueError("the bytes are no time zone")
 
 
+# -- objects ---------------------------------------------------------------------------------------
+
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
 # 11 to 14 are STANDARD_CODES.
-_MOMENT = 16  # first of one code for each type in MOMENTS
+_MOMENT = 16  # first of one code for each type in DATETIME_TYPES
 DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
 _VERSIONS = "_metadata"  # attribute of PyTorch's state dicts, with the versions of modules
@@ -339,9 +335,8 @@ def _plain(value: Any, place: str, depth: int) -> Any:  # noqa: C901, PLR0911, P
     if kind is int:
         if -(1 << 63) <= value < 1 << 64:
             return value
-        return msgpack.ExtType(
-            _BIG_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        )
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return msgpack.ExtType(_BIG_INTEGER, data)
     if depth >= DEPTH_MAX:
         raise ConfigError(f"{place} is nested more than {DEPTH_MAX} deep")
     if kind is list:
@@ -450,9 +445,8 @@ def _restore(code: int, data: bytes, depth: int) -> Any:  # noqa: C901, PLR0911 
         (items,) = _list(data, depth)
         return Counter(dict(items))
     if code in (_SET, _FROZEN_SET):
-        return (set if code == _SET else frozenset)(
-            _unpack(part, depth + 1) for part in _list(data, depth)
-        )
+        parts = (_unpack(part, depth + 1) for part in _list(data, depth))
+        return set(parts) if code == _SET else frozenset(parts)
     if _MOMENT <= code < _MOMENT + len(DATETIME_TYPES):
         return unpack_datetime(code - _MOMENT, data)
     if code in STANDARD_CODES:

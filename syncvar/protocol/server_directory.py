@@ -26,12 +26,7 @@ class _ServerAddress(NamedTuple):
 
 
 class ServerTable:
-    """State of the servers of one attempt.
-
-    Args:
-        job_id: Random identity of the job.
-        generation: First version of the membership in this attempt.
-    """
+    """State of the servers of one attempt, which begins with this version of the membership."""
 
     def __init__(self, job_id: str, generation: int) -> None:
         self.version = 0
@@ -48,10 +43,8 @@ class ServerTable:
             return "this is another job"
         generation = message["generation"]
         if generation != self._generation:
-            return (
-                f"the processes of generation {generation} have been replaced by those of "
-                f"{self._generation}"
-            )
+            now = self._generation
+            return f"the processes of generation {generation} have been replaced by those of {now}"
         return ""
 
     def serves(self, message: Message) -> str:
@@ -100,7 +93,7 @@ class ServerTable:
         self._incarnations[number] = incarnation
         self.version += 1
 
-    def told(self, host_index: int) -> bytes:
+    def message_for(self, host_index: int) -> bytes:
         """Return the table as a message for the processes of a host."""
         return pack_message(
             "servers",

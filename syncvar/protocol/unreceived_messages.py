@@ -65,8 +65,7 @@ class UnreceivedMessages:
     ) -> list[str]:
         """Record the counts of a leaving rank; return a sentence for each stream with leftovers.
 
-        `entered` is the last call that the rank entered in each group, and a receive is a call of
-        its stream. `sent` and `sites` are fields of `pack_counts`.
+        `entered` has its last call in each group, and a receive is a call of its stream.
         """
         columns = zip(sent[0::4], sent[1::4], sent[2::4], sent[3::4], strict=False)
         own = [SentCount(*column, sites.get(column[0], "")) for column in columns]

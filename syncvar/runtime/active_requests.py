@@ -416,6 +416,6 @@ class Verdicts:
                 "last_call": block.following,
                 "text": f"another rank made a call before it that rank {rank} did not make",
                 "table": {rank: reason},
-                "waits": False,
+                "has_waiting_ranks": False,
             }
         )

@@ -8,7 +8,7 @@ Before a program begins, all ranks have published the same call (phase 0), toget
 that the opening of the program wrote. Four instructions follow:
 
 * `CopyInstruction` copies a span of one memory to another one.
-* `Combine` combines spans in rank order, by the tree of `algorithms.reproducible.tree_order`.
+* `Combine` combines spans in rank order, by the tree of `algorithms.reproducible_tree.tree_order`.
 * `Publish` publishes that everything before it is done.
 * `Await` waits until the others have published as much.
 

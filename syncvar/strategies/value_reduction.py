@@ -183,7 +183,14 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
         key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
         public = None if reproducible else _elementwise_entered
         result = call_persistent(
-            communicator, key, form, None, timeout, request_of, public=public, how=(reduce_op,)
+            communicator,
+            key,
+            form,
+            None,
+            timeout,
+            request_of,
+            public=public,
+            rest=(reduce_op,),
         )
         if result is not None:
             return result

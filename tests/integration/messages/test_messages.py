@@ -39,7 +39,7 @@ import probe, syncvar as sv
 from syncvar.collectives import send_recv as point_to_point
 
 steps, asked, digest = int(sys.argv[1]), [0], hashlib.sha256()
-for name in ("_sent", "_received"):
+for name in ("_send", "_receive"):
     def counted(*arguments, through=getattr(point_to_point, name), **keywords):
         asked[0] += 1
         return through(*arguments, **keywords)

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from syncvar.algorithms.hierarchical import COMPOSED, flattened, keeps_the_tree
+from syncvar.algorithms.hierarchical import COMPOSED, keeps_the_tree
 from syncvar.algorithms.schedule import Reduce, Schedule
 from syncvar.core.errors import PlanError
 from tests.verification.schedules.collective_contracts import contract_of, tree_expression
-from tests.verification.schedules.schedule_checker import verify
+from tests.verification.schedules.schedule_checker import flattened, verify
 
 HOSTS = [
     sizes

@@ -9,8 +9,17 @@ import os
 import pytest
 
 from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.render import schedule_text, step_text
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    schedule_text,
+    step_text,
+)
 from tests.support.paths import GOLDEN
 
 FIGURES = {

@@ -3,7 +3,7 @@
 import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all
-from syncvar.algorithms.render import schedule_text
+from syncvar.algorithms.schedule import schedule_text
 from syncvar.cli.commands import main
 
 

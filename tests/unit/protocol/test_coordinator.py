@@ -133,7 +133,7 @@ def test_ranks_that_all_have_another_protocol_than_the_launcher_are_refused():
     assert kinds(messages) == {rank: ["refused"] for rank in range(2)}
     assert messages[0][0]["error"] == "HandshakeError"
     assert messages[0][0]["reason"] == (
-        "ranks 0, 1 have protocol 1, and this process has 2: install the same syncvar everywhere"
+        "the ranks have protocol 1, and this process has 2: install the same syncvar everywhere"
     )
 
 

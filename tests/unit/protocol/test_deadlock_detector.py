@@ -14,7 +14,7 @@ def report(
     rank, group, members, call=0, *, entered=None, fingerprint=1, received=0.0, since=0.0, **more
 ):
     fields = {
-        "what": f"call of group {group}",
+        "description": f"call of group {group}",
         "site": "a.py:1",
         "awaiting": (),
         "mismatch": False,
@@ -44,7 +44,7 @@ def test_the_same_call_everywhere_is_no_mismatch():
 def test_two_fingerprints_at_one_call_are_a_mismatch_with_a_row_for_every_member():
     reports = [
         report(0, 7, (0, 1, 2)),
-        report(1, 7, (0, 1, 2), fingerprint=2, what="other"),
+        report(1, 7, (0, 1, 2), fingerprint=2, description="other"),
         report(2, 8, (2,)),
     ]
     (verdict,) = find_mismatch(reports, 1.0)

@@ -39,7 +39,7 @@ def test_who_asks_is_told_where_servers_are_reached_from_its_host():
     table = ServerTable("job", 2)
     assert table.serves(serve(0)) == ""
     assert table.serves(serve(1, host_index=1)) == ""
-    told = [parse_message(table.told(host)) for host in (0, 1)]
+    told = [parse_message(table.message_for(host)) for host in (0, 1)]
     assert [one["addresses"] for one in told] == [
         {0: "ipc://s0", 1: "tcp://h1:1"},
         {0: "tcp://h0:0", 1: "ipc://s1"},
@@ -78,7 +78,7 @@ def test_every_change_is_a_new_version_and_the_first_reason_stays():
         versions.append(table.version)
     assert versions == sorted(set(versions))
     table.ended(SERVER_0, "signal 9")
-    told = parse_message(table.told(0))
+    told = parse_message(table.message_for(0))
     assert told["version"] == versions[-1]
     assert told["ended"] == {SERVER_0: "its process is stopped"}
     assert told["incarnations"] == {3: 1}

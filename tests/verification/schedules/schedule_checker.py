@@ -13,8 +13,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from syncvar.algorithms.render import step_text
-from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.hierarchical import stages
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Schedule,
+    ScheduleArgs,
+    Send,
+    step_text,
+)
 from syncvar.cli.plan import TrafficReport, traffic
 from syncvar.core.errors import PlanError
 from tests.verification.schedules.symbolic_values import UNDEFINED, Expressions
@@ -22,7 +33,8 @@ from tests.verification.schedules.symbolic_values import UNDEFINED, Expressions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Schedule, Step
+    from syncvar.algorithms.hierarchical import StagePart
+    from syncvar.algorithms.schedule import Round, Step
     from tests.verification.schedules.collective_contracts import Contract
 
 
@@ -357,3 +369,60 @@ class _Run:
             for other in contract.heard_of[rank]:
                 if not 0 <= other < len(self.states) or state.clock[other] < 0:
                     raise PlanError(f"{ended}: it has not heard of rank {other}")
+
+
+def flattened(
+    collective: str,
+    sizes: Sequence[int],
+    *,
+    count: int = 0,
+    counts: Sequence[int] = (),
+    itemsize: int = 1,
+    root: int = 0,
+    reproducible: bool = False,
+) -> list[Schedule]:
+    """Return the stages of all ranks as schedules of the whole group; arguments as for `stages`.
+
+    Ranks that wait for others have empty rounds.
+    """
+    n = sum(sizes)
+    everyone = []
+    for rank in range(n):
+        args = ScheduleArgs(rank, n, count, tuple(counts), root)
+        parts = stages(collective, sizes, args, itemsize=itemsize, reproducible=reproducible)
+        assert parts is not None
+        everyone.append(parts)
+    blocks = n if collective in ("all_gather", "header_exchange") else 1
+    work_count = sum(counts) if counts else blocks * count
+    rounds: list[list[Round]] = [[] for _ in range(n)]
+    scratch = [0] * n
+    for number in range(len(everyone[0])):
+        done = [_written_out(parts[number], scratch[rank]) for rank, parts in enumerate(everyone)]
+        longest = max(map(len, done))
+        for rank, part_rounds in enumerate(done):
+            rounds[rank] += [*part_rounds, *((),) * (longest - len(part_rounds))]
+            plan = everyone[rank][number].plan
+            scratch[rank] += plan.scratch_count if plan is not None else 0
+    name = "hierarchical"
+    return [
+        Schedule(collective, name, rank, n, work_count, scratch[rank], tuple(rounds[rank]))
+        for rank in range(n)
+    ]
+
+
+def _written_out(part: StagePart, scratch: int) -> list[Round]:
+    """Return the rounds of a part with ranks and chunks of the whole group."""
+    if part.plan is None:
+        return []
+
+    def moved(chunk: Chunk) -> Chunk:
+        start = part.chunk.start if chunk.buffer == Buffer.WORK else scratch
+        return Chunk(chunk.start + start, chunk.stop + start, chunk.buffer)
+
+    def renamed(step: Step) -> Step:
+        if isinstance(step, Copy | Reduce):
+            return step._replace(source=moved(step.source), target=moved(step.target))
+        assert isinstance(step, Send | Recv | RecvReduce)
+        return step._replace(peer=part.members[step.peer], chunk=moved(step.chunk))
+
+    return [tuple(renamed(step) for step in steps) for steps in part.plan.rounds]
