@@ -287,7 +287,7 @@ def test_calls_that_differ_are_found_in_the_records(shared):
     records = [as_record(one) for one in run_ranks(3, differ, shared=shared)]
     first = divergences(records)[0]
     assert (first.group, first.call, first.absent) == (0, 3, ())
-    assert {rank: event.label.split("(")[0] for rank, event in first.made.items()} == {
+    assert {rank: event.label.split("(")[0] for rank, event in first.entered.items()} == {
         0: "all_reduce",
         1: "barrier",
         2: "all_reduce",
