@@ -1,4 +1,4 @@
-"""Passes the segment's descriptor from the launcher to the workers of its job over a unix socket.
+"""Pass the segment's descriptor from the launcher to the workers of its job over a unix socket.
 
 A worker sends one request; the answer is the descriptor, or the reason why there is none. The
 server runs in the launcher's loop and never blocks, whatever a client sends. Each generation has
