@@ -1,6 +1,4 @@
-"""Connects a process to its job.
-
-From its environment variables to a context with sockets and shared memory.
+"""Connect a process to its job: from environment variables to sockets and shared memory.
 
 `process` calls `connect` at `sv.init` or at the first call that needs the job.
 """
@@ -15,10 +13,7 @@ import numpy as np
 
 from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.job_private import job_secret, keys_of
-from syncvar.bootstrap.launch_env.detection import (
-    launcher_info,
-    unknown_identity_reason,
-)
+from syncvar.bootstrap.launch_env.detection import launcher_info, unknown_identity_reason
 from syncvar.core.environment import environment_of, wants_world_of_one
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.exit_status import error_exit_code, is_interactive
@@ -106,7 +101,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
 def _launcher_identity(
     config: RuntimeConfig, environ: Mapping[str, str]
 ) -> tuple[LaunchInfo | None, MpiStore | None]:
-    """Return what MPI or another launcher says about this process, and MPI's key-value store."""
+    """Return the identity that MPI or another launcher gives this process; and MPI's store."""
     if config.uses_mpi:
         from syncvar.bootstrap.kv_store import join
 

@@ -53,8 +53,8 @@ _WORLD = 0
 _WORLD_OF_ONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
-# A rank that joins again may still receive news of its last generation.
-_OF_THE_LAST = ("leave_notice", "decision")
+# Messages of the last generation that a rank may still receive when it joins again.
+_OF_LAST_GENERATION = ("leave_notice", "decision")
 
 
 def join_handshake(
@@ -115,7 +115,7 @@ def join_handshake(
                 "while the ranks met",
                 status=next(iter(message["status"]), None),
             )
-        elif message["kind"] not in _OF_THE_LAST:
+        elif message["kind"] not in _OF_LAST_GENERATION:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
 
 

@@ -207,7 +207,7 @@ class ProcessManager(KeyValueStore):
             answer = self._line(until)
         except OSError as error:
             raise RendezvousError(
-                f"the process manager (PMI_FD={self._descriptor}) is not to be spoken to: "
+                f"the process manager (PMI_FD={self._descriptor}) cannot be reached: "
                 f"{error.strerror}"
             ) from error
         fields = dict(part.partition("=")[::2] for part in answer.split())
@@ -284,7 +284,7 @@ class MpiStore(KeyValueStore):
         own_bytes = json.dumps(own).encode().ljust(_RECORD_NBYTES)
         found = bytearray(_RECORD_NBYTES * comm.size)
         request = comm.Iallgather([own_bytes, byte], [found, byte])
-        failure = f"process {comm.rank} of MPI waited {self._timeout_s:g} s to hear of all"
+        failure = f"process {comm.rank} of MPI waited {self._timeout_s:g} s for the entries of all"
         _await(request, self._until, f"{failure} {comm.size} of them")
         starts = range(0, len(found), _RECORD_NBYTES)
         return [json.loads(found[start : start + _RECORD_NBYTES]) for start in starts]
