@@ -25,9 +25,6 @@ from syncvar_launcher.job.failure_report import (
     mask_arguments,
 )
 from syncvar_launcher.job.start_progress import clock
-from syncvar_launcher.job.supervisor import (
-    JobOutcome,
-)
 from syncvar_launcher.local.local_workers import (
     Spared,
 )
@@ -38,7 +35,9 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.attempt_workers import AttemptStart
     from syncvar_launcher.job.job import Job
-    from syncvar_launcher.job.supervisor import JobOutcome
+    from syncvar_launcher.job.supervisor import (
+        JobOutcome,
+    )
     from syncvar_launcher.local.worker_start import ForkServer
 
 _PAUSE_S = 0.01

@@ -345,8 +345,10 @@ class WorkerSet:
         self.workers.abort()  # first: a rank that waits in shared memory sees nothing else
         if is_server(action.rank):
             self.store.servers.ended(action.rank, action.reason)
-        notify = self.store.ended if action.has_ended else self.store.fence_rank
-        notify(action.rank, action.reason, self.watch.now())
+        if action.has_ended:
+            self.store.ended(action.rank, action.reason, self.watch.now(), action.status)
+        else:
+            self.store.fence_rank(action.rank, action.reason, self.watch.now())
 
     def _drop_server(self, action: DropServer) -> None:
         """Continue without a server, whose variables another one has copied."""

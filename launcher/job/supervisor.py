@@ -55,10 +55,18 @@ class FailureCause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NotifyPeerLost:
-    """Tell the other ranks that this one has failed, and itself too if its process still runs."""
+    """Tell the other ranks that this one has failed, and itself too if its process still runs.
+
+    Args:
+        rank: The rank.
+        reason: Why, in words.
+        status: Exit code of its process, or minus the signal; None if it raised, or if unknown.
+        has_ended: Whether its process has ended.
+    """
 
     rank: int
     reason: str
+    status: int | None = None
     has_ended: bool = True
 
 
@@ -93,6 +101,15 @@ class RestartServer:
 
 
 Action = NotifyPeerLost | Terminate | Kill | DropServer | RestartServer
+
+
+def _notice(cause: FailureCause) -> NotifyPeerLost:
+    """Return the news of a failure; an uncaught exception says more than the status after it."""
+    if cause.error:
+        status = cause.exit_code if cause.error == "SystemExit" else None
+    else:
+        status = cause.status
+    return NotifyPeerLost(cause.rank, cause.reason, status)
 
 
 class JobOutcome(NamedTuple):
@@ -233,7 +250,7 @@ class Supervisor:
         code = exit_code_of(status) if status < 0 else cause.exit_code
         self.causes[cause.rank] = cause._replace(status=status, exit_code=code)
         is_late = cause.error in _REPORTED_BY_ENGINE
-        return [NotifyPeerLost(cause.rank, cause.reason)] if is_late else []
+        return [_notice(cause)] if is_late else []
 
     def _end_of_running(
         self, rank: int, status: int, now: float, *, joined: bool, beyond: str
@@ -423,7 +440,7 @@ class Supervisor:
             return []
         self.causes[cause.rank] = cause._replace(at=now)
         self._end_at(now + self.config.abort_grace_s)
-        return [NotifyPeerLost(cause.rank, cause.reason)]
+        return [_notice(cause)]
 
     def _weight_of_end(self, status: int) -> Severity:
         """Return how likely it is that an end, by exit code or minus the signal, caused others.

@@ -14,7 +14,7 @@ from syncvar.core.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Round, Schedule, Step
+    from syncvar.algorithms.schedule import Chunk, Round, Step
 
 OVERWRITE, INCOMING_LEFT, INCOMING_RIGHT = 0, 1, 2
 _INPUT = 2  # number of the input buffer, beside those of the schedule

@@ -187,10 +187,7 @@ def _attach(
 
 
 def _give_exit_codes() -> None:
-    """Set the exit code of this process for uncaught errors of syncvar, by `sys.excepthook`.
-
-    The previous hook runs first.
-    """
+    """Set the exit code for uncaught errors of syncvar; the previous excepthook runs first."""
     if not _hooks_before:
         _hooks_before.append(hook_exceptions(_exit_with_code))
 

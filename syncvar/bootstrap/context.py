@@ -109,7 +109,11 @@ def join_handshake(
             )
         elif message["kind"] == "abort":
             raise PeerLost(
-                message["rank"], message["host"], message["reason"], "while the ranks met"
+                message["rank"],
+                message["host"],
+                message["reason"],
+                "while the ranks met",
+                status=next(iter(message["status"]), None),
             )
         elif message["kind"] not in _OF_THE_LAST:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")

@@ -121,10 +121,7 @@ def _foreign_threads() -> str:
 
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
-    """Fork on request.
-
-    Returns only in a worker, with a pipe that delivers a byte when it may begin.
-    """
+    """Fork on request; return only in a worker, with a pipe whose byte says that it may begin."""
     led, leads = os.pipe2(os.O_CLOEXEC)
     begin, begins = os.pipe2(os.O_CLOEXEC)
     count = 0
@@ -181,9 +178,11 @@ def _open_stream(name: str) -> None:
     writes = name != "stdin"
     raw = io.FileIO(_STREAMS[name], "w" if writes else "r", closefd=False)
     raw.name = f"<{name}>"
-    buffer: Any = raw  # a buffer that is dropped would close it
-    if not (writes and old.write_through):
-        buffer = io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
+    buffer: Any = raw  # a second buffer that is dropped would close it
+    if not writes:
+        buffer = io.BufferedReader(raw)
+    elif not old.write_through:
+        buffer = io.BufferedWriter(raw)
     more = {"line_buffering": old.line_buffering, "write_through": old.write_through}
     wrapper: Any = io.TextIOWrapper(buffer, old.encoding, old.errors, newline="\n", **more)
     wrapper.mode = "w" if writes else "r"

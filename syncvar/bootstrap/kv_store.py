@@ -72,10 +72,7 @@ class KeyValueStore:
         raise NotImplementedError
 
     def read(self, key: str, owner: str) -> str:
-        """Return an entry; wait for it if necessary.
-
-        `owner` names the rank that puts it, for messages.
-        """
+        """Return an entry once it is there; `owner` names the rank that puts it, for messages."""
         raise NotImplementedError
 
     def turn(self) -> None:

@@ -149,10 +149,7 @@ def use(context: ProcessContext) -> Iterator[None]:
 
 
 def abandon(reason: str = "it ends with an error", stack: Sequence[StackFrame] = ()) -> None:
-    """Leave the job at once, because this process is about to end with an error.
-
-    `reason` and `stack`, of the main thread at the error, go to the flight record.
-    """
+    """Leave the job at once before this process ends with an error, for the flight record."""
     context = _state.default
     if context is not None and context.process == os.getpid():
         _state.default = None

@@ -215,10 +215,10 @@ def work(chosen: argparse.Namespace) -> int:
             "--transport zmq is for a job's start: start this one with SYNCVAR_TRANSPORT=zmq"
         )
     measuring = _Measuring(plan)
-    with _report(chosen.report_to) as tell:
-        tell(_preamble(plan, transport))
+    with _report(chosen.report_to) as write:
+        write(_preamble(plan, transport))
         no_model = Model.unsupported_reason(plan.collective, chosen, sv.world_size())
-        tell(header(predicted=not no_model))
+        write(header(predicted=not no_model))
         rows: list[Row] = []
         models: list[tuple[Case, Model]] = []
         for cases in measuring.groups():
@@ -232,18 +232,18 @@ def work(chosen: argparse.Namespace) -> int:
                 row = done[case] if case in done else measuring.row(case)
                 if not no_model:
                     row.model_us = models[-1][1].microseconds(case)
-                tell(line(row, predicted=not no_model))
+                write(line(row, predicted=not no_model))
                 rows.append(row)
         wrong, average = summary(rows)
         halves = [half for row in rows for half in (row.out_of_place, row.in_place) if half]
         if any(half.nwrong is not None for half in halves):
-            tell(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
-        tell(f"# {'Avg bus bandwidth':<20} : {average:g}")
+            write(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
+        write(f"# {'Avg bus bandwidth':<20} : {average:g}")
         for case, model in models:
             which = f", {_kind(plan, case)}" if len(models) > 1 else ""
-            tell(f"# {f'Model{which}':<20} : {model.note()}")
+            write(f"# {f'Model{which}':<20} : {model.note()}")
         if no_model:
-            tell(f"# {'Model':<20} : none: {no_model}")
+            write(f"# {'Model':<20} : none: {no_model}")
         if sv.rank() == 0:
             constants = {_kind(plan, case): model.record() for case, model in models}
             _keep(plan, transport, rows, constants)
@@ -356,9 +356,16 @@ class _Measuring:
         if checked and not in_place:
             wrong += count_wrong(last, wanted)
         every = sv.all_gather_object([seconds / iterations / chosen.agg_iters, wrong])
-        times, nbytes = [one[0] for one in every], collective.total(case) * _itemsize(case.dtype)
-        nwrong = sum(one[1] for one in every) if checked else None
-        return rate(times, nbytes, self.factor, nwrong, iterations, chosen.average)
+        wrong = sum(one[1] for one in every)
+        nbytes = collective.total(case) * _itemsize(case.dtype)
+        return rate(
+            [one[0] for one in every],
+            nbytes,
+            self.factor,
+            wrong if checked else None,
+            iterations,
+            chosen.average,
+        )
 
     def _enough(self, finished: Callable[[], Any]) -> int:
         """Return how many calls take about `_SECONDS`, equal on all ranks; also warms up."""

@@ -31,23 +31,14 @@ _FIRST, _LAST = "8", "16M"
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """Measurements to make.
+    """Measurements to make."""
 
-    Args:
-        collective: The collective.
-        sizes: Sizes in bytes.
-        kinds: (dtype, op) pairs; op is "" if the collective has none.
-        roots: A rank, or "all".
-        iterations: Timed calls for each size; None chooses by time.
-        chosen: All options.
-    """
-
-    collective: Collective
-    sizes: tuple[int, ...]
-    kinds: tuple[tuple[str, str], ...]
-    roots: str
-    iterations: int | None
-    chosen: argparse.Namespace
+    collective: Collective  # the collective
+    sizes: tuple[int, ...]  # sizes in bytes
+    kinds: tuple[tuple[str, str], ...]  # (dtype, op) pairs; op is "" if the collective has none
+    roots: str  # a rank, or "all"
+    iterations: int | None  # timed calls for each size; None chooses by time
+    chosen: argparse.Namespace  # all options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -21,48 +21,30 @@ SHOWN = ("rank 0", "average", "minimum", "maximum")  # choices of `-a`, by numbe
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One measurement: out of place, or in place.
+    """One measurement: out of place, or in place."""
 
-    Args:
-        time: Shown time of one call in microseconds.
-        alg_bw: Size / time, in GB/s (1e9 bytes).
-        bus_bw: `alg_bw` times the factor of the collective.
-        nwrong: Wrong elements on all ranks; None without a check.
-        times: Microseconds of one call: of rank 0, average, minimum and maximum over the ranks.
-        iterations: Number of timed calls.
-    """
-
-    time: float
-    alg_bw: float
-    bus_bw: float
-    nwrong: int | None
+    time: float  # shown time of one call in microseconds
+    alg_bw: float  # size / time, in GB/s (1e9 bytes)
+    bus_bw: float  # `alg_bw` times the factor of the collective
+    nwrong: int | None  # wrong elements on all ranks; None without a check
+    # Microseconds of one call: of rank 0, average, minimum and maximum over the ranks
     times: tuple[float, float, float, float]
-    iterations: int
+    iterations: int  # number of timed calls
 
 
 @dataclass(slots=True)
 class Row:
-    """One line of the table.
+    """One line of the table."""
 
-    Args:
-        size: Bytes by which the call is rated.
-        count: Elements of the vector, or of one rank's piece or block.
-        type: Dtype.
-        redop: Op, or "none".
-        root: Root, or -1.
-        out_of_place: Measurement with another array as the result.
-        in_place: Measurement with the input as the result; None if the collective has no such call.
-        model_us: Predicted time in microseconds.
-    """
-
-    size: int
-    count: int
-    type: str
-    redop: str
-    root: int
-    out_of_place: Half
+    size: int  # bytes by which the call is rated
+    count: int  # elements of the vector, or of one rank's piece or block
+    type: str  # dtype
+    redop: str  # op, or "none"
+    root: int  # root, or -1
+    out_of_place: Half  # measurement with another array as the result
+    # Measurement with the input as the result; None if the collective has no such call
     in_place: Half | None = None
-    model_us: float | None = None
+    model_us: float | None = None  # predicted time in microseconds
 
 
 def rate(

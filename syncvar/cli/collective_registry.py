@@ -45,23 +45,14 @@ FOLDED_OPS = (*_FOLDS, *_LOCATING)  # ops with an expected result
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of a collective; equal on all ranks except for `rank`.
+    """One call of a collective; equal on all ranks except for `rank`."""
 
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        shape: Shape of a rank's input.
-        dtype: Its name.
-        op: Op, if the collective has one.
-        root: Root, if it has one.
-    """
-
-    rank: int
-    size: int
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    op: str = "sum"
-    root: int = 0
+    rank: int  # this rank
+    size: int  # number of ranks
+    shape: tuple[int, ...]  # shape of a rank's input
+    dtype: str = "float32"  # its name
+    op: str = "sum"  # op, if the collective has one
+    root: int = 0  # root, if it has one
 
 
 def part(case: Case, rank: int) -> NDArray[Any]:
@@ -107,15 +98,7 @@ def first_wrong(got: Any, wanted: Any) -> str:
     if wanted is None:
         return "" if got is None else f"a {type(got).__name__} instead of None"
     if isinstance(wanted, list | tuple):
-        if not isinstance(got, list | tuple):
-            return f"a {type(got).__name__} instead of {len(wanted)} arrays"
-        if len(got) != len(wanted):
-            return f"{len(got)} arrays instead of {len(wanted)}"
-        for index, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
-            found = first_wrong(mine, theirs)
-            if found:
-                return f"array {index}: {found}"
-        return ""
+        return _first_wrong_array(got, wanted)
     if not isinstance(got, np.ndarray):
         return f"a {type(got).__name__} instead of an array"
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
@@ -127,6 +110,15 @@ def first_wrong(got: Any, wanted: Any) -> str:
     shown = where[0] if len(where) == 1 else where
     more = f" ({len(indexes)} of {wanted.size} are wrong)" if len(indexes) > 1 else ""
     return f"index {shown} is {got[where]} instead of {wanted[where]}{more}"
+
+
+def _first_wrong_array(got: Any, wanted: Sequence[Any]) -> str:
+    if not isinstance(got, list | tuple):
+        return f"a {type(got).__name__} instead of {len(wanted)} arrays"
+    if len(got) != len(wanted):
+        return f"{len(got)} arrays instead of {len(wanted)}"
+    found = (first_wrong(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+    return next((f"array {index}: {one}" for index, one in enumerate(found) if one), "")
 
 
 @lru_cache(maxsize=4096)
@@ -190,7 +182,7 @@ def _identity(op: str, kind: np.dtype[Any]) -> Any:
             return limits.max if op == "min" else limits.min
         return np.inf if op == "min" else -np.inf
     if op == "and":
-        return kind.type(True) if kind.kind == "b" else ~kind.type(0)
+        return np.True_ if kind.kind == "b" else ~kind.type(0)
     return 1 if op == "prod" else 0
 
 
@@ -202,41 +194,25 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective.
+    """One collective."""
 
-    Args:
-        name: Name of the function; send and recv share one row.
-        functions: Functions of `syncvar`.
-        gives: Input of a rank, in words.
-        gets: Output of a rank, in words.
-        plans: Keys of `ALGORITHMS` whose schedules it runs.
-        bus: Key of `BUS_FACTORS`; "" if no bytes move, or an unknown number.
-        layout: Relation of a rank's array to the rated size S. "vector": S; "cut": S, cut into n
-            pieces; "blocks": S / n, one of n blocks; "none": no array.
-        has_op: Whether it has an op.
-        ops: Its ops, as far as a dtype supports them.
-        has_root: Whether it has a root.
-        from_root: Whether only the root passes an array.
-        wanted: Expected result of a case.
-        run: Call, if it is not `function(x, op, root=…)`.
-        in_place: Whether `out=` may be the input.
-        tests: File of its tests with real processes.
-    """
-
-    name: str
-    functions: tuple[str, ...]
-    gives: str
-    gets: str
-    plans: tuple[str, ...]
-    bus: str = ""
+    name: str  # name of the function; send and recv share one row
+    functions: tuple[str, ...]  # functions of `syncvar`
+    gives: str  # input of a rank, in words
+    gets: str  # output of a rank, in words
+    plans: tuple[str, ...]  # keys of `ALGORITHMS` whose schedules it runs
+    bus: str = ""  # key of `BUS_FACTORS`; "" if no bytes move, or an unknown number
+    # Relation of a rank's array to the rated size S. "vector": S; "cut": S, cut into n pieces;
+    # "blocks": S / n, one of n blocks; "none": no array.
     layout: str = "none"
-    has_op: bool = False
-    ops: tuple[str, ...] = OPS
-    has_root: bool = False
-    from_root: bool = False
-    wanted: Callable[[Case], Any] = lambda _: None
-    run: Callable[..., Any] | None = None
-    in_place: bool = False
+    has_op: bool = False  # whether it has an op
+    ops: tuple[str, ...] = OPS  # its ops, as far as a dtype supports them
+    has_root: bool = False  # whether it has a root
+    from_root: bool = False  # whether only the root passes an array
+    wanted: Callable[[Case], Any] = lambda _: None  # expected result of a case
+    run: Callable[..., Any] | None = None  # call, if it is not `function(x, op, root=…)`
+    in_place: bool = False  # whether `out=` may be the input
+    # File of its tests with real processes
     tests: str = "tests/support/rank_scripts/every_collective.py"
 
     def shape(self, count: int, size: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.auth_keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,44 +80,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
+    texts: dict[str, Callable[[], str]] = {
+        "plan": lambda: plan.text(chosen, RuntimeConfig.from_mapping(os.environ)),
+        "rules": rules_text,
+        "collectives": collectives_text,
+        "coming-from": lambda: _coming_from(chosen.library),
+        "settings": _settings,
+    }
     try:
-        if chosen.command == "plan":
-            print(plan.text(chosen, RuntimeConfig.from_mapping(os.environ)), end="")
-        elif chosen.command == "rules":
-            print(rules_text(), end="")
-        elif chosen.command == "collectives":
-            print(collectives_text(), end="")
-        elif chosen.command == "coming-from":
-            if chosen.library == migration_table.WORDS:
-                print(table_text(), end="")
-            else:
-                print(migration_table.coming_from_text(chosen.library), end="")
-        elif chosen.command == "bench":
+        if chosen.command in texts:
+            print(texts[chosen.command](), end="")
+            return 0
+        if chosen.command == "bench":
             return bench.run(chosen, arguments[1:])
-        elif chosen.command == "test":
+        if chosen.command == "test":
             return selftest.run(chosen, arguments[1:])
-        elif chosen.command == "stacks":
+        if chosen.command == "stacks":
             return stacks.run(chosen)
-        elif chosen.command in flight_commands.COMMANDS:
-            return flight_commands.run(chosen)
-        else:
-            _settings()
+        return flight_commands.run(chosen)
     except ConfigError as error:
         sys.stderr.write(f"syncvar: {error}\n")
         return 2
-    return 0
 
 
-def _settings() -> None:
+def _coming_from(library: str | None) -> str:
+    if library == migration_table.WORDS:
+        return table_text()
+    return migration_table.coming_from_text(library)
+
+
+def _settings() -> str:
+    lines = []
     for item in RuntimeConfig.runtime_settings():
         unit = f" {item.unit}" if item.unit else ""
-        print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")
-    print(
+        lines.append(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}\n")
+    return "".join(lines) + (
         f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts "
-        "that another launcher has started"
-    )
-    print("SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY")
-    print(
+        "that another launcher has started\n"
+        "SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY\n"
         "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a "
-        "scheduler has started; your home without it"
+        "scheduler has started; your home without it\n"
     )

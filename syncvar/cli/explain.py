@@ -22,10 +22,8 @@ from syncvar.core.stack_dump import stack_text
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from syncvar.cli.record_files import FlightRecord
     from syncvar.runtime.call_record import Event
 
-_DEADLOCK = "deadlock: "  # in the error of the deadlock detector
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
 _BEFORE = 5
 _OTHERS = 4
@@ -35,26 +33,13 @@ _SIGTERM = "SystemExit: 143"  # reason of a worker's record after SIGTERM
 
 
 class Divergence(NamedTuple):
-    """A call that some ranks made, and others did not.
+    """A call that some ranks made, and others did not."""
 
-    Args:
-        group: Identity of the group.
-        call: Number of the call.
-        made: Rank -> its event of this call.
-        absent: Ranks that certainly did not enter the call.
-        began: Time of the first entry.
-    """
-
-    group: int
-    call: int
-    made: Mapping[int, Event]
-    absent: tuple[int, ...]
-    began: int
-
-
-def kind_of(detail: str) -> str:
-    """Return the error class in the detail of an event."""
-    return detail.split(":", 1)[0]
+    group: int  # identity of the group
+    call: int  # number of the call
+    entered: Mapping[int, Event]  # rank -> its event of this call
+    absent: tuple[int, ...]  # ranks that certainly did not enter the call
+    began: int  # time of the first entry
 
 
 def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
@@ -98,7 +83,7 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
     suspects = [one for one in every if one.absent or _differs(one)]
     held: dict[int, list[Event]] = {}  # rank -> calls that block it, or did for a while
     for one in every:
-        for rank, event in one.made.items():
+        for rank, event in one.entered.items():
             if event.state != "done":
                 held.setdefault(rank, []).append(event)
     blamed = {(one.group, one.call) for one in suspects}
@@ -117,11 +102,11 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
 
 def _is_done(one: Divergence) -> bool:
     """Return whether no rank waited: a send, or a root, may be done before the others enter."""
-    return all(event.state == "done" for event in one.made.values())
+    return all(event.state == "done" for event in one.entered.values())
 
 
 def _differs(one: Divergence) -> bool:
-    return len({event.fingerprint for event in one.made.values()}) > 1
+    return len({event.fingerprint for event in one.entered.values()}) > 1
 
 
 def _is_blocked(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int, int]]) -> bool:
@@ -133,7 +118,7 @@ def _is_blocked(held: Sequence[Event], one: Divergence, blamed: Container[tuple[
 
 
 def _is_final(event: Event) -> bool:
-    return kind_of(event.detail) in _FINAL
+    return event.error in _FINAL
 
 
 def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
@@ -143,9 +128,8 @@ def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
     """
     waits: dict[int, Divergence] = {}
     for one in found:
-        for rank, event in one.made.items():
-            is_mismatch = one.absent and kind_of(event.detail) == "MismatchError"
-            if is_mismatch and _DEADLOCK in event.detail.split("\n", 1)[0]:
+        for rank, event in one.entered.items():
+            if one.absent and event.is_deadlock:
                 waits.setdefault(rank, one)
     path: list[int] = []
     rank = next((rank for rank, one in waits.items() if one is found[0]), -1)
@@ -161,9 +145,7 @@ def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
 
 def _ended_before(events: Iterable[Event]) -> list[int]:
     """Return the ranks that had ended before a call, by the errors of those that waited in it."""
-    return [
-        rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end
-    ]
+    return [rank for event in events for rank, lost in lost_ranks(event).items() if lost.did_end]
 
 
 def _would_know(record: FlightRecord, numbers: Sequence[int], call: int, began: int) -> bool:
@@ -232,7 +214,7 @@ def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
     lost: dict[int, LostRank] = {}
     for record in records:
         for event in record.events:
-            lost |= lost_ranks(event.detail)
+            lost |= lost_ranks(event)
     return lost
 
 
@@ -245,12 +227,12 @@ def _describe_divergence(records: Sequence[FlightRecord], one: Divergence, zero:
         f"first divergence: call {_number(records, one)} of {group}, {after} after the first event"
     ]
     does: dict[str, list[int]] = {}
-    for rank, event in sorted(one.made.items()):
+    for rank, event in sorted(one.entered.items()):
         does.setdefault(_did(event), []).append(rank)
     by_rank = {record.rank: record for record in records}
     texts = []
     for text, ranks in does.items():
-        begins = [one.made[rank].began_ns - zero for rank in ranks]
+        begins = [one.entered[rank].began_ns - zero for rank in ranks]
         when = f"at {duration(min(begins))}"
         when += f" to {duration(max(begins))}" if len(ranks) > 1 else ""
         texts.append((ranks, f"{rank_list(ranks)}: {text}, begun {when}"))
@@ -269,7 +251,7 @@ def _describe_divergence(records: Sequence[FlightRecord], one: Divergence, zero:
         else:
             call = _number(records, one)
             texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {call}"))
-    unknown = sorted(set(members) - set(one.made) - set(one.absent))
+    unknown = sorted(set(members) - set(one.entered) - set(one.absent))
     texts = sorted(texts, key=lambda item: item[0])
     lines += [f"  {text}" for _, text in texts[:_LINES]]
     if len(texts) > _LINES:
@@ -292,23 +274,25 @@ def _describe_cycle(
     after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
     waits = [
         f"rank {rank} {'waits ' if rank == ranks[0] else ''}for "
-        f"{_awaited(cycle[rank].made[rank])}rank {after[rank]}"
+        f"{_awaited(cycle[rank].entered[rank])}rank {after[rank]}"
         for rank in ranks[:_LINES]
     ]
     lines = [f"deadlock: {', '.join(waits[:-1])}, and {waits[-1]}"]
     for rank, one in list(cycle.items())[:_LINES]:
-        event = one.made[rank]
+        event = one.entered[rank]
         number = _number(records, one)
-        begun = duration(event.began_ns - zero)
+        start = duration(event.began_ns - zero)
         lines.append(
-            f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {begun}"
+            f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {start}"
         )
     return [*lines, *_verdict(cycle[ranks[0]]), ""]
 
 
 def _number(records: Sequence[FlightRecord], one: Divergence) -> int:
     """Return the number of a divergent call in its group, as the ranks that made it count."""
-    return number_of([record for record in records if record.rank in one.made], one.group, one.call)
+    return number_of(
+        [record for record in records if record.rank in one.entered], one.group, one.call
+    )
 
 
 def _awaited(event: Event) -> str:
@@ -317,13 +301,10 @@ def _awaited(event: Event) -> str:
 
 def _did(event: Event) -> str:
     if event.state == "failed":
-        reason = f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
-        return f"{event.label}, failed with {kind_of(event.detail)}{reason}"
+        message = event.detail.removeprefix(f"{event.error}: ").split("\n", 1)[0]
+        reason = f" ({message})" if event.fingerprint == 0 else ""
+        return f"{event.label}, failed with {event.error}{reason}"
     return f"{event.label}, {_state(event)}"
-
-
-def _first_line(detail: str) -> str:
-    return detail.split("\n", 1)[0].partition(": ")[2]
 
 
 def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
@@ -367,9 +348,9 @@ def _state(event: Event) -> str:
 
 def _verdict(one: Divergence) -> list[str]:
     """Quote the error of a rank: it names file and line of the ranks that waited."""
-    for event in one.made.values():
-        if kind_of(event.detail) == "MismatchError":
-            quoted = event.detail.partition(": ")[2].split("\n")
+    for event in one.entered.values():
+        if event.error == "MismatchError":
+            quoted = event.detail.removeprefix(f"{event.error}: ").split("\n")
             return ["  the ranks raised:", *(f"    {line.strip()}" for line in quoted)]
     return []
 
@@ -382,19 +363,19 @@ def _before(records: Sequence[FlightRecord], group: int, call: int, zero: int) -
     lines = []
     for number in numbers:
         events = calls[number]
-        what = next(iter(events.values())).label
+        label = next(iter(events.values())).label
         states = {_state(event) for event in events.values()}
         ended = max(event.ended_ns for event in events.values())
         state = f"{', '.join(sorted(states))} at {duration(ended - zero)}" if ended else "not ended"
         shown = number_of(records, group, number)
-        lines.append(f"  call {shown}: {what}, {rank_list(events)}, {state}")
+        lines.append(f"  call {shown}: {label}, {rank_list(events)}, {state}")
     return lines
 
 
 def _one_line(records: Sequence[FlightRecord], one: Divergence, zero: int) -> str:
     group = names_of(records)[one.group]
-    made = sorted(one.made.items())[:_OTHERS]
-    calls = "; ".join(f"rank {rank} {event.label}" for rank, event in made)
+    entered = sorted(one.entered.items())[:_OTHERS]
+    calls = "; ".join(f"rank {rank} {event.label}" for rank, event in entered)
     absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
     at = duration(one.began - zero)
     return f"call {_number(records, one)} of {group} at {at}: {calls}{absent}"
@@ -413,12 +394,12 @@ def _agreed(records: Sequence[FlightRecord], zero: int) -> list[str]:
             for rank, event in sorted(bad.items()):
                 end = f"failed: {_first(event.detail)}" if event.state == "failed" else "not ended"
                 states.setdefault(end, []).append(rank)
-            what = next(iter(bad.values())).label
+            label = next(iter(bad.values())).label
             began = min(event.began_ns for event in events.values())
             number = number_of(records, group, call)
             at = duration(began - zero)
             lines.append(
-                f"first unfinished call of {names[group]}: call {number}, {what}, begun at {at}"
+                f"first unfinished call of {names[group]}: call {number}, {label}, begun at {at}"
             )
             lines += [f"  {rank_list(ranks)}: {end}" for end, ranks in states.items()]
             lines += ["before it", *_before(records, group, call, zero)]

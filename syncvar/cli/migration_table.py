@@ -34,19 +34,12 @@ _NONE = "-"
 
 
 class Task(NamedTuple):
-    """One task.
+    """One task."""
 
-    Args:
-        title: The task in words.
-        spellings: Call of each library, "-" for none.
-        syncvar: Call of syncvar.
-        notes: (libraries, difference); no libraries means all.
-    """
-
-    title: str
-    spellings: dict[str, str]
-    syncvar: str
-    notes: list[tuple[list[str], str]]
+    title: str  # the task in words
+    spellings: dict[str, str]  # call of each library, "-" for none
+    syncvar: str  # call of syncvar
+    notes: list[tuple[list[str], str]]  # (libraries, difference); no libraries means all
 
 
 def tasks() -> list[Task]:

@@ -60,21 +60,13 @@ _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Constants of a path.
+    """Constants of a path."""
 
-    Args:
-        latency: Seconds of a message, or of a phase in shared memory, whatever its size.
-        per_byte: Seconds per byte of a message; in shared memory per byte copied out or in.
-        per_reduced_byte: Seconds per byte of a reduction's result.
-        per_copied_byte: Seconds per byte of a local copy.
-        shared: Whether rounds are phases in shared memory.
-    """
-
-    latency: float
-    per_byte: float
-    per_reduced_byte: float
-    per_copied_byte: float
-    shared: bool = False
+    latency: float  # seconds of a message, or of a phase in shared memory, whatever its size
+    per_byte: float  # seconds per byte of a message; in shared memory per byte copied out or in
+    per_reduced_byte: float  # seconds per byte of a reduction's result
+    per_copied_byte: float  # seconds per byte of a local copy
+    shared: bool = False  # whether rounds are phases in shared memory
 
     def text(self) -> str:
         """Return the constants in words."""
@@ -163,17 +155,11 @@ def _local(steps: tuple[Step, ...], itemsize: int, model: CostModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """Traffic of schedules.
+    """Traffic of schedules."""
 
-    Args:
-        rounds: Rounds in which some rank sends.
-        messages: Messages sent by each rank.
-        elements: Elements sent by each rank.
-    """
-
-    rounds: int
-    messages: tuple[int, ...]
-    elements: tuple[int, ...]
+    rounds: int  # rounds in which some rank sends
+    messages: tuple[int, ...]  # messages sent by each rank
+    elements: tuple[int, ...]  # elements sent by each rank
 
 
 def traffic(plans: Sequence[Schedule]) -> TrafficReport:
@@ -218,8 +204,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--full", action="store_true", help="show all ranks and rounds of a long plan")
 
 
-def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
-    """Return the output of the command."""
+class _PlanQuery(NamedTuple):
+    """The call that a command line asks about, checked."""
+
+    collective: str
+    ranks: int
+    elements: int  # of the array, or of a block
+    itemsize: int
+    nbytes: int  # of the whole call
+    is_shared: bool
+
+
+def _plan_query(chosen: argparse.Namespace, config: RuntimeConfig) -> _PlanQuery:
     n, collective = chosen.ranks, chosen.collective
     if not 1 <= n <= _RANKS_MAX:
         raise ConfigError(f"--ranks must be 1 to {_RANKS_MAX}, not {n}")
@@ -230,57 +226,77 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         count = -(-parse_size(chosen.bytes) // (itemsize * blocks))
     if count < 0:
         raise ConfigError(f"--count must not be negative, not {count}")
-    path = chosen.path or ("links" if config.transport == "zmq" else "shm")
-    is_shared = path == "shm"
+    is_shared = (chosen.path or ("links" if config.transport == "zmq" else "shm")) == "shm"
     nbytes = 0 if collective == "barrier" else count * blocks * itemsize
-    fixed = chosen.reproducible
-    options: dict[str, Any] = {"reproducible": fixed, "shared": is_shared, "even": True}
-    setting = parse_forced(config.algorithm).get(collective)
-    demanded = suited(collective, setting, n, even=True, reproducible=fixed)
-    choice = choose(collective, nbytes, n, forced=chosen.algorithm or demanded, **options)
-    reason = choice.reason
-    if demanded and not chosen.algorithm:
-        reason = f"{demanded}: SYNCVAR_ALGORITHM names it"
-    model = SHM if is_shared else LINKS
+    return _PlanQuery(collective, n, count, itemsize, nbytes, is_shared)
+
+
+def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
+    """Return the output of the command."""
+    query = _plan_query(chosen, config)
+    n, collective, is_shared = query.ranks, query.collective, query.is_shared
+    algorithm, lines, is_demanded = _choice(chosen, config, query)
     plans = {
-        algorithm: build_all(collective, algorithm, n, count=count, root=chosen.root)
-        for algorithm in ALGORITHMS[collective]
-        if unsuited(collective, algorithm, n, even=True) is None
+        name: build_all(collective, name, n, count=query.elements, root=chosen.root)
+        for name in ALGORITHMS[collective]
+        if unsuited(collective, name, n, even=True) is None
     }
-    lines = [reason]
-    usual = choose(collective, nbytes, n, **options)
-    if usual.algorithm != choice.algorithm:
-        lines.append(f"else {usual.reason}")
-    if chosen.program is not None and not (is_shared and 0 <= chosen.program < n and n > 1):
-        raise ConfigError(
-            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares "
-            f"memory (--path shm), not {chosen.program}"
-        )
-    lines += [
-        "",
-        schedule_text(plans[choice.algorithm], most=None if chosen.full else _SHORT).rstrip("\n"),
-        "",
-    ]
-    lines += _table(collective, plans, itemsize, model, choice.algorithm)
-    if chosen.program is not None:
-        most = None if chosen.full else _INSTRUCTIONS
-        call = _ProgramArgs(collective, chosen.program, n, count, itemsize, chosen.root)
-        is_demanded = bool(chosen.algorithm or demanded)
-        about, program = _program(call, choice.algorithm, is_demanded=is_demanded)
-        lines += ["", f"The program of rank {call.rank} in shared memory{about}:"]
-        lines += [f"  {line}" for line in program_text(program, most).splitlines()]
-    lines.append("")
-    lines.append(
-        f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for "
-        "comparison, no promise."
-    )
+    program = _program_lines(chosen, query, algorithm, is_demanded=is_demanded)
+    figure = schedule_text(plans[algorithm], most=None if chosen.full else _SHORT)
+    lines += ["", figure.rstrip("\n"), ""]
+    model = SHM if is_shared else LINKS
+    lines += _table(collective, plans, query.itemsize, model, algorithm)
+    place = "in shared memory" if is_shared else "over links"
+    lines += [*program, ""]
+    lines.append(f"Predicted {place} with {model.text()}: for comparison, no promise.")
     if chosen.path is None:
         other = "SYNCVAR_TRANSPORT=zmq: over sockets; --path shm shows jobs that share memory."
         same = "Jobs on one host share memory; --path links shows those over sockets."
         lines.append(same if is_shared else other)
-    if any(sums_by_the_tree(collective, algorithm, n) for algorithm in plans):
+    if any(sums_by_the_tree(collective, name, n) for name in plans):
         lines.append("tree: sums by the fixed tree over the ranks, as reproducible=True demands.")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _choice(
+    chosen: argparse.Namespace, config: RuntimeConfig, query: _PlanQuery
+) -> tuple[str, list[str], bool]:
+    """Return the algorithm, the reasons for it, and whether a setting or an option names it."""
+    n, collective = query.ranks, query.collective
+    fixed = chosen.reproducible
+    setting = parse_forced(config.algorithm).get(collective)
+    demanded = suited(collective, setting, n, even=True, reproducible=fixed)
+    named = chosen.algorithm or demanded
+    options: dict[str, Any] = {"reproducible": fixed, "shared": query.is_shared, "even": True}
+    choice = choose(collective, query.nbytes, n, forced=named, **options)
+    usual = choose(collective, query.nbytes, n, **options)
+    by_setting = f"{demanded}: SYNCVAR_ALGORITHM names it"
+    reasons = [by_setting if demanded and not chosen.algorithm else choice.reason]
+    if usual.algorithm != choice.algorithm:
+        reasons.append(f"else {usual.reason}")
+    return choice.algorithm, reasons, bool(named)
+
+
+def _program_lines(
+    chosen: argparse.Namespace, query: _PlanQuery, algorithm: str, *, is_demanded: bool
+) -> list[str]:
+    """Return the program of a rank, if the command line asks for one."""
+    rank, n = chosen.program, query.ranks
+    if rank is None:
+        return []
+    if not (query.is_shared and 0 <= rank < n and n > 1):
+        raise ConfigError(
+            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares "
+            f"memory (--path shm), not {rank}"
+        )
+    call = _ProgramArgs(query.collective, rank, n, query.elements, query.itemsize, chosen.root)
+    about, program = _program(call, algorithm, is_demanded=is_demanded)
+    shown = program_text(program, None if chosen.full else _INSTRUCTIONS).splitlines()
+    return [
+        "",
+        f"The program of rank {rank} in shared memory{about}:",
+        *(f"  {line}" for line in shown),
+    ]
 
 
 def _table(

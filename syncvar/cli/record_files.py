@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import RECORDS, is_record
-from syncvar.core.process_ids import rank_list
+from syncvar.core.process_ids import is_server, rank_list
 from syncvar.core.stack_dump import StackFrame
 from syncvar.runtime.call_record import COLUMNS, Event
 from syncvar.runtime.recorder import FORMAT, ordinal
@@ -21,50 +20,27 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 64 << 20
-# Texts of `PeerLost` by the membership and by the launcher.
-_LOST = re.compile(
-    r"PeerLost: rank (?P<rank>\d+)(?: on \S+)? was lost: (?:finished\b|"
-    r"left with status (?P<left>\d+) before shutdown|"
-    r"exited with status (?P<code>\d+)|signal (?P<signal>\d+))"
-)
 
 
 class FlightRecord(NamedTuple):
-    """The flight record of one rank or server; times are nanoseconds of rank 0's clock.
+    """The flight record of one rank or server; times are nanoseconds of rank 0's clock."""
 
-    Args:
-        rank: Its rank, or the number of a server's process.
-        world_size: Number of ranks.
-        generation: Version of the membership.
-        job: Identity of the job.
-        host: Its host.
-        boot: Identity of the host's boot: ranks of one boot share a clock.
-        reason: Why the record was written.
-        is_final: Whether the rank made no later calls.
-        is_whole: Whether the record begins with the rank's first event.
-        written: Time of writing.
-        groups: Members of its groups.
-        gaps: For each group, ranges of numbers that belong to no call.
-        threads: For each live thread its name and place in the program.
-        stack: Stack of the main thread, innermost first; empty if unknown.
-        events: Events, oldest first.
-    """
-
-    rank: int
-    world_size: int
-    generation: int
-    job: str
-    host: str
-    boot: str
-    reason: str
-    is_final: bool
-    is_whole: bool
-    written: int
-    groups: Mapping[int, tuple[int, ...]]
-    gaps: Mapping[int, Sequence[Gap]]
+    rank: int  # its rank, or the number of a server's process
+    world_size: int  # number of ranks
+    generation: int  # version of the membership
+    job: str  # identity of the job
+    host: str  # its host
+    boot: str  # identity of the host's boot: ranks of one boot share a clock
+    reason: str  # why the record was written
+    is_final: bool  # whether the rank made no later calls
+    is_whole: bool  # whether the record begins with the rank's first event
+    written: int  # time of writing
+    groups: Mapping[int, tuple[int, ...]]  # members of its groups
+    gaps: Mapping[int, Sequence[Gap]]  # for each group, ranges of numbers that belong to no call
+    # For each live thread its name and place in the program
     threads: Mapping[int, Mapping[str, str]]
-    stack: tuple[StackFrame, ...]
-    events: tuple[Event, ...]
+    stack: tuple[StackFrame, ...]  # stack of the main thread, innermost first; empty if unknown
+    events: tuple[Event, ...]  # events, oldest first
 
 
 def as_record(data: Mapping[str, Any]) -> FlightRecord:
@@ -206,28 +182,20 @@ def names_of(records: Iterable[FlightRecord]) -> dict[int, str]:
 
 
 class LostRank(NamedTuple):
-    """End of a rank without a record, as another rank learned it.
+    """End of a rank without a record, as another rank learned it."""
 
-    Args:
-        words: Text.
-        did_end: Whether it ended between two calls, so that it would never have entered the next.
-    """
-
-    words: str
+    words: str  # text
+    # Whether it ended between two calls, so that it would never have entered the next
     did_end: bool
 
 
-def lost_ranks(detail: str) -> dict[int, LostRank]:
+def lost_ranks(event: Event) -> dict[int, LostRank]:
     """Return the failed rank that the error of a call names; empty for other errors."""
-    found = _LOST.match(detail)
-    if found is None:
+    status = event.lost_status
+    if status is None or is_server(event.lost_rank):
         return {}
-    code, number = found["left"] or found["code"] or "0", found["signal"]
-    return {
-        int(found["rank"]): LostRank(
-            f"killed by signal {number}" if number else f"ended (exit {code})", not number
-        )
-    }
+    words = f"killed by signal {-status}" if status < 0 else f"ended (exit {status})"
+    return {event.lost_rank: LostRank(words, status >= 0)}
 
 
 def duration(ns: float) -> str:

@@ -52,21 +52,13 @@ _BARRIERS = 20
 
 @dataclass(slots=True)
 class SelfTestResult:
-    """Result of one collective on one data path.
+    """Result of one collective on one data path."""
 
-    Args:
-        name: The collective.
-        proves: Checked properties, in words.
-        calls: Number of calls of each rank.
-        seconds: Their duration.
-        failures: Texts of failures on all ranks.
-    """
-
-    name: str
-    proves: str
-    calls: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
+    name: str  # the collective
+    proves: str  # checked properties, in words
+    calls: int = 0  # number of calls of each rank
+    seconds: float = 0.0  # their duration
+    failures: list[str] = field(default_factory=list)  # texts of failures on all ranks
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -79,8 +79,8 @@ def stacks_text(
             if all_threads:
                 lines.append("main thread:" if is_main else f"thread {ident}:")
             indent = "  " * all_threads
-            kept = frames if verbose else visible_frames(frames) or frames[:1]
-            lines += [f"{indent}{one.file}:{one.line or '?'} in {one.name}" for one in kept]
+            shown = frames if verbose else visible_frames(frames) or frames[:1]
+            lines += [f"{indent}{one.file}:{one.line or '?'} in {one.name}" for one in shown]
         groups.setdefault(tuple(lines), []).append(rank["rank"])
     blocks = [f"job {_named(answer['job'])}\n"]
     for (headline, *rest), ranks in groups.items():

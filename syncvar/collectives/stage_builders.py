@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Communicator
 
 AT_ONCE = 248  # bytes that travel together with their length: four cache lines in all
 HEAD = struct.Struct(f"<Q{AT_ONCE}s")

@@ -51,10 +51,14 @@ class MismatchError(SyncvarError):
     Args:
         message: Disagreement, in one sentence.
         table: Call of each rank that is known to take part.
+        is_deadlock: Whether each rank of the table waits for the next one.
     """
 
-    def __init__(self, message: str, table: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, message: str, table: Mapping[int, str] | None = None, *, is_deadlock: bool = False
+    ) -> None:
         self.table: dict[int, str] = dict(table or {})
+        self.is_deadlock = is_deadlock
         rows = "".join(f"\n  rank {rank}: {call}" for rank, call in sorted(self.table.items()))
         super().__init__(message + rows)
 
@@ -71,13 +75,23 @@ class PeerLost(TransportError):
         host: Host of the process; empty if unknown.
         reason: Reason, for instance "signal 9".
         detail: Where this process noticed it; may be empty.
+        status: Exit code of the process, or minus the signal that killed it; None if unknown.
     """
 
-    def __init__(self, rank: int, host: str = "", reason: str = "", detail: str = "") -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str = "",
+        reason: str = "",
+        detail: str = "",
+        *,
+        status: int | None = None,
+    ) -> None:
         self.rank = rank
         self.host = host
         self.reason = reason
         self.detail = detail
+        self.status = status
         text = f"{process_name(rank)}{f' on {host}' if host else ''} was lost"
         text += f": {reason}" if reason else ""
         super().__init__(text + (f" ({detail})" if detail else ""))

@@ -64,10 +64,7 @@ _fault_file: weakref.ref[_Stderr] | None = None
 
 
 def handle_signal(number: int, handler: Any) -> Any:
-    """Set a signal handler as `signal.signal` does, but undo it in forked children.
-
-    Call it in the main thread. Returns the handler before.
-    """
+    """Set a handler as `signal.signal` does, but undo it in forked children."""
     before = signal.signal(number, handler)
     if number not in (one[0] for one in _handlers):
         libc.sigaddset(_ours, number)

@@ -83,10 +83,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def hint_for(place: str, name: str) -> str:
-    """Return what to write instead of a name, or an empty text.
-
-    Options may be written with underscores, and with one dash.
-    """
+    """Return what to write instead of a name, or ""; options may have underscores and one dash."""
     if place == "option" and (place, name) not in _texts() and len(name) > 2:
         name = "--" + name.lstrip("-").replace("_", "-")
     return _texts().get((place, name), "")

@@ -114,10 +114,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LostFile(NamedTuple):
-    """A file that is missing or incomplete; `missing_nbytes` is -1 if unknown.
-
-    `origin` is the option or variable that requests it, such as "--log-dir".
-    """
+    """A file that is missing or incomplete, of an option or variable such as "--log-dir"."""
 
     path: str
     origin: str
@@ -269,10 +266,7 @@ def job_folders(folder: Path) -> list[Path]:
 
 
 def find_job(environ: Mapping[str, str], job: str = "") -> Path | None:
-    """Return the folder of a job with records, by default of the newest job; None if there is none.
-
-    `job` is the first eight digits of the job's identity.
-    """
+    """Return the folder of a job with records, by its first eight digits or the newest; or None."""
     tops = [top for top in (_usual(environ), _spare(environ)) if top and not _problem(top)]
     found = [
         path for top in tops for path in job_folders(top) if not job or path.name == job_name(job)

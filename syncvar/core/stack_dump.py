@@ -68,10 +68,7 @@ class StackFrame(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """One thread of a dump; `ident` is empty if the dump contains only the main thread.
-
-    The innermost of its frames is the first.
-    """
+    """One thread of a dump, innermost frame first; without identifier if it is the only one."""
 
     ident: str
     is_main: bool

@@ -39,11 +39,11 @@ class RegressionData(NamedTuple):
 
 
 class LocalSgdResult(NamedTuple):
-    """Result; `apart` is the largest difference of a weight before and after the last averaging."""
+    """Result; `spread` is the largest change of a weight by the last averaging."""
 
     loss: float
     distance: float
-    apart: float
+    spread: float
     averagings: int
 
 
@@ -80,7 +80,7 @@ def train(data: RegressionData, steps: int = STEPS, period: int = PERIOD) -> Loc
     )
     optimizer = sv.optimizers.Momentum(LEARNING_RATE, MOMENTUM)
     draw = np.random.default_rng(1 + rank)  # each worker draws its own batches
-    averagings, apart = 0, 0.0
+    averagings, spread = 0, 0.0
     for step in range(1, steps + 1):
         rows = draw.choice(mine, BATCH)
         gradient = gradient_of(weights.local_value(), data.inputs[rows], data.targets[rows])
@@ -89,12 +89,12 @@ def train(data: RegressionData, steps: int = STEPS, period: int = PERIOD) -> Loc
             before = weights.local_value()
             average([weights])
             averagings += 1
-            apart = float(np.abs(before - weights.local_value()).max())
+            spread = float(np.abs(before - weights.local_value()).max())
     value = weights.local_value()
     error = data.inputs @ value - data.targets
-    apart = float(sv.all_reduce(apart, "max"))
+    spread = float(sv.all_reduce(spread, "max"))
     loss, distance = float(error @ error) / len(error), float(np.abs(value - data.truth).max())
-    return LocalSgdResult(loss, distance, apart, averagings)
+    return LocalSgdResult(loss, distance, spread, averagings)
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
         print(
             f"mean squared error {result.loss:.4f} (of the noise {NOISE**2:.4f}), "
             f"weights off by at most {result.distance:.3f}, "
-            f"workers apart by {result.apart:.4f} before the last averaging\n"
+            f"workers apart by {result.spread:.4f} before the last averaging\n"
             f"workers={sv.world_size()} steps={STEPS} averagings={result.averagings}",
             flush=True,
         )

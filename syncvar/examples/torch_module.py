@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -72,9 +73,14 @@ def main() -> None:
         checkpoint.save(folder)
     with torch.no_grad():
         accuracy = float((model(inputs).argmax(dim=1) == labels).float().mean())
-    digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.state_dict().values()))
     loss = float(sv.all_reduce(own)) / BATCH
-    report(Trained(loss, accuracy, digest.hexdigest()), f"torch {torch.__version__}, module")
+    report(Trained(loss, accuracy, digest_of(model)), f"torch {torch.__version__}, module")
+
+
+def digest_of(model: Any) -> str:
+    """Return the SHA-256 of the weights."""
+    weights = b"".join(one.numpy().tobytes() for one in model.state_dict().values())
+    return hashlib.sha256(weights).hexdigest()
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         **_of(int, "rank group call"),
         **_of(str, "host reason failure_kind"),
         "missing": _Ranks,
+        "status": list[int],  # exit code, or minus the signal; empty if unknown
     },
     "ping": {},
     "leave_notice": {"rank": int, "entered": _Counts, "skipped": list[int]},
@@ -85,7 +86,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         **_of(int, "group call last_call"),
         "text": str,
         "table": _Texts,
-        "has_waiting_ranks": bool,
+        **_of(bool, "has_waiting_ranks is_deadlock"),
     },
 }
 

@@ -148,14 +148,14 @@ class Coordinator:
             raise WireError(f"a worker may not send {message['kind']!r}")
         return handler(rank, message, now)
 
-    def ended(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Record that a rank's process has failed, for instance with "signal 9"."""
+    def ended(self, rank: int, reason: str, now: float, status: int | None = None) -> list[Action]:
+        """Record that a rank's process has failed, for instance with "signal 9" and status -9."""
         del now
         if rank in self.failed_ranks:
             return []
         self._drop_reports(rank)
         self.failed_ranks[rank] = reason
-        data = self._lost_data(rank, reason)
+        data = self._lost_data(rank, reason, status)
         others = sorted(self.next_handshake.members)
         joining = [SendMessage(other, data) for other in others if other != rank]
         return self._send_to_others(rank, data) + joining
@@ -252,6 +252,7 @@ class Coordinator:
             text=f"rank {rank} {message['reason']}",
             table={rank: message["reason"]},
             has_waiting_ranks=False,
+            is_deadlock=False,
         )
         return self._send(message["members"], data, but=rank)
 
@@ -309,6 +310,7 @@ class Coordinator:
             table=finding.table,
             # Ranks that are already past this call get the error in their next one.
             has_waiting_ranks=True,
+            is_deadlock=finding.is_deadlock,
         )
         return self._send(finding.members, data)
 
@@ -330,6 +332,7 @@ class Coordinator:
             text=f"rank {rank} refused its own call",
             table=table,
             has_waiting_ranks=False,
+            is_deadlock=False,
         )
         return self._send(message["members"], data, but=rank)
 
@@ -356,14 +359,15 @@ class Coordinator:
             *(SendMessage(rank, data) for rank in sorted(handshake.members)),
         ]
 
-    def _lost_data(self, rank: int, reason: str) -> bytes:
+    def _lost_data(self, rank: int, reason: str, status: int | None = None) -> bytes:
         fields = {"failure_kind": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
-        return self._abort_data(rank, fields)
+        return self._abort_data(rank, fields, status)
 
-    def _abort_data(self, rank: int, fields: Message) -> bytes:
+    def _abort_data(self, rank: int, fields: Message, status: int | None = None) -> bytes:
         names = ("failure_kind", "reason", "group", "call", "missing")
         host, values = self.host(rank), {name: fields[name] for name in names}
-        return pack_message("abort", rank=rank, host=host, **values)
+        known = [] if status is None else [status]
+        return pack_message("abort", rank=rank, host=host, status=known, **values)
 
     def _send_to_others(self, rank: int, data: bytes) -> list[Action]:
         return self._send(self.handshake.members, data, but=rank)

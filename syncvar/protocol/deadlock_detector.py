@@ -102,6 +102,7 @@ class DeadlockReport(NamedTuple):
     members: tuple[int, ...]  # ranks that must abort the call
     text: str  # reason, as a sentence
     table: dict[int, str]  # state of each rank
+    is_deadlock: bool = False  # whether each rank of the table waits for the next one
 
 
 def _by_call(reports: list[WaitReport]) -> dict[tuple[int, int], list[WaitReport]]:
@@ -161,7 +162,7 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
     }
     calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in cycle}
     return [
-        DeadlockReport(group, call, members, _DEADLOCK, table)
+        DeadlockReport(group, call, members, _DEADLOCK, table, is_deadlock=True)
         for (group, call), members in calls.items()
     ]
 

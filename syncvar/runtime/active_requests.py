@@ -282,7 +282,8 @@ class Verdicts:
             return
         waiting = next(iter(active.values()), None)
         detail = f"while in {self._call(waiting)}" if waiting is not None else ""
-        self._core.break_generation(PeerLost(rank, host, message["reason"], detail))
+        status = next(iter(message["status"]), None)
+        self._core.break_generation(PeerLost(rank, host, message["reason"], detail, status=status))
 
     def _apply_decision(self, decision: Message) -> None:
         self._core.recorder.note("verdict", decision["text"])
@@ -354,7 +355,8 @@ class Verdicts:
                     f"{label} waits for what it sent, and its link was lost before that arrived: "
                     f"{self._cut[peer]}"
                 )
-                operation.fail(PeerLost(peer, core.hosts.get(peer, ""), "finished", detail))
+                host = core.hosts.get(peer, "")
+                operation.fail(PeerLost(peer, host, "finished", detail, status=0))
                 self._started.retire(operation)
                 has_failed = True
                 break

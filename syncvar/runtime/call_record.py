@@ -14,6 +14,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from syncvar.core.errors import MismatchError, PeerLost
 from syncvar.core.process_ids import rank_spans
 from syncvar.core.stack_dump import current_frames, frames_of
 
@@ -92,7 +93,7 @@ class Event(NamedTuple):
     state: str  # "started", "done", "failed", or "noted" for an entry that is no operation
     thread: int  # identity of the calling thread
     detail: str  # error text, or details of a noted event
-    # The fields from here on are those of `CallFields`; a shape is text, "[2, 3]"
+    # The fields from here to `tag` are those of `CallFields`; a shape is text, "[2, 3]"
     collective: str = ""
     op: str = ""
     dtype: str = ""
@@ -102,10 +103,28 @@ class Event(NamedTuple):
     root: int = -1
     peer: int = -1
     tag: int = -1
+    # The fields from here on are those of `ErrorFields`
+    error: str = ""
+    is_deadlock: bool = False
+    lost_rank: int = NOWHERE
+    lost_status: int | None = None
 
 
 COLUMNS = ("what", *Event._fields[1:])
 """Titles of the columns of events in record files, in the order of the fields."""
+
+
+class ErrorFields(NamedTuple):
+    """The error of an entry as data."""
+
+    detail: str = ""  # class and message of the error; or details of a noted event
+    error: str = ""  # class of the error, for instance "PeerLost"
+    is_deadlock: bool = False  # whether a `MismatchError` is about ranks that wait for each other
+    lost_rank: int = NOWHERE  # process that a `PeerLost` names, else -1
+    lost_status: int | None = None  # its exit code, or minus its signal; None if unknown
+
+
+_NO_ERROR = ErrorFields()
 
 
 class CallInfo(NamedTuple):
@@ -127,7 +146,7 @@ class CallInfo(NamedTuple):
 class PendingRecord:
     """The entry of an operation that is still running."""
 
-    __slots__ = ("began", "call", "detail", "ended", "info", "nbytes", "state", "thread", "way")
+    __slots__ = ("began", "call", "ended", "error", "info", "nbytes", "state", "thread", "way")
 
     def __init__(self, info: CallInfo, call: int, began: int) -> None:
         self.info = info
@@ -138,7 +157,7 @@ class PendingRecord:
         self.way = info.path
         self.state = "started"
         self.thread = get_ident()
-        self.detail = ""
+        self.error = _NO_ERROR
 
     def stage(self, algorithm: str, nbytes: int) -> None:
         """Record that the operation reaches a schedule that works on so many bytes."""
@@ -150,7 +169,7 @@ class PendingRecord:
         if self.ended == 0:
             self.state = "done" if error is None else "failed"
             if error is not None:
-                self.detail = error_text(error)
+                self.error = error_fields(error)
             self.ended = monotonic_ns()
 
 
@@ -163,20 +182,30 @@ def event_of(entry: Any) -> Event:
     info = call_info_of(entry)
     if isinstance(entry, tuple):
         _, call, began, ended, thread = entry
-        nbytes, path, times = info.nbytes, info.path, (began, ended, "done", thread, "")
+        nbytes, path, error = info.nbytes, info.path, _NO_ERROR
+        times = began, ended, "done", thread
     else:
-        call, nbytes, path = entry.call, entry.nbytes, entry.way
-        times = entry.began, entry.ended, entry.state, entry.thread, entry.detail
-    names: Any = info.fields
-    shape = str(list(names.shape)) if names.dtype else ""
+        call, nbytes, path, error = entry.call, entry.nbytes, entry.way, entry.error
+        times = entry.began, entry.ended, entry.state, entry.thread
+    fields: Any = info.fields
+    fields = fields._replace(shape=str(list(fields.shape)) if fields.dtype else "")
     head = info.label, info.group, call, info.fingerprint, nbytes, path
-    return Event(*head, *times, *names._replace(shape=shape))
+    return Event._make((*head, *times, error.detail, *fields, *error[1:]))
 
 
 def call_info_of(entry: Any) -> CallInfo:
     """Return the part of an entry that repeated calls share."""
     info: CallInfo = entry[0] if isinstance(entry, tuple) else entry.info
     return info
+
+
+def error_fields(error: BaseException) -> ErrorFields:
+    """Return an error as data."""
+    fields = ErrorFields(error_text(error), type(error).__name__)
+    if isinstance(error, PeerLost):
+        return fields._replace(lost_rank=error.rank, lost_status=error.status)
+    is_deadlock = isinstance(error, MismatchError) and error.is_deadlock
+    return fields._replace(is_deadlock=is_deadlock)
 
 
 def error_text(error: BaseException) -> str:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.compile_schedule import Publication, Take
+    from syncvar.algorithms.compile_schedule import Take
     from syncvar.algorithms.hierarchical import StagePart
     from syncvar.algorithms.schedule import Chunk, Schedule
     from syncvar.core.reduce_ops import Combiner

@@ -31,11 +31,13 @@ from syncvar.runtime.call_record import (
     DETAIL_MAX,
     NOWHERE,
     CallInfo,
+    ErrorFields,
     Event,
     PendingRecord,
     Totals,
     call_info_of,
     call_site,
+    error_fields,
     error_text,
     event_of,
     main_stack,
@@ -174,8 +176,11 @@ class Recorder:
 
     def note(self, label: str, detail: str = "") -> None:
         """Add an event."""
+        self._note(label, ErrorFields(detail[:DETAIL_MAX]))
+
+    def _note(self, label: str, error: ErrorFields) -> None:
         entry = self.begin(CallInfo(label, NOWHERE, (), 0, 0, ""), NOWHERE)
-        entry.state, entry.ended, entry.detail = "noted", entry.began, detail[:DETAIL_MAX]
+        entry.state, entry.ended, entry.error = "noted", entry.began, error
 
     def refused(self, info: CallInfo, call: int, error: BaseException) -> None:
         """Add a call whose arguments were refused."""
@@ -188,7 +193,7 @@ class Recorder:
 
     def broke(self, error: BaseException) -> None:
         """Record that the group broke; the file is written after the others have been informed."""
-        self.note("broke", error_text(error))
+        self._note("broke", error_fields(error))
         self._broken_by = self._broken_by or error_text(error)
         self.is_due = True
 

@@ -241,7 +241,8 @@ class SequenceTracker:
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
         calls = {"group": group, "call": following, "last_call": following}
-        self._decisions.append({**calls, "text": text, "table": table, "has_waiting_ranks": False})
+        kind = {"has_waiting_ranks": False, "is_deadlock": False}
+        self._decisions.append({**calls, **kind, "text": text, "table": table})
         return True
 
     def skipped_block(
@@ -302,7 +303,8 @@ class SequenceTracker:
     def sentence(self, decision: Message, operation: Request) -> MismatchError:
         """Return the error for a call on which there is a decision."""
         call = self._numbers.text(operation.label, operation.group, operation.call)
-        return MismatchError(f"{call}: {decision['text']}", decision["table"])
+        text, is_deadlock = f"{call}: {decision['text']}", decision["is_deadlock"]
+        return MismatchError(text, decision["table"], is_deadlock=is_deadlock)
 
     def is_without(self, rank: int, operation: Request) -> bool:
         """Return whether a rank left before it entered this call."""
@@ -316,7 +318,8 @@ class SequenceTracker:
 
     def ended(self, rank: int, before: str) -> PeerLost:
         """Return the error for something that needs a rank that has left."""
-        return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
+        host = self._hosts.get(rank, "")
+        return PeerLost(rank, host, "finished", f"it ended before {before}", status=0)
 
 
 def _remove(blocks: deque[EpochRange], block: EpochRange) -> None:

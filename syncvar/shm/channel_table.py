@@ -169,10 +169,7 @@ def _shared_core_waiter(  # noqa: C901  (its loop must not call Python functions
 
 
 def holding_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
-    """Return a `wait` as from `waiter` that keeps the interpreter lock.
-
-    Beside a thread that computes, getting the lock back takes long.
-    """
+    """Return a `wait` as from `waiter` that keeps the interpreter lock, beside busy threads."""
     clock = time.perf_counter
 
     def hold(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:

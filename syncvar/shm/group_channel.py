@@ -104,10 +104,7 @@ class GroupChannel(ChannelState):
 
     @property
     def first(self) -> Any:
-        """The oldest started call, or None.
-
-        Other threads change the queue, so this reads it once and never iterates.
-        """
+        """The oldest started call, or None, by one read: other threads change the queue."""
         try:
             return self.queue[0]
         except IndexError:

@@ -57,10 +57,7 @@ _REMEDY = "ask for less, or raise {}"
 
 
 class SegmentBlock:
-    """The owner of an array's memory, at the end of the chain of bases.
-
-    Its reference to `ground`, the segment as bytes, keeps the mapping alive.
-    """
+    """The owner of an array's memory, at the end of the chain of bases; keeps the mapping alive."""
 
     __slots__ = ("__array_interface__", "ground", "nbytes", "offset", "shm")
 
@@ -136,10 +133,7 @@ class SharedSegment:
         local_rank: int,
         config: RuntimeConfig,
     ) -> SharedSegment | str:
-        """Fetch a generation's segment from the launcher and map it.
-
-        Return a reason if there is none.
-        """
+        """Fetch a generation's segment from the launcher and map it, or return a reason."""
         from syncvar.shm.fd_passing import fetch  # imports socket
 
         timeout_s = min(config.handshake_timeout_s, _WAIT_MAX_S)
@@ -321,10 +315,7 @@ class SharedSegment:
     # -- ends --------------------------------------------------------------------------------------
 
     def quarantine(self) -> None:
-        """Stop to free and reuse memory: after a failure other ranks may still write to it.
-
-        From any thread.
-        """
+        """Stop to free and reuse memory, from any thread: other ranks may still write to it."""
         self._is_quarantined = True
 
     def close(self) -> None:

@@ -154,10 +154,7 @@ _DIGITS_MAX = 9  # of a rank
 
 
 class LinkKeys(NamedTuple):
-    """The keys of a job's tcp links in ZeroMQ's text form, each as (public, secret).
-
-    The tickets of unencrypted links are derived from `tickets`.
-    """
+    """The keys of a job's tcp links, each as (public, secret), and the secret of the tickets."""
 
     member: tuple[bytes, bytes]
     listener: tuple[bytes, bytes]

@@ -154,10 +154,7 @@ class Fabric:
 
 
 class MpiTransport:
-    """Frames over MPI; `syncvar.transports.base` has the contract.
-
-    `tag` is that of this generation's messages. It waits for `control` as well.
-    """
+    """Frames over MPI, with a tag for each generation; `base` has the contract."""
 
     def __init__(
         self,

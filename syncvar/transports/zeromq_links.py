@@ -374,7 +374,7 @@ class ZeromqControl:
         if self._end and not self._has_reported:
             self._has_reported = True
             lost = {"failure_kind": "lost", "rank": self.keeper, "host": "", "reason": self._end}
-            return {"kind": "abort", "group": -1, "call": -1, "missing": [], **lost}
+            return {"kind": "abort", "group": -1, "call": -1, "missing": [], "status": [], **lost}
         return None
 
     def close(self, linger_s: float) -> None:

@@ -276,10 +276,7 @@ def resolve_host(address: str, timeout_s: float) -> str:
 
 
 def address_towards(address: str, port: int = 0) -> str:
-    """Return the address of this host from which it reaches another; raise OSError without a route.
-
-    `address` is a host name or address, and `port` 0 stands for any port.
-    """
+    """Return this host's address on the route to another host; raise OSError without a route."""
     import socket
 
     found = socket.getaddrinfo(address, port or _ANY_PORT, type=socket.SOCK_DGRAM)

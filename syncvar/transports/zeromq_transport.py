@@ -62,10 +62,7 @@ _MORE_S = 1.0  # but while it delivers frames, the next may take this long: 1 Mi
 
 
 class HostLinks(NamedTuple):
-    """Links to other hosts: the address to bind, "tcp://<address>", and their keys.
-
-    Only with `encryption` off the keys may be None.
-    """
+    """Links to other hosts: the address to bind, and keys unless `encryption` is off."""
 
     address: str
     keys: LinkKeys | None = None

@@ -420,8 +420,8 @@ class FlatBucket:
     def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:
         """Return whether variables can be written so; the same answer on every replica."""
         communicator = owner.communicator
-        is_alone = communicator.size == 1 or len(states) < 2
-        if is_alone or communicator.channel is None or communicator.uneven is not None:
+        is_single = communicator.size == 1 or len(states) < 2
+        if is_single or communicator.channel is None or communicator.uneven is not None:
             return False
         storages = [state.storage for state in states]
         sizes = [storage.array.nbytes for storage in storages]

@@ -351,7 +351,7 @@ class DeferralLog:
         self._owner = weakref.ref(owner)
         config = owner.context.config
         self._path, self.replay_path = config.auto_log, config.auto_replay
-        self._has_begun = False
+        self._has_started = False
         self._is_writing = bool(self._path) and owner.communicator.member_rank == 0
         if self._is_writing:
             check_file(self._path, AUTO_LOG)
@@ -370,11 +370,11 @@ class DeferralLog:
         for (at, step, _), *change in changes:
             _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
         if self._is_writing:  # stops after a failure: a log with a hole would mislead a replay
-            begins = not self._has_begun
+            begins = not self._has_started
             self._is_writing = append_changes(
                 self._path, communicator.identity, changes, begins=begins
             )
-            self._has_begun = True
+            self._has_started = True
 
     def read(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
         """Return the recorded changes, (variable, pace), by point. Collective."""

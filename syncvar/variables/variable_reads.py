@@ -26,8 +26,6 @@ from syncvar.variables.variable_owner import context_here
 from syncvar.variables.variable_state import cached_reads, copy_key, read_only
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import CollectiveSpec

@@ -141,10 +141,7 @@ class LaunchEnvironment:
     def _checked(
         self, rank: int, size: int, local_rank: int, local_size: int, **more: Any
     ) -> LaunchInfo:
-        """Return the identity after comparing its numbers.
-
-        On one host the rest follows from them.
-        """
+        """Return the identity after comparing its numbers; on one host the rest follows."""
         for name, value, limit in (
             (self.rank, rank, size),
             (self.local_rank, local_rank, local_size or size),

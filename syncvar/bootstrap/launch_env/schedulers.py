@@ -65,10 +65,7 @@ class OpenMpi(LaunchEnvironment):
 
 
 class Hydra(LaunchEnvironment):
-    """mpiexec of MPICH and Intel MPI.
-
-    Other launchers set PMI variables too, and have variables of their own.
-    """
+    """mpiexec of MPICH and Intel MPI; other launchers set PMI variables too."""
 
     name = "mpiexec, by PMI as of MPICH and Intel MPI,"
     rank = "PMI_RANK"

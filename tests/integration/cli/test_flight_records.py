@@ -107,7 +107,7 @@ def test_a_killed_rank_leaves_none_and_is_named(launch, syncvar):
     ]
     code, text = syncvar("explain", folder)
     assert code == 0, text
-    assert "rank 1 left none" in text
+    assert "rank 1 left none: killed by signal 9" in text
     assert "ranks 0, 2: failed: PeerLost: rank 1" in text
 
 

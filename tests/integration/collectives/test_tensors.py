@@ -602,7 +602,7 @@ def test_a_tensor_that_cannot_be_packed_is_refused_by_its_place(torch, monkeypat
 def test_tensors_of_libraries_without_a_name_do_not_travel_as_objects():
     with pytest.raises(
         sv.ConfigError,
-        match=r"value\[0\] is a tensors\.Tensor, which cannot travel: write np\.from_dlpack\(x\)",
+        match=r"value\[0\] is a tests\.support\.fake_tensors\.Tensor, which cannot travel: write np\.from_dlpack\(x\)",
     ):
         sv.broadcast_object([Tensor(np.ones(2))])
 

@@ -72,7 +72,7 @@ def test_a_forked_rank_does_not_come_to_lead_its_session(held):
     job = held("syncvar.bootstrap.fork_server", "os.setsid = lambda: time.sleep(600)")
     check_end(
         job,
-        rf"{STILL}: the launcher lets the ranks begin that the process",
+        rf"{STILL}: the launcher releases the ranks that the process",
         r"has not answered for \d+ s",
     )
 

@@ -122,7 +122,14 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
         without_shm={},
     )
     verdict = pack_message(
-        "decision", group=0, call=1, last_call=1, text="", table={}, has_waiting_ranks=False
+        "decision",
+        group=0,
+        call=1,
+        last_call=1,
+        text="",
+        table={},
+        has_waiting_ranks=False,
+        is_deadlock=False,
     )
     rank = RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")
     links, channel = (

@@ -11,9 +11,9 @@ from syncvar.cli.commands import main
 from syncvar.cli.explain import divergences, explain_records
 from syncvar.cli.flight_commands import merge_records, unaligned_hosts
 from syncvar.cli.record_files import as_record, calls_of, load
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, MismatchError, PeerLost
 from syncvar.core.process_ids import SERVER_0
-from syncvar.runtime.call_record import COLUMNS, Event
+from syncvar.runtime.call_record import COLUMNS, ErrorFields, Event, error_fields
 from syncvar.runtime.recorder import FORMAT, record_name
 from tests.support.paths import GOLDEN
 
@@ -24,12 +24,13 @@ SUM, MAX, BARRIER = (
     ("all_reduce(max, float32[12])", 12),
     ("barrier", 13),
 )
-LOST = "PeerLost: rank 1 on box was lost: signal 9"
+LOST = PeerLost(1, "box", "signal 9", status=-9)
 
 
-def call(number, what, began, ended, state="done", *, group=0, detail="", thread=1):
+def call(number, what, began, ended, state="done", *, group=0, error=None, thread=1):
     """Make an event; times in milliseconds."""
     words, digest = what
+    fields = ErrorFields() if error is None else error_fields(error)
     return Event(
         words,
         group,
@@ -41,8 +42,8 @@ def call(number, what, began, ended, state="done", *, group=0, detail="", thread
         int(ended * MS),
         state,
         thread,
-        detail,
         collective=words.partition("(")[0],
+        **fields._asdict(),
     )
 
 
@@ -81,16 +82,18 @@ def same(rank, count, first=0):
     return [call(n, SUM, 10 * n + rank, 10 * n + 5) for n in range(first, count)]
 
 
-def told(error="MismatchError"):
-    return (
-        f"{error}: all_reduce(sum, float32[12]) (call 7): the ranks do not make the same call\n"
-        "  rank 0: all_reduce(sum, float32[12]) (call 7) at train.py:8 in <module>\n"
-        "  rank 1: barrier (call 7) at train.py:6 in <module>"
+def told():
+    return MismatchError(
+        "all_reduce(sum, float32[12]) (call 7): the ranks do not make the same call",
+        {
+            0: "all_reduce(sum, float32[12]) (call 7) at train.py:8 in <module>",
+            1: "barrier (call 7) at train.py:6 in <module>",
+        },
     )
 
 
 def mismatch():
-    failed = {"state": "failed", "detail": told()}
+    failed = {"state": "failed", "error": told()}
     return [
         data(
             0,
@@ -111,7 +114,7 @@ def mismatch():
 
 
 def exception():
-    failed = {"state": "failed", "detail": "PeerLost: rank 1 was lost: uncaught ValueError: no"}
+    failed = {"state": "failed", "error": PeerLost(1, reason="uncaught ValueError: no")}
     return [
         data(0, [*same(0, 2), call(2, SUM, 20, 90, **failed)], reason="PeerLost: rank 1 was lost"),
         data(1, same(1, 2), reason="uncaught ValueError: no"),
@@ -121,10 +124,10 @@ def exception():
 
 def killed():
     """Rank 1 was killed in call 3: rank 0 was past it, rank 2 was not."""
-    failed = {"state": "failed", "detail": LOST}
+    failed = {"state": "failed", "error": LOST}
     return [
-        data(0, [*same(0, 3), call(3, SUM, 30, 90, **failed)], reason=LOST),
-        data(2, [*same(2, 2), call(2, SUM, 22, 91, **failed)], reason=LOST),
+        data(0, [*same(0, 3), call(3, SUM, 30, 90, **failed)], reason=f"PeerLost: {LOST}"),
+        data(2, [*same(2, 2), call(2, SUM, 22, 91, **failed)], reason=f"PeerLost: {LOST}"),
     ]
 
 
@@ -132,7 +135,13 @@ def ended():
     """Rank 1 has ended in order; the others wait in a call, and rank 0 in another one for its message."""
     failed = {
         "state": "failed",
-        "detail": "PeerLost: rank 1 on box was lost: finished (it ended before all_reduce(sum, float32[12]) (call 3))",
+        "error": PeerLost(
+            1,
+            "box",
+            "finished",
+            "it ended before all_reduce(sum, float32[12]) (call 3)",
+            status=0,
+        ),
     }
     message = ("recv(from rank 1, tag 0)", 9)
     pair = 9552367009143471357
@@ -159,19 +168,17 @@ def crossed():
     ]
 
 
-def waiting_in_a_ring(
-    said="deadlock: each rank in the table waits for the next one", kind="MismatchError"
-):
+def waiting_in_a_ring(*, is_deadlock=True):
     """Each of three ranks waits for a message of the next one."""
     groups = {10 + rank: sorted([rank, (rank + 1) % 3]) for rank in range(3)}
     made = [(f"recv(from rank {(rank + 1) % 3}, tag 0)", 9) for rank in range(3)]
-    detail = f"{kind}: {made[0][0]} (call 1): {said}"
+    error = MismatchError(f"{made[0][0]} (call 1): no", is_deadlock=is_deadlock)
     return [
         data(
             rank,
             [
                 *same(rank, 1),
-                call(0, made[rank], 22 - rank, 90, "failed", group=10 + rank, detail=detail),
+                call(0, made[rank], 22 - rank, 90, "failed", group=10 + rank, error=error),
             ],
             groups={group: groups[group] for group in groups if rank in groups[group]},
         )
@@ -188,11 +195,7 @@ def test_ranks_that_wait_for_one_another_have_not_parted():
     )
     assert "divergence" not in text
     assert "also:" not in text
-    for other in (
-        waiting_in_a_ring("no"),
-        waiting_in_a_ring(kind="PeerLost"),
-        waiting_in_a_ring()[:2],
-    ):
+    for other in (waiting_in_a_ring(is_deadlock=False), waiting_in_a_ring()[:2]):
         assert "deadlock: rank" not in explain_records(records(*other))[0]
 
 
@@ -200,7 +203,7 @@ def skipped():
     """Rank 1 left a block of calls early."""
     first = [call(0, SUM, 1, 2), call(1000000, SUM, 10, 11)]
     gaps = [[1000000, 999999], [2000000, 1999998]]
-    no = {"state": "failed", "detail": "MismatchError: no"}
+    no = {"state": "failed", "error": MismatchError("no")}
     return [
         data(0, [*first, call(1000001, MAX, 20, 90, **no)], world=2, gaps={"0": gaps[:1]}),
         data(1, [*first, call(2000000, BARRIER, 30, 90, **no)], world=2, gaps={"0": gaps}),
@@ -211,16 +214,14 @@ def refused():
     return [
         data(
             0,
-            [*same(0, 1), call(1, SUM, 10, 20, "failed", detail="MismatchError: rank 1 refused")],
+            [*same(0, 1), call(1, SUM, 10, 20, "failed", error=MismatchError("rank 1 refused"))],
             world=2,
         ),
         data(
             1,
             [
                 *same(1, 1),
-                call(
-                    1, ("all_reduce", 0), 11, 11, "failed", detail="ConfigError: unknown op 'sun'"
-                ),
+                call(1, ("all_reduce", 0), 11, 11, "failed", error=ConfigError("unknown op 'sun'")),
             ],
             world=2,
         ),
@@ -244,25 +245,20 @@ def write(folder, *each):
         (folder / record_name(one["rank"], one["generation"])).write_text(json.dumps(one))
 
 
-@pytest.mark.parametrize(
-    "how", ["finished", "left with status 0 before shutdown", "exited with status 3"]
-)
-def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(how):
-    lost = (
-        f"PeerLost: rank 1 on vm#1 was lost: {how} (while in all_reduce(sum, float32[12]) (call 3))"
-    )
-    left = records(data(0, [*same(0, 2), call(2, SUM, 20, 90, "failed", detail=lost)], world=2))
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(status):
+    lost = PeerLost(1, "vm#1", "its end", "while in all_reduce", status=status)
+    left = records(data(0, [*same(0, 2), call(2, SUM, 20, 90, "failed", error=lost)], world=2))
     assert [(one.call, one.absent) for one in divergences(left)] == [(2, (1,))]
     text, has_diverged = explain_records(left)
     assert has_diverged
-    code = how.split()[-1] if how.startswith("exited") else "0"
-    assert f"rank 1: ended (exit {code}) without call 3" in text
+    assert f"rank 1: ended (exit {status}) without call 3" in text
 
 
 def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
     waits = data(
         0,
-        [*same(0, 1), call(1, SUM, 10, 90, "failed", detail="SystemExit: 143")],
+        [*same(0, 1), call(1, SUM, 10, 90, "failed", error=SystemExit(143))],
         world=2,
         reason="SystemExit: 143",
     )
@@ -314,7 +310,7 @@ def test_who_is_held_up_by_the_lost_rank_has_an_excuse():
 
 
 def test_who_is_held_up_in_another_group_has_an_excuse():
-    failed = {"state": "failed", "detail": LOST}
+    failed = {"state": "failed", "error": LOST}
     groups = {3: [1, 2]}
     each = [
         data(0, [*same(0, 1), call(1, SUM, 10, 90, **failed)], groups=groups),

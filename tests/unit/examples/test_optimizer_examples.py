@@ -36,7 +36,7 @@ def test_local_sgd_averages_every_eighth_step():
         assert len(set(outcomes)) == 1
         assert outcomes[0].loss < 1.2 * local_sgd.NOISE**2
     assert [seldom[0].averagings, often[0].averagings] == [15, 120]
-    assert seldom[0].apart > often[0].apart > 0
+    assert seldom[0].spread > often[0].spread > 0
 
 
 def test_the_mean_of_the_workers_is_the_mean():

@@ -104,7 +104,7 @@ def test_a_plain_end_has_the_code_that_shells_give_it(status):
 def test_the_others_are_told_once_of_each_failure():
     one = supervisor()
     (told,) = one.failed(1, OWN, 1.0)
-    assert told == NotifyPeerLost(1, "uncaught ValueError: mine")
+    assert told == NotifyPeerLost(1, "uncaught ValueError: mine", status=None)
     assert one.exited(1, 1, 1.1, joined=True) == []
     assert one.silent(1, "silent", 1.2) == []
 
@@ -253,7 +253,7 @@ def test_who_stops_alone_is_the_cause_and_the_others_get_time_to_follow():
 def test_who_exits_with_75_in_the_middle_of_the_job_is_lost():
     one = supervisor()
     assert one.failed(1, STOP, 100.0) == []
-    assert one.exited(1, 75, 100.1, joined=True) == [NotifyPeerLost(1, "exited with status 75")]
+    assert one.exited(1, 75, 100.1, joined=True) == [NotifyPeerLost(1, "exited with status 75", 75)]
     assert one.tick(102.1) == [Terminate((0, 2))]
     one.failed(0, LOST, 102.2)
     end(one, 0, 2)

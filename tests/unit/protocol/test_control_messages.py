@@ -68,6 +68,7 @@ GOOD = {
         "group": -1,
         "call": -1,
         "missing": [],
+        "status": [-9],
     },
     "leave_notice": {"rank": 1, "entered": {0: 4}, "skipped": [0, 4, 9]},
     "decision": {
@@ -77,6 +78,7 @@ GOOD = {
         "text": "t",
         "table": {0: "what", 1: "else"},
         "has_waiting_ranks": True,
+        "is_deadlock": False,
     },
 }
 FIELDS = [(kind, field) for kind, fields in GOOD.items() for field in fields]
@@ -146,6 +148,8 @@ def test_a_field_of_another_type_is_refused():
         ("members", "hosts", {"0": "h"}),
         ("decision", "table", {0: 5}),
         ("abort", "missing", ["1"]),
+        ("abort", "status", ["9"]),
+        ("decision", "is_deadlock", 1),
         ("join", "rank", "0"),
     ],
 )

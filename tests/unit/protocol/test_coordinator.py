@@ -186,13 +186,11 @@ def test_the_missing_are_named_then_the_meeting_fails_for_launcher_and_ranks():
 
 def test_a_rank_that_ended_badly_is_told_to_all_others_once():
     coordinator = joined()
-    messages = told(coordinator.ended(1, "signal 9", 1.0))
+    messages = told(coordinator.ended(1, "signal 9", 1.0, -9))
     assert kinds(messages) == {0: ["abort"], 2: ["abort"]}
-    assert (messages[0][0]["rank"], messages[0][0]["host"], messages[0][0]["reason"]) == (
-        1,
-        "box",
-        "signal 9",
-    )
+    abort = messages[0][0]
+    assert (abort["rank"], abort["host"], abort["reason"]) == (1, "box", "signal 9")
+    assert abort["status"] == [-9]
     assert coordinator.ended(1, "signal 9", 2.0) == []
 
 
@@ -293,6 +291,7 @@ def test_a_cycle_over_two_groups_is_told_to_the_members_of_both():
     messages = say(coordinator, 1, "wait_report", **report(group=9, members=[0, 1], entered={9: 4}))
     assert kinds(messages) == {0: ["decision"] * 2, 1: ["decision"] * 2}
     assert all("deadlock" in one["text"] for one in messages[0])
+    assert all(one["is_deadlock"] for one in messages[0])
 
 
 def test_a_rank_that_goes_on_takes_its_report_back():

@@ -15,7 +15,7 @@ from syncvar.cli.explain import divergences
 from syncvar.cli.record_files import as_record, load
 from syncvar.core.errors import MismatchError, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.call_record import UNRECORDED, CallInfo
+from syncvar.runtime.call_record import UNRECORDED, CallInfo, ErrorFields
 from syncvar.runtime.recorder import RING, Recorder
 from syncvar.testing import run_ranks
 
@@ -59,6 +59,28 @@ def test_short_and_long_entries_stand_in_one_stream():
         "rank 1",
     )
     assert (third.state, third.detail) == ("failed", "MismatchError: no\n  rank 0: a")
+    assert (third.error, third.is_deadlock, third.lost_rank) == ("MismatchError", False, -1)
+
+
+@pytest.mark.parametrize(
+    ("error", "fields"),
+    [
+        (MismatchError("no", is_deadlock=True), {"is_deadlock": True}),
+        (PeerLost(3, "box", "signal 9", status=-9), {"lost_rank": 3, "lost_status": -9}),
+        (PeerLost(3, "box", "uncaught ValueError: no"), {"lost_rank": 3}),
+        (KeyError("x"), {}),
+    ],
+)
+def test_an_error_is_recorded_as_data(error, fields):
+    recorder = Recorder()
+    recorder.begin(TOLD, 1).end(error)
+    recorder.broke(error)
+    failed, broke = recorder.events()
+    wanted = ErrorFields(f"{type(error).__name__}: {error}", type(error).__name__)._replace(
+        **fields
+    )
+    for event in (failed, broke):
+        assert {name: getattr(event, name) for name in wanted._fields} == wanted._asdict()
 
 
 def test_the_ring_holds_the_last():
@@ -265,7 +287,7 @@ def test_calls_that_differ_are_found_in_the_records(shared):
     records = [as_record(one) for one in run_ranks(3, differ, shared=shared)]
     first = divergences(records)[0]
     assert (first.group, first.call, first.absent) == (0, 3, ())
-    assert {rank: event.label.split("(")[0] for rank, event in first.made.items()} == {
+    assert {rank: event.label.split("(")[0] for rank, event in first.entered.items()} == {
         0: "all_reduce",
         1: "barrier",
         2: "all_reduce",
