@@ -341,7 +341,7 @@ def lint_figures():
         ".",
     ]
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True)  # noqa: S603
-    return {f"ruff {row['code']}": row["count"] for row in json.loads(done.stdout)}
+    return {f"ruff {row['code']}": row["count"] for row in json.loads(done.stdout or "[]")}
 
 
 LISTS = {
