@@ -119,7 +119,7 @@ class FolderStore(KeyValueStore):
                     return file.read(_ENTRY_MAX).decode("ascii", "replace")
             if time.monotonic() > self._until:
                 raise RendezvousError(
-                    f"{owner} has put nothing down in {self._path} for {self._timeout_s:g} s; do "
+                    f"{owner} has written nothing to {self._path} for {self._timeout_s:g} s; do "
                     f"all ranks run, and do all hosts have this folder? {_VARIABLE} names "
                     "another; or set MASTER_ADDR and MASTER_PORT to a free port of rank 0's "
                     "host, and SYNCVAR_KEY_FILE"
@@ -230,7 +230,8 @@ class ProcessManager(KeyValueStore):
             more = os.read(self._descriptor, _LINE_MAX)
             if not more or len(self._rest) > _LINE_MAX:
                 raise RendezvousError(
-                    f"the process manager (PMI_FD={self._descriptor}) is gone, or not understood"
+                    f"the process manager (PMI_FD={self._descriptor}) has ended, or its answer is "
+                    "invalid"
                 )
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")

@@ -327,8 +327,8 @@ class _Rendezvous:
             endpoint, nonce, text = kv_store.read("meet", "rank 0").split(" ")
             if text == "given" and self.secret is None:
                 raise ConfigError(
-                    "rank 0 was given a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank "
-                    "was not: give all ranks the same"
+                    "rank 0 has a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank has "
+                    "none: give all ranks the same"
                 )
             kv_store.done()
             if text not in ("given", "none"):
@@ -421,7 +421,7 @@ class _Rendezvous:
             return address_towards(address, self.info.port)
         except OSError as error:
             raise RendezvousError(
-                f"there is no way to rank 0 at {self.info.address}: {error}"
+                f"there is no route to rank 0 at {self.info.address}: {error}"
             ) from error
 
     def _await_directory(self, name: str) -> Path:

@@ -193,12 +193,12 @@ class RendezvousServer:
     def _handle_servers(self, peer: bytes, message: Message) -> None:
         """Handle a message of a server, or a request for the list of servers."""
         if message["kind"] == "holds":
-            self.servers.holds(message)
+            self.servers.add_replica(message)
             return
         if message["kind"] not in ("serve", "find_servers"):
-            raise WireError(f"{message['kind']!r} came where servers are asked for")
+            raise WireError(f"{message['kind']!r} is no message about servers")
         refused = self.servers.refusal(message) or (
-            self.servers.serves(message) if message["kind"] == "serve" else ""
+            self.servers.add_server(message) if message["kind"] == "serve" else ""
         )
         if refused:
             self._refuse(peer, refused)

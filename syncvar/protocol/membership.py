@@ -51,7 +51,7 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     Example:
         >>> about = {0: {"syncvar": "1"}, 1: {"syncvar": "2"}}
         >>> print(compare_abouts(about)[0])
-        the ranks differ in what all must have alike:
+        the ranks differ in what must be equal:
           syncvar: '1' (rank 0), '2' (rank 1)
         install the same syncvar everywhere, and give all ranks the same settings
     """
@@ -66,7 +66,7 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     refusal = ""
     if lines:
         rest = [f"  ({len(lines) - _LINES_MAX} more)"] if len(lines) > _LINES_MAX else []
-        first = "the ranks differ in what all must have alike:"
+        first = "the ranks differ in what must be equal:"
         last = "install the same syncvar everywhere, and give all ranks the same settings"
         refusal = "\n".join((first, *lines[:_LINES_MAX], *rest, last))
     parts = [

@@ -269,7 +269,7 @@ def launcher_info(
     if len(found) == 2:
         _compare(found[0].source, found[0], found[1].source, found[1], ("rank", "world_size"))
     if own is not None:
-        ours = "SYNCVAR_RANK and its like, of syncvar-launch,"
+        ours = "syncvar-launch (SYNCVAR_RANK, SYNCVAR_WORLD_SIZE)"
         for info in found:
             _compare(info.source, info, ours, own, ("rank", "world_size"))
         return found[0] if found else None
@@ -337,8 +337,8 @@ def _refusal(seen: str, workers: str, remedy: str) -> str:
         f"({', '.join((*_TORCH, 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'))})"
     )
     return (
-        f"{seen}, and it is not said how they meet: each would be a world of one, with numbers of "
-        f"its own. Start them instead with\n    syncvar-launch --workers {workers} "
+        f"{seen}, and no variable says how they meet: each would be a world of one, with results "
+        f"of its own. Start them instead with\n    syncvar-launch --workers {workers} "
         f"script.py\n{others}. Where each is alone on purpose, set {OWN_SIZE}=1, or call "
         "sv.init(alone=True)"
     )
