@@ -18,7 +18,7 @@ from syncvar.core.environment import environment_of, wants_world_of_one
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.exit_status import error_exit_code, is_interactive
 from syncvar.core.fork_cleanup import hook_exceptions
-from syncvar.core.settings import log_at
+from syncvar.core.settings import RuntimeConfig, doubtful_variables, log_at
 from syncvar.shm.segment import SharedSegment
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.fork_cleanup import ExceptionHook
-    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.base import Transport
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi_transport import Fabric
@@ -47,8 +46,6 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     Raise RendezvousError if not all ranks came in time, ConfigError if the environment or a setting
     is wrong, and UsageError in a server or a process that is no rank.
     """
-    from syncvar.core.settings import RuntimeConfig, doubtful_variables
-
     environment = environment_of(environ, alone=alone)
     if environment is not None and environment.role == "server":
         raise UsageError(
@@ -63,7 +60,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         )
     config = RuntimeConfig.from_mapping(environ).consistent()
     log_at(config.log_level)
-    # rank whose process runs the rendezvous; None for the launcher
+    # Rank whose process runs the rendezvous; None for the launcher.
     keeper = 0 if environment is None else None
     if environment is None:  # syncvar-launch has warned already, and translates exit codes
         _give_exit_codes()

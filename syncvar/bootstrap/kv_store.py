@@ -68,14 +68,14 @@ class KeyValueStore:
         return info
 
     def put(self, key: str, text: str) -> None:
-        """Put an entry that all ranks can read after the next `turn`."""
+        """Put an entry that all ranks can read after the next `fence`."""
         raise NotImplementedError
 
     def read(self, key: str, owner: str) -> str:
         """Return an entry once it is there; `owner` names the rank that puts it, for messages."""
         raise NotImplementedError
 
-    def turn(self) -> None:
+    def fence(self) -> None:
         """Wait until all ranks have put their entries."""
 
     def done(self) -> None:
@@ -86,7 +86,7 @@ class KeyValueStore:
 
 
 class FolderStore(KeyValueStore):
-    """Entries as files in a private folder. Readers wait for a file, so there are no turns."""
+    """Entries as files in a private folder. Readers wait for a file, so there are no fences."""
 
     def __init__(self, environ: Mapping[str, str], run: str, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s
@@ -164,12 +164,12 @@ class ProcessManager(KeyValueStore):
             f"put kvsname={self.name} key=syncvar-{key} value={text.encode().hex()}", "put_result"
         )
 
-    def turn(self) -> None:
+    def fence(self) -> None:
         """Wait until all ranks have come here."""
         self._ask("barrier_in", "barrier_out")
 
     def read(self, key: str, owner: str) -> str:
-        """Return an entry that was put before the last turn."""
+        """Return an entry that was put before the last fence."""
         try:
             return bytes.fromhex(
                 self._ask(f"get kvsname={self.name} key=syncvar-{key}", "get_result")["value"]
@@ -252,7 +252,7 @@ def _is_mpi_in_use() -> bool:
 
 
 class MpiStore(KeyValueStore):
-    """Key-value entries that MPI collectives exchange; all ranks take part in each turn."""
+    """Key-value entries that MPI collectives exchange; all ranks take part in each fence."""
 
     info: LaunchInfo  # identity of this process, by MPI
 
@@ -267,14 +267,14 @@ class MpiStore(KeyValueStore):
         """Put an entry."""
         self._own[key] = text
 
-    def turn(self) -> None:
+    def fence(self) -> None:
         """Exchange the entries of all ranks."""
-        for kv_store in self.exchange(self._own):
-            self._all |= kv_store
+        for entries in self.exchange(self._own):
+            self._all |= entries
         self._own = {}
 
     def read(self, key: str, owner: str) -> str:
-        """Return an entry that was put before the last turn."""
+        """Return an entry that was put before the last fence."""
         if key not in self._all:
             raise RendezvousError(f"{owner} has put no entry {key!r}, by MPI")
         return self._all[key]

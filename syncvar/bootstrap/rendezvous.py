@@ -320,10 +320,10 @@ class _Rendezvous:
         )
         if info.local_rank == 0:
             kv_store.put(f"host-{info.rank}", f"{info.local_world_size} {self.name}")
-        kv_store.turn()
+        kv_store.fence()
         names = self._walk(kv_store)
         if info.rank:
-            kv_store.turn()
+            kv_store.fence()
             endpoint, nonce, text = kv_store.read("meet", "rank 0").split(" ")
             if text == "given" and self.secret is None:
                 raise ConfigError(
@@ -347,7 +347,7 @@ class _Rendezvous:
         self._agree(address, nonce)
         identity = self._begin(tcp_endpoint(address, "*"), kv_store)
         kv_store.put("meet", f"{identity.environment.rendezvous} {nonce} {text}")
-        kv_store.turn()
+        kv_store.fence()
         kv_store.done()
         return identity
 
