@@ -13,8 +13,8 @@ from syncvar.shm.fd_passing import FdServer, fd_socket_path, servers_fd_socket_p
 from syncvar.shm.segment_file import (
     CreatedSegment,
     SegmentLayout,
-    bytes_in_words,
     create,
+    format_bytes,
     unsupported_machine,
 )
 
@@ -156,7 +156,7 @@ class ShmService:
             return f"unix sockets{between}", line
         if not self._fd_servers:
             shm.close()
-        size = bytes_in_words(self._shm_bytes)
+        size = format_bytes(self._shm_bytes)
         line = (
             f"transport shared memory: shared memory ({shm.form}), {size} virtual; "
             f"SYNCVAR_TRANSPORT=zmq turns it off{between}"

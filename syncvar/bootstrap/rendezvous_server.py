@@ -18,9 +18,9 @@ from syncvar.protocol.server_directory import ServerTable
 from syncvar.transports.zeromq_links import Connections, parse_control_identity
 from syncvar.transports.zeromq_sockets import (
     bound_messages,
-    look_for_silence,
     milliseconds,
     set_family,
+    set_keepalive,
 )
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RendezvousServer:
 
         self._connections.gate = Gate(self._context, keys)
         set_family(self.socket, endpoint)
-        look_for_silence(self.socket, config)
+        set_keepalive(self.socket, config)
         if keys is not None:
             keys.listen(self.socket)
 

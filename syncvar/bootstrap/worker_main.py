@@ -75,7 +75,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     # Registered first, so it runs last, after the user's handlers and shutdown.
     register_exit(pipe.announce_end)
     try:
-        _settled(run or _run)
+        _run_to_end(run or _run)
     except SystemExit as request:
         if os.getpid() == process:
             failure = failure_of(request)
@@ -85,7 +85,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
                 failure.text,
                 failure.text and f"{failure.text}\n",
             )
-            pipe.failed("SystemExit", message, text, failure.exit_code, written=written)
+            pipe.announce_failure("SystemExit", message, text, failure.exit_code, written=written)
             if isinstance(request.code, int) and failure.text:
                 sys.stderr.write(written)
                 raise SystemExit(failure.exit_code) from None
@@ -96,7 +96,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
         _fail(pipe, error)
 
 
-def _settled(run: Callable[[list[str]], None]) -> None:
+def _run_to_end(run: Callable[[list[str]], None]) -> None:
     """Run to the end; a normal end includes that pushes to servers have arrived."""
     try:
         run(sys.argv[1:])
@@ -232,7 +232,7 @@ def _fail(pipe: StatusPipe, error: BaseException) -> NoReturn:
         written = ""  # the script's own hook writes something unknown
     elif _is_ours(error) and name in _CONSEQUENCES:
         written = f"{name}: {message}\n"  # every surviving rank has the same traceback
-    pipe.failed(name, message, text, code, brief=brief, written=written)
+    pipe.announce_failure(name, message, text, code, brief=brief, written=written)
     _abandon_job(f"uncaught {name}: {message}"[:2000], error)
     if sys.excepthook is not sys.__excepthook__:
         _call_hook(error)

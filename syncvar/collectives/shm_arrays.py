@@ -20,7 +20,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, bytes_in_words
+from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         return np.empty(lengths, kind)
     except (ValueError, MemoryError) as error:
         nbytes = prod(lengths) * kind.itemsize
-        text = f"no room for {bytes_in_words(nbytes)} of private memory"
+        text = f"no room for {format_bytes(nbytes)} of private memory"
         raise SharedMemoryFull(f"{text} (this process shares none): {error}") from error
 
 
@@ -243,7 +243,7 @@ def memory_in_common(
         if refused:
             return refused[0]
         return SharedMemoryFull(
-            f"{description}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
+            f"{description}: rank {first} has no room for {format_bytes(nbytes)} of shared memory"
         )
     shm = context.shm
     assert shm is not None

@@ -156,7 +156,7 @@ class StatusPipe:
         if not self._has_failed:
             self.send({"event": "goodbye"})
 
-    def failed(
+    def announce_failure(
         self,
         error: str,
         message: str,

@@ -25,12 +25,12 @@ from syncvar.parameter_server.messages import NBYTES_MAX, cut, joined, packed, u
 from syncvar.parameter_server.same_host_links import Pipe, UnixListener
 from syncvar.protocol.frame import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.transports.zeromq_sockets import (
-    ask_for_signs_of_life,
     bind_in_folder,
     job_nonce,
     limit_frames,
     milliseconds,
     set_family,
+    set_heartbeats,
     tcp_endpoint,
 )
 
@@ -201,7 +201,7 @@ class ServerLinks:
         self._configure(socket)
         if address.startswith("tcp://"):
             set_family(socket, address)
-            ask_for_signs_of_life(socket, self._config)
+            set_heartbeats(socket, self._config)
             if self._keys is not None:
                 self._keys.connect_host(socket, self._config, self._number, SERVER_0 + server)
         socket.setsockopt(zmq.ROUTING_ID, self._routing)

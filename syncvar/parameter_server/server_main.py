@@ -34,7 +34,7 @@ from syncvar.parameter_server.server_links import ServerLinks
 from syncvar.parameter_server.server_machine import Server
 from syncvar.runtime.call_record import CallInfo, size_class
 from syncvar.runtime.recorder import Recorder, RecordIdentity
-from syncvar.shm.segment_file import bytes_in_words
+from syncvar.shm.segment_file import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, MutableMapping
@@ -244,7 +244,7 @@ class Serving:
         """Close everything, after flushing sent messages."""
         ledgers = [primary.ledger for primary in self.server.primaries.values()]
         shards = [shard for ledger in ledgers for shard in ledger.shards.values()]
-        size = bytes_in_words(sum(one.array.nbytes for one in shards))
+        size = format_bytes(sum(one.array.nbytes for one in shards))
         _log.info("server %d: over, with %d parts of variables, %s", self._index, len(shards), size)
         if self._first_failure:
             self._recorder.ended(self._first_failure)

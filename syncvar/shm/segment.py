@@ -33,11 +33,11 @@ from syncvar.shm.segment_file import (
     SegmentId,
     SegmentLayout,
     SharedMemoryReference,
-    bytes_in_words,
     check_header,
     check_machine,
     checked_size,
-    mapping_refused,
+    format_bytes,
+    mapping_error_text,
 )
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class SharedSegment:
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             size = os.fstat(fd).st_size
             os.close(fd)
-            raise SharedMemoryUnavailable(mapping_refused(size, error)) from error
+            raise SharedMemoryUnavailable(mapping_error_text(size, error)) from error
         try:
             check_header(memory, size, local_rank)
         except SharedMemoryUnavailable:
@@ -294,9 +294,9 @@ class SharedSegment:
         """Reserve the pages of a range, so that this process can touch it."""
         shortage = self._room.shortage(nbytes)
         if shortage is not None:
-            used, limit = bytes_in_words(shortage.used), bytes_in_words(shortage.limit)
+            used, limit = format_bytes(shortage.used), format_bytes(shortage.limit)
             raise SharedMemoryFull(
-                f"{bytes_in_words(nbytes)} of shared memory asked for, but {used} of {limit} "
+                f"{format_bytes(nbytes)} of shared memory asked for, but {used} of {limit} "
                 f"are in use: {_REMEDY.format(shortage.limit_name)}"
             )
         try:
@@ -398,10 +398,10 @@ class SharedSegment:
 
     def _no_room(self, nbytes: int) -> str:
         start, stop = self.layout.arrays(self.local_rank)
-        used, region = bytes_in_words(self._extents.used_bytes), bytes_in_words(stop - start)
-        total = bytes_in_words(self.shm_bytes)
+        used, region = format_bytes(self._extents.used_bytes), format_bytes(stop - start)
+        total = format_bytes(self.shm_bytes)
         return (
-            f"{bytes_in_words(nbytes)} of shared memory asked for, but {used} of the {region} of "
+            f"{format_bytes(nbytes)} of shared memory asked for, but {used} of the {region} of "
             f"local rank {self.local_rank} are in use and no free piece is as large: "
             f"{_REMEDY.format('shm_bytes')} ({total} for all ranks of the host), "
             f"for instance by SYNCVAR_SHM_BYTES={2 * self.shm_bytes}"
@@ -410,7 +410,7 @@ class SharedSegment:
     def _no_space(self, nbytes: int) -> str:
         held = os.fstat(self._fd).st_blocks * 512
         return (
-            f"{bytes_in_words(nbytes)} of shared memory asked for, but the system has no more room "
-            f"for it (the ranks of this host hold {bytes_in_words(held)}): "
+            f"{format_bytes(nbytes)} of shared memory asked for, but the system has no more room "
+            f"for it (the ranks of this host hold {format_bytes(held)}): "
             f"{_REMEDY.format('the size of /dev/shm or the memory limit of the container')}"
         )

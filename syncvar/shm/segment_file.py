@@ -99,11 +99,11 @@ class SegmentLayout:
         return start + TABLE_BYTES, stop
 
 
-def bytes_in_words(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a size in the largest unit that fits.
 
     Example:
-        >>> bytes_in_words(1 << 40), bytes_in_words(3 << 19), bytes_in_words(100)
+        >>> format_bytes(1 << 40), format_bytes(3 << 19), format_bytes(100)
         ('1 TiB', '1.5 MiB', '100 B')
     """
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
@@ -292,16 +292,16 @@ def check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
             )
 
 
-def mapping_refused(size: int, error: Exception) -> str:
+def mapping_error_text(size: int, error: Exception) -> str:
     """Return the error text for a failed mapping."""
     import resource  # only a refusal needs it
 
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     limit = ""
     if soft != resource.RLIM_INFINITY:
-        limit = f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
+        limit = f"; this process may map {format_bytes(soft)} (ulimit -v)"
     reason = error.strerror if isinstance(error, OSError) else str(error)
-    failure = f"the system refused to map {bytes_in_words(size)}: {reason}{limit}"
+    failure = f"the system refused to map {format_bytes(size)}: {reason}{limit}"
     return f"{failure}; a smaller SYNCVAR_SHM_BYTES may fit"
 
 

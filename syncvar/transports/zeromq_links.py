@@ -24,13 +24,13 @@ from syncvar.transports.zeromq_sockets import (
     CLOSED,
     ConnectionCopy,
     Sent,
-    ask_for_signs_of_life,
     close_monitor,
     events_of,
     limit_frames,
     milliseconds,
     monitor_of,
     set_family,
+    set_heartbeats,
     unanswered,
 )
 
@@ -340,7 +340,7 @@ class ZeromqControl:
                 keys.connect(self.socket)
             events = _REFUSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED
             if keeper is not None:
-                ask_for_signs_of_life(self.socket, config)
+                set_heartbeats(self.socket, config)
                 events |= zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
             self.monitor = monitor_of(context, self.socket, events)
         self.socket.connect(endpoint)

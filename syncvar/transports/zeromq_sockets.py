@@ -110,7 +110,7 @@ def close_monitor(socket: Any, monitor: Any) -> None:
     monitor.close(linger=0)
 
 
-def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
+def set_heartbeats(socket: Any, config: RuntimeConfig) -> None:
     """Make both ends close a tcp connection that is silent for longer than `lost_after_s`.
 
     The connecting end sends heartbeats, each with a time limit for the next one. After a heartbeat,
@@ -121,10 +121,10 @@ def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
     socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
-    look_for_silence(socket, config)
+    set_keepalive(socket, config)
 
 
-def look_for_silence(socket: Any, config: RuntimeConfig) -> None:
+def set_keepalive(socket: Any, config: RuntimeConfig) -> None:
     """Make the system close tcp connections whose other end answers no probes."""
     silence = milliseconds(config.link_silence_s)
     if silence:

@@ -35,12 +35,12 @@ from syncvar.transports.base import (
 )
 from syncvar.transports.zeromq_links import Connections, Delivery, SendLink
 from syncvar.transports.zeromq_sockets import (
-    ask_for_signs_of_life,
     bind_in_folder,
     job_nonce,
     limit_frames,
     milliseconds,
     set_family,
+    set_heartbeats,
 )
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class ZeromqTransport:
         # connections of a process that ends, and the agent sees a stopped one.
         if address.startswith("tcp://"):
             set_family(socket, address)
-            ask_for_signs_of_life(socket, config)
+            set_heartbeats(socket, config)
 
     def _bind(self, endpoint: str) -> str:
         self._configure(self._router, endpoint)

@@ -15,7 +15,7 @@ from syncvar.shm.segment_file import (
     PAGE_BYTES,
     TABLE_BYTES,
     SegmentLayout,
-    bytes_in_words,
+    format_bytes,
 )
 
 
@@ -76,4 +76,4 @@ def test_the_smallest_setting_serves_seven_ranks():
     ],
 )
 def test_sizes_in_words(count, words):
-    assert bytes_in_words(count) == words
+    assert format_bytes(count) == words
