@@ -123,7 +123,7 @@ class CheckpointCore:
                     try:
                         snapshot, pushes = on_servers.take_snapshot(timeout)
                         leaves = sorted([*leaves, *snapshot], key=lambda leaf: leaf.key)
-                    except Exception as error:  # `Saving` reports it to the other ranks
+                    except Exception as error:  # `SaveOperation` reports it to the other ranks
                         refused = error
                 saving = SaveOperation(leaves, refused, communicator, path, label, timeout, guard)
                 saving.pushes = pushes

@@ -68,9 +68,8 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.checkpoint_format import Label
     from syncvar.checkpoint.trackables import Leaf, Together
 
-SINGLE_RANK_ADVICE = (
-    "let one rank write alone: sv.save(path, …)"  # advice for a group that is not whole
-)
+# Advice for a block of `sv.uneven` that some ranks have left.
+SINGLE_RANK_ADVICE = "let one rank write alone: sv.save(path, …)"
 _CHUNK = 1 << 20  # bytes that are digested and written while they are in the cache
 _NOTHING = "nothing was saved, and the previous checkpoint is unchanged"
 _log = logging.getLogger("syncvar")
@@ -356,7 +355,7 @@ def checked_metric(metric: Any) -> float | None:
 
 
 class ChiefSave:
-    """A save by rank 0 as another worker sees it; has the methods of `Saving`."""
+    """A save by rank 0 as another worker sees it; has the methods of `SaveOperation`."""
 
     failure: TransportError | None = None
     is_speaker = False

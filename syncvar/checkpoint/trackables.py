@@ -3,9 +3,9 @@
 * Variables, by their mode. Objects with `tracked()` (optimizers): the variables that it returns.
   Checkpoints, and dicts, lists and tuples that hold objects.
 * `numpy.random.Generator` and objects with `state_dict()` and `load_state_dict(state)`: their
-state.
-* Plain data (numbers, texts, arrays, tensors, dates, and containers of them): replaced by a
-restore.
+  state.
+* Plain data (numbers, texts, arrays, tensors, dates, and containers of them): a restore replaces
+  it.
 
 States and plain data are saved once if all ranks have the same, else once per rank.
 """
@@ -54,11 +54,10 @@ KEEP = object()  # staged: this replica keeps what it has
 
 
 class Leaf(Protocol):
-    """One object under one key. The key may have no entry in a checkpoint if `is_optional`."""
+    """One object under one key."""
 
     key: str
-    is_optional: bool
-    """Whether a checkpoint may have no entry for it."""
+    is_optional: bool  # whether a checkpoint may have no entry for it
 
     def describe(self, communicator: Together) -> LeafHeader:
         """Return the header of this rank's value; raise ConfigError if it cannot be saved."""

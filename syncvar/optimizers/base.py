@@ -483,8 +483,6 @@ class Optimizer(MigrationHintsMixin):
             check()
         self._step.slots.build(owner, variables, is_independent=is_independent)
 
-    # -- gradients ---------------------------------------------------------------------------------
-
     def _rate_at(self, step: int) -> float:
         rate = self._rate
         return checked_number("learning_rate", rate(step)) if callable(rate) else rate

@@ -32,7 +32,7 @@ class _RegisteredRule(NamedTuple):
     slots: dict[str, float]
 
 
-_rules: dict[str, _RegisteredRule] = {}  # "module:name" ->
+_rules: dict[str, _RegisteredRule] = {}  # by "module:name"
 
 
 def update_rule(

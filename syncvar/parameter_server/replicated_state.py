@@ -265,7 +265,7 @@ class ReplicatedState:
     def of_state(
         cls, server: int, workers: int, state: dict[str, Any], room: Room
     ) -> ReplicatedState:
-        """Return the state new with this state."""
+        """Return the replicated state of a server from the result of `state`."""
         new = cls(server, workers)
         new.room = room
         new.entries, new.staleness = state["entries"], state["staleness"]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.same_host_links import ShmBufferPool
     from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
+
 _IDENTITY = struct.Struct("<c8sIII4s")
 _MAGIC = b"p"
 # ZeroMQ: below this size, a copy is cheaper than a frame of its own.

@@ -68,7 +68,7 @@ _SCATTERS = {one.value: one for one in AccessKind if one.value.startswith("scatt
 _STEP = "step"
 
 
-class RuleValidator(NamedTuple):
+class TrialStep(NamedTuple):
     """The result of a trial step: array or rows, slots and number of steps."""
 
     touched: NDArray[Any]
@@ -129,10 +129,10 @@ class ServerRule:
 
     def trial_step(
         self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
-    ) -> RuleValidator:
+    ) -> TrialStep:
         """Make one step on a copy; raise ConfigError with the traceback of a custom rule."""
         which = ... if rows is None else rows
-        trial = RuleValidator(
+        trial = TrialStep(
             np.array(array[which]),
             [np.array(slot[which]) for slot in self._slots],
             self._steps.copy(),
@@ -140,7 +140,7 @@ class ServerRule:
         self._make(trial.touched, trial.slots, trial.steps, gradient, rate)
         return trial
 
-    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, trial: RuleValidator) -> None:
+    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, trial: TrialStep) -> None:
         """Copy the result of a trial step to the array and the slots."""
         which = ... if rows is None else rows
         array[which] = trial.touched
@@ -270,7 +270,7 @@ class Shard:
         self.staleness = staleness
         self._rules: dict[RuleKey, ServerRule] = {}
         # A step that `check` has tried on a copy of the present array.
-        self._trial: tuple[Push, NDArray[Any] | None, RuleValidator] | None = None
+        self._trial: tuple[Push, NDArray[Any] | None, TrialStep] | None = None
         # Failed pushes that servers have acknowledged: ranks, error, reason.
         self.failures: list[tuple[list[int], str, str]] = []
         self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}

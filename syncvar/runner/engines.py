@@ -3,8 +3,8 @@
 `Engine` is the protocol, `EngineSlot`, `CallPart` and `End` are the messages, and `drive` is the
 loop. `remote_call` runs in the engine's worker; `ray_engine` and `dask_engine` are the engines.
 
-The ranks meet by themselves, as those of torchrun, with rank 0's address and the job's secret.
-Engines carry our bytes. They pickle them, but syncvar unpickles nothing of it except the function.
+The ranks find each other as those of torchrun do, by rank 0's address, and with the job's secret.
+An engine carries messages as bytes. It pickles them, but syncvar unpickles only the function.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def parts(
     Example:
         >>> hosts = [("a", 5000), ("b", 6000), ("a", 5002)]
         >>> places = [EngineSlot(host, host, host, port, 1) for host, port in hosts]
-        >>> made = parts(places, b"", "j", "", {}, [])
-        >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in made]
+        >>> created = parts(places, b"", "j", "", {}, [])
+        >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in created]
         [(0, '0', 'a'), (2, '0', 'a'), (1, '1', 'a')]
     """
     hosts: dict[str, list[int]] = {}

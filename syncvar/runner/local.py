@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from syncvar.runner.engines import Engine
+
 _GRACE_S = 30.0
 _NOT_INHERITED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT"),
     *("RENDEZVOUS", "JOB_ID", "ROLE", "GENERATION", "RESTARTS", "HOST", "STATUS_FD", "FLIGHT_DIR"),
 )
-
 _UNGUARDED = "unguarded"
 # The module that this worker is importing to find its function.
 _finding: list[tuple[str, Path | None]] = []

@@ -27,6 +27,7 @@ from syncvar.runner.local import finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 _INHERITED = ("XDG_RUNTIME_DIR", "TMPDIR")
 _held: list[socket.socket] = []  # at most one
 

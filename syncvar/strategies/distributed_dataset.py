@@ -1,8 +1,8 @@
 """Distributed datasets: this replica's batches, in equally many steps on all replicas.
 
 Each `next` is one small all-reduce of the replicas' `BatchHeader`s. If they are equal, nothing more
-is needed; else the replicas exchange the headers and decide alike (`decide_step`). So no
-replica waits in a step that another never makes, and all get an exception while reading.
+is needed. Else the replicas exchange the headers, and each makes the same decision (`decide_step`).
+So no replica waits in a step that another never makes, and all get an exception while reading.
 """
 
 from __future__ import annotations
@@ -409,19 +409,19 @@ class DistributedIterator(MigrationHintsMixin):
 
         records = communicator.perform(_NEXT, check, strategy.timeout)
         offers = [BatchHeader.from_record(one) for one in records]
-        decided = decide_step(offers, is_global=is_global)
-        if decided.disagreement:
-            self._disagree(decided.disagreement, batch, offers)
-        if decided.differs:
+        decision = decide_step(offers, is_global=is_global)
+        if decision.disagreement:
+            self._disagree(decision.disagreement, batch, offers)
+        if decision.differs:
             self._differ(offers)
-        if decided.teacher is not None:
+        if decision.teacher is not None:
             policy = self._policy
             mine_plain = None if batch is _END or policy is None else policy.plain()
             known = gather_objects(communicator, _NEXT, lambda: mine_plain, strategy.timeout)
             if batch is _END:
-                self._policy = BatchPolicy.from_plain(known[decided.teacher])
+                self._policy = BatchPolicy.from_plain(known[decision.teacher])
                 self._no_rows, self._no_rows_of = self._policy.no_rows(), self._policy
-        return decided.is_over
+        return decision.is_over
 
     def _disagree(self, reason: str, batch: Any, offers: list[BatchHeader]) -> None:
         """Raise MismatchError with the batch of each replica."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import RegistryEntry, VariableState
 
-
 NEVER = 1 << 62
 IDLE_RUNS = 20  # between two decisions while nothing is incremented
 _MANY = 4  # with more variables than this, decisions are half as frequent: each costs 2 us more

@@ -6,6 +6,9 @@ strategy and the variables call it. It then lets `CheckSchedule` say which copie
 need. That all-reduce also agrees which variables still exist, since garbage is collected at
 different times on the replicas.
 
+`DeferralLog` writes the tuner's decisions to a file, and reads them to repeat them. `resynchronize`
+gives all replicas the same values at the end of `sv.uneven`.
+
 With one replica there is no registry.
 """
 
@@ -53,12 +56,121 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_state import VariableState
 
 _AT_ONCE = -1
-_COLLECTED_MAX = 16  # names of variables that no longer exist, in each creation of another one
+_MISSING_MAX = 16  # names of variables that no longer exist, in each creation of another one
 _AGREEMENT = "counters of AUTO variables, and which variables still exist"
 _REPLAY = "recorded decisions of AUTO"
 _RESYNC = "values of variables after sv.uneven"
 _TOGETHER_BYTES = 16 << 20
 _log = logging.getLogger("syncvar")
+
+
+class DeferralLog:
+    """The log of AUTO's decisions of one strategy, to read and to replay."""
+
+    def __init__(self, owner: VariableOwner) -> None:
+        self._owner = weakref.ref(owner)
+        config = owner.context.config
+        self._path, self.replay_path = config.auto_log, config.auto_replay
+        self._has_started = False
+        self._is_writing = bool(self._path) and owner.communicator.member_rank == 0
+        if self._is_writing:
+            check_file(self._path, AUTO_LOG)
+
+    @property
+    def _communicator(self) -> Communicator:
+        owner = self._owner()
+        assert owner is not None
+        return owner.communicator
+
+    def append(self, changes: list[DeferralChange]) -> None:
+        """Record changes; the first replica does so."""
+        communicator = self._communicator
+        if communicator.member_rank != 0:
+            return
+        for (at, step, _), *change in changes:
+            _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
+        if self._is_writing:  # stops after a failure: a log with a hole would mislead a replay
+            begins = not self._has_started
+            self._is_writing = append_changes(
+                self._path, communicator.identity, changes, begins=begins
+            )
+            self._has_started = True
+
+    def read(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
+        """Return the recorded changes, (variable, pace), by point. Collective."""
+        owner, communicator = self._owner(), self._communicator
+        assert owner is not None
+
+        def mine() -> Any:
+            is_first = communicator.member_rank == 0
+            return read_changes(self.replay_path, communicator.identity) if is_first else []
+
+        found: dict[ProgramPoint, list[tuple[str, str]]] = {}
+        for *point, name, pace in gather_objects(communicator, _REPLAY, mine, owner.timeout)[0]:
+            found.setdefault(ProgramPoint(*point), []).append((name, pace))
+        return found
+
+
+def append_changes(
+    path: str, strategy: int, changes: list[DeferralChange], *, begins: bool
+) -> bool:
+    """Append changes to a log of JSON lines, and return whether that succeeded.
+
+    A line is one change: {"strategy": …, "at": "run", "step": 12, "of": "", "variable": "w",
+    "from": "eager", "to": "deferred", "why": …}. A line {"strategy": …, "begins": true} starts the
+    record of a strategy, whose identity comes from its ranks and their order.
+    """
+    key = f"{strategy:016x}"
+    lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
+    for (at, step, of), name, before, after, reason in changes:
+        place = {"strategy": key, "at": at, "step": step, "of": of, "variable": name}
+        lines.append(place | {"from": before, "to": after, "why": reason})
+    rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    if not rest:
+        return True
+    try:  # one write to the end of the file, because several groups may share it
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, REQUESTED)
+        try:
+            while rest:  # a full disk takes a part, and raises the error for the next one
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        report_lost_file(LostFile(path, AUTO_LOG, write_error_text(error)))
+        return False
+    return True
+
+
+def read_changes(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
+    """Return a strategy's changes in the last job of a log: (at, step, of, variable, pace)."""
+    key = f"{strategy:016x}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has "
+            "made"
+        ) from error
+    found: list[tuple[str, int, str, str, str]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            if one["strategy"] != key:
+                continue
+            if one.get("begins"):
+                found.clear()
+                continue
+            record = one["at"], one["step"], str(one["of"]), one["variable"], one["to"]
+            at, step, _, variable, pace = record
+            is_known = at in ("run", "write") and pace in ("eager", "deferred")
+            if not is_known or type(step) is not int or not isinstance(variable, str):
+                raise ValueError(line)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}"
+            ) from error
+        found.append(record)
+    return found
 
 
 class VariableRegistry(CheckGate):
@@ -72,7 +184,7 @@ class VariableRegistry(CheckGate):
         self._schedule = CheckSchedule(self.entries)
         self._numbers = 0
         # Names without a variable, not yet sent to the others.
-        self._collected: deque[str] = deque()
+        self._missing: deque[str] = deque()
         self.is_free = False  # writes are neither counted nor preceded by a comparison
         self.until = _AT_ONCE  # a write outside runs with a larger number may have to be checked
         self._is_running = False
@@ -109,16 +221,16 @@ class VariableRegistry(CheckGate):
 
     def attach(self, state: VariableState) -> RegistryEntry | None:
         """Connect a name with its variable."""
-        name, missing = state.name, self._collected
+        name, missing = state.name, self._missing
         entry = self.entries.get(name)
         if entry is not None:
             entry.reference = weakref.ref(state, lambda _: missing.append(name))
         return entry
 
-    def collected(self) -> list[str]:
+    def pop_missing(self) -> list[str]:
         """Return some names whose variables no longer exist here, each once, to send to all."""
-        count = min(len(self._collected), _COLLECTED_MAX)
-        return [self._collected.popleft() for _ in range(count)]
+        count = min(len(self._missing), _MISSING_MAX)
+        return [self._missing.popleft() for _ in range(count)]
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove variables that some replica no longer has, on all at the same point."""
@@ -132,7 +244,7 @@ class VariableRegistry(CheckGate):
         self._next_due = 0
         self.until = _AT_ONCE
 
-    def pinned(
+    def record_pin(
         self, entry: RegistryEntry, counts: tuple[int, int, int], *, is_pinned: bool
     ) -> None:
         """Record that a program has pinned or released a variable, and its counters."""
@@ -342,115 +454,6 @@ class VariableRegistry(CheckGate):
         ]
         self._looks, self.until = True, _AT_ONCE  # in case `compare` reports a difference
         compare(owner, found, f"{point.at} {point.step}")
-
-
-class DeferralLog:
-    """The log of AUTO's decisions of one strategy, to read and to replay."""
-
-    def __init__(self, owner: VariableOwner) -> None:
-        self._owner = weakref.ref(owner)
-        config = owner.context.config
-        self._path, self.replay_path = config.auto_log, config.auto_replay
-        self._has_started = False
-        self._is_writing = bool(self._path) and owner.communicator.member_rank == 0
-        if self._is_writing:
-            check_file(self._path, AUTO_LOG)
-
-    @property
-    def _communicator(self) -> Communicator:
-        owner = self._owner()
-        assert owner is not None
-        return owner.communicator
-
-    def append(self, changes: list[DeferralChange]) -> None:
-        """Record changes; the first replica does so."""
-        communicator = self._communicator
-        if communicator.member_rank != 0:
-            return
-        for (at, step, _), *change in changes:
-            _log.info("AUTO, %s %d: variable %r %s -> %s: %s", at, step, *change)
-        if self._is_writing:  # stops after a failure: a log with a hole would mislead a replay
-            begins = not self._has_started
-            self._is_writing = append_changes(
-                self._path, communicator.identity, changes, begins=begins
-            )
-            self._has_started = True
-
-    def read(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
-        """Return the recorded changes, (variable, pace), by point. Collective."""
-        owner, communicator = self._owner(), self._communicator
-        assert owner is not None
-
-        def mine() -> Any:
-            is_first = communicator.member_rank == 0
-            return read_changes(self.replay_path, communicator.identity) if is_first else []
-
-        found: dict[ProgramPoint, list[tuple[str, str]]] = {}
-        for *point, name, pace in gather_objects(communicator, _REPLAY, mine, owner.timeout)[0]:
-            found.setdefault(ProgramPoint(*point), []).append((name, pace))
-        return found
-
-
-def append_changes(
-    path: str, strategy: int, changes: list[DeferralChange], *, begins: bool
-) -> bool:
-    """Append changes to a log of JSON lines, and return whether that succeeded.
-
-    A line is one change: {"strategy": …, "at": "run", "step": 12, "of": "", "variable": "w",
-    "from": "eager", "to": "deferred", "why": …}. A line {"strategy": …, "begins": true} starts the
-    record of a strategy, whose identity comes from its ranks and their order.
-    """
-    key = f"{strategy:016x}"
-    lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
-    for (at, step, of), name, before, after, reason in changes:
-        place = {"strategy": key, "at": at, "step": step, "of": of, "variable": name}
-        lines.append(place | {"from": before, "to": after, "why": reason})
-    rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    if not rest:
-        return True
-    try:  # one write to the end of the file, because several groups may share it
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, REQUESTED)
-        try:
-            while rest:  # a full disk takes a part, and raises the error for the next one
-                rest = rest[os.write(descriptor, rest) :]
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        report_lost_file(LostFile(path, AUTO_LOG, write_error_text(error)))
-        return False
-    return True
-
-
-def read_changes(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
-    """Return a strategy's changes in the last job of a log: (at, step, of, variable, pace)."""
-    key = f"{strategy:016x}"
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has "
-            "made"
-        ) from error
-    found: list[tuple[str, int, str, str, str]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            one = json.loads(line)
-            if one["strategy"] != key:
-                continue
-            if one.get("begins"):
-                found.clear()
-                continue
-            record = one["at"], one["step"], str(one["of"]), one["variable"], one["to"]
-            at, step, _, variable, pace = record
-            is_known = at in ("run", "write") and pace in ("eager", "deferred")
-            if not is_known or type(step) is not int or not isinstance(variable, str):
-                raise ValueError(line)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}"
-            ) from error
-        found.append(record)
-    return found
 
 
 def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _NUMBER_TYPES = frozenset(_PYTHON_NUMBERS)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
@@ -120,7 +119,7 @@ class Mirrored(DistributedValues, NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         array = np.asarray(self._value, dtype=dtype)
         return array.copy() if copy and array is self._value else array
 
@@ -173,7 +172,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         """Return the value; see `Variable.read_value`."""
         raise NotImplementedError
 
-    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         value = self.read_value()
         if dtype is not None and value.dtype != dtype:
             if copy is False:
@@ -376,7 +375,7 @@ def plain_array(value: Any, label: str) -> NDArray[Any]:
 
 def _is_weak(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        kinds = set(map(type, value))  # few, where the parts are many
+        kinds = set(map(type, value))  # looking at each item would be slower
         return kinds <= _NUMBER_TYPES or all(_is_weak(part) for part in value)
     return isinstance(value, _PYTHON_NUMBERS) and not isinstance(value, np.generic)
 
@@ -493,7 +492,7 @@ def apply_rows(
     if divisor > 1:
         values = values / np.asarray(divisor, dtype)
     if operation is AccessKind.SCATTER_UPDATE:
-        result[rows.indices] = values  # of rows named twice, the last remains
+        result[rows.indices] = values  # the last value of a row that is named twice
     elif operation is AccessKind.SCATTER_DIV and dtype.kind in "iu":
         for row, value in zip(rows.indices, values, strict=True):
             result[row] = _truncated(result[row], value)

@@ -25,7 +25,7 @@ from syncvar.parameter_server.same_host_links import (
 )
 from syncvar.parameter_server.server_links import ServerLinks
 from syncvar.parameter_server.server_machine import Server
-from syncvar.parameter_server.server_main import Serving
+from syncvar.parameter_server.server_main import ServerLoop
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import SegmentId, SharedMemoryReference, create
@@ -160,7 +160,7 @@ def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_
         stack.callback(launcher.close, 0)
         launcher.bind(f"ipc://{runtime_folder}/store")
         me = environment(runtime_folder, role="server", rank=1, servers=3, server_replicas=1)
-        serving = stack.enter_context(contextlib.closing(Serving(me, place.config, {})))
+        serving = stack.enter_context(contextlib.closing(ServerLoop(me, place.config, {})))
         assert launcher.poll(10_000)
         identity, said = launcher.recv_multipart()
         addresses = {0: first.address, 1: parse_message(said)["address"]}
