@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.checkpoint_format import Label
-    from syncvar.checkpoint.trackables import Leaf, Together
+    from syncvar.checkpoint.trackables import CheckpointGroup, Leaf
 
 # Advice for a block of `sv.uneven` that some ranks have left.
 SINGLE_RANK_ADVICE = "let one rank write alone: sv.save(path, …)"
@@ -88,7 +88,7 @@ class SaveOperation:
         self,
         leaves: list[Leaf],
         refused: Exception | None,
-        communicator: Together,
+        communicator: CheckpointGroup,
         path: str,
         label: Label,
         timeout: float | None,
@@ -193,10 +193,10 @@ class SaveOperation:
         try:
             folder = CheckpointFolder(self.path)
         except NotFound:
-            raise self._unseen() from None
+            raise self._not_shared() from None
         with folder:
             if not folder.has(LOCK):
-                raise self._unseen()
+                raise self._not_shared()
             if not parts:
                 return [[], {}]
             return self._write_shard(folder, parts)
@@ -235,7 +235,7 @@ class SaveOperation:
         self._is_written = True
         return [[nbytes, digest_of(header)], digests]
 
-    def _unseen(self) -> CheckpointError:
+    def _not_shared(self) -> CheckpointError:
         return CheckpointError(
             f"{self.path} on this host is not the folder that rank {self._communicator.members[0]} "
             "has locked: all ranks of a checkpoint must share its folder. Pass an absolute path on "

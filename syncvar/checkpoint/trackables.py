@@ -59,13 +59,15 @@ class Leaf(Protocol):
     key: str
     is_optional: bool  # whether a checkpoint may have no entry for it
 
-    def describe(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: CheckpointGroup) -> LeafHeader:
         """Return the header of this rank's value; raise ConfigError if it cannot be saved."""
 
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
@@ -91,7 +93,7 @@ class VariableLeaf:
         )
         self.are_parts = isinstance(variable, Variable) and are_parts(variable)
 
-    def describe(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: CheckpointGroup) -> LeafHeader:
         """Return its mode, dtype and shape."""
         variable = self.variable
         replicas = variable.strategy.communicator
@@ -114,7 +116,9 @@ class VariableLeaf:
             return self.variable.sync()
         return self.variable.read_value()
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return this replica's new copy."""
         del communicator  # its own replicas count
         variable = self.variable
@@ -176,7 +180,7 @@ class PlainLeaf:
         # State for each worker, if rank 0 restores for all.
         self.worker_states: list[bytes | None] = []
 
-    def describe(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: CheckpointGroup) -> LeafHeader:
         """Take the state now, and return its length and digest."""
         self._packed = pack_state(self._get(), self.key)
         everyone = tuple(range(communicator.size))
@@ -189,7 +193,9 @@ class PlainLeaf:
         """Return the packed state."""
         return np.frombuffer(self._packed, np.uint8)
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return the new state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, SoloGroup):
@@ -346,10 +352,12 @@ class SoloGroup:
         """Do nothing: this group needs no other rank."""
 
 
-Together = Communicator | SoloGroup
+CheckpointGroup = Communicator | SoloGroup
 
 
-def gather(group: Together, name: str, make: Callable[[], Any], timeout: float | None) -> list[Any]:
+def gather(
+    group: CheckpointGroup, name: str, make: Callable[[], Any], timeout: float | None
+) -> list[Any]:
     """Return the results of `make` on all ranks of a group; an error of `make` reaches them all."""
     if isinstance(group, SoloGroup):
         return [make()]

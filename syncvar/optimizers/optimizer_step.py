@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: all steps below 2**64 give different digests
 _DIGEST_MASK = (1 << 64) - 1
 # Options that servers do not have, with their usual values.
-_ONLY_HERE = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
+_LOCAL_OPTIONS = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
 
 
 class GradientStep:
@@ -263,8 +263,10 @@ class RemoteStep:
     """State of an optimizer for server-side variables: servers run its rule, and keep the slots."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        self._extra = [option for option, usual in _ONLY_HERE.items() if settings[option] != usual]
-        own = {option: value for option, value in settings.items() if option not in _ONLY_HERE}
+        self._extra = [
+            option for option, usual in _LOCAL_OPTIONS.items() if settings[option] != usual
+        ]
+        own = {option: value for option, value in settings.items() if option not in _LOCAL_OPTIONS}
         self.rule = name, own
         self.steps = 0  # of this worker
         self.variables: dict[str, Variable] = {}  # that it has stepped, by name

@@ -185,7 +185,7 @@ class ServerLoop:
         keys = keys_of(environment, config, environ)
         self._lender = lender_of(environment, config)
         if self._lender is not None:
-            self.server.read_into(self._lender.room)
+            self.server.use_allocator(self._lender.allocate)
         self._directory = Directory(self._context, environment, config, keys)
         self.links = ServerLinks(self._context, environment, config, keys, self._lender)
         try:

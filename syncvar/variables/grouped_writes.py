@@ -246,7 +246,7 @@ class PyFlatBucket:
     def begin(self) -> bool:
         """Mark the copies as being written; False if they are not flat or a view is alive."""
         for number, storage in enumerate(self._storages):
-            if not storage.mark():  # it is another thread's
+            if not storage.mark():  # another thread is writing it
                 for one in self._storages[:number]:
                     one.is_being_written = False
                 return False
@@ -355,7 +355,7 @@ class FlatBucket:
             if not self._group.load(pairs):
                 return False
             is_done, is_flat = False, self._group.begin()
-            target = self._flat if is_flat else self._gathered()
+            target = self._flat if is_flat else self._gather_copies()
             try:
                 is_done = call(self._staging, target, None, owner.timeout) is not None
             finally:
@@ -378,7 +378,11 @@ class FlatBucket:
                 part[...] = operand(number)
             options = ReduceOptions(owner.reproducible, apply=self._ufunc)
             request = reduce_request(
-                owner.communicator, self._staging, self._op, out=self._gathered(), options=options
+                owner.communicator,
+                self._staging,
+                self._op,
+                out=self._gather_copies(),
+                options=options,
             )
             return CollectiveSpec(self._label, self._digest, request.body)
 
@@ -390,7 +394,7 @@ class FlatBucket:
         finally:
             self._turn.release()
 
-    def _gathered(self) -> NDArray[Any]:
+    def _gather_copies(self) -> NDArray[Any]:
         """Return an array with the values of all copies, if the operation needs them."""
         if self._ufunc is not None:
             for storage, (start, stop) in zip(self._storages, self._places, strict=True):

@@ -192,7 +192,9 @@ class VariableRegistry(CheckGate):
         self._deferred: list[VariableState] = []  # while paused
         # When it was paused: runs, and increments of each variable.
         self._counted: tuple[int, dict[str, int]] = (0, {})
-        self._looks = False  # check every write outside runs: a difference may have been reported
+        self._checks_all = (
+            False  # check every write outside runs: a difference may have been reported
+        )
         self.writes = 0  # steps outside runs, counted by the variable that is written most often
         self._outside: list[RegistryEntry] = []  # to be compared before the present step
         self._due: set[int] = set()  # entries to be compared in this run
@@ -317,9 +319,9 @@ class VariableRegistry(CheckGate):
         if step > self.writes:
             self.writes = step
             self._outside = self._schedule.due_at(step, self.owner.check_every)
-        if self._looks or (self._outside and step == self.writes):
+        if self._checks_all or (self._outside and step == self.writes):
             return True
-        self._free()
+        self._skip_checks()
         return False
 
     def count(self, tally: VariableCounters) -> None:
@@ -330,7 +332,7 @@ class VariableRegistry(CheckGate):
         if not (self._is_paused or self._is_running):
             tally.steps += 1
 
-    def _free(self) -> None:
+    def _skip_checks(self) -> None:
         """Skip checks of writes outside runs until the next step that compares something."""
         # A write that was due may have failed, and is then repeated.
         looked_at = self.writes - 1 if self._outside else self.writes
@@ -353,9 +355,9 @@ class VariableRegistry(CheckGate):
             point, checked = ProgramPoint("write", self.writes), {entry.number for entry in due}
             self._agree(point, is_decision=False, checked=checked, mended=mended)
         self._outside = []
-        self._looks = any(entry.is_reported for entry in self.entries.values())
-        if not self._looks:
-            self._free()
+        self._checks_all = any(entry.is_reported for entry in self.entries.values())
+        if not self._checks_all:
+            self._skip_checks()
 
     def _before_write_in_run(self, pairs: list[tuple[RegistryEntry, VariableState]]) -> None:
         if not pairs:
@@ -363,7 +365,7 @@ class VariableRegistry(CheckGate):
         shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3])
         shown += ", …" if len(pairs) > 3 else ""
         before = f" before {shown} {'are' if len(pairs) > 1 else 'is'} written"
-        self._looks, self.until = True, _AT_ONCE  # in case `compare` reports a difference
+        self._checks_all, self.until = True, _AT_ONCE  # in case `compare` reports a difference
         now, good = f"run {self.runs}", f"run {self.runs - 1}"
         compare(self.owner, pairs, now, good=good, before=before)
         self._compared.update(entry.number for entry, _ in pairs)
@@ -452,7 +454,7 @@ class VariableRegistry(CheckGate):
         found = [
             pair for pair in found if pair[0].name not in missing and pair[0].number not in mended
         ]
-        self._looks, self.until = True, _AT_ONCE  # in case `compare` reports a difference
+        self._checks_all, self.until = True, _AT_ONCE  # in case `compare` reports a difference
         compare(owner, found, f"{point.at} {point.step}")
 
 

@@ -60,7 +60,7 @@ class DistributedValues:
         return f"{type(self).__name__}({self._value!r})"
 
 
-def _meaningless(label: str) -> Callable[..., NoReturn]:
+def _refuse_ambiguous(label: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         del self, args, kwargs
         raise UsageError(
@@ -92,20 +92,20 @@ class PerReplica(DistributedValues):
 
     __hash__ = object.__hash__
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
-        _meaningless("arithmetic")
+        _refuse_ambiguous("arithmetic")
     )
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = (
-        _meaningless("arithmetic")
+        _refuse_ambiguous("arithmetic")
     )
-    __rmatmul__ = __neg__ = __pos__ = __abs__ = __iadd__ = __isub__ = __imul__ = _meaningless(
+    __rmatmul__ = __neg__ = __pos__ = __abs__ = __iadd__ = __isub__ = __imul__ = _refuse_ambiguous(
         "arithmetic"
     )
-    __itruediv__ = __and__ = __or__ = __xor__ = __invert__ = _meaningless("arithmetic")
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _meaningless("comparison")
-    __getitem__ = __setitem__ = _meaningless("indexing")
-    __iter__ = __len__ = __contains__ = _meaningless("iteration")
-    __float__ = __int__ = __bool__ = __complex__ = __index__ = _meaningless("conversion")
-    __array__ = __array_ufunc__ = __array_function__ = _meaningless("a NumPy function")
+    __itruediv__ = __and__ = __or__ = __xor__ = __invert__ = _refuse_ambiguous("arithmetic")
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_ambiguous("comparison")
+    __getitem__ = __setitem__ = _refuse_ambiguous("indexing")
+    __iter__ = __len__ = __contains__ = _refuse_ambiguous("iteration")
+    __float__ = __int__ = __bool__ = __complex__ = __index__ = _refuse_ambiguous("conversion")
+    __array__ = __array_ufunc__ = __array_function__ = _refuse_ambiguous("a NumPy function")
 
 
 class Mirrored(DistributedValues, NDArrayOperatorsMixin):
