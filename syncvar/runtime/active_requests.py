@@ -417,5 +417,6 @@ class Verdicts:
                 "text": f"another rank made a call before it that rank {rank} did not make",
                 "table": {rank: reason},
                 "has_waiting_ranks": False,
+                "is_deadlock": False,
             }
         )
