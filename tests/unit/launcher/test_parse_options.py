@@ -10,8 +10,8 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.hosts.multi_host import HostCapacity, place_workers
-from syncvar_launcher.options import option_table as cores_module
+from syncvar_launcher.hosts.host_checks import HostCapacity, place_workers
+from syncvar_launcher.options import option_table
 from syncvar_launcher.options.command_line import help_text, hosts_help_text
 from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys, parse_signals
 from syncvar_launcher.options.parse_options import parse
@@ -130,8 +130,8 @@ def test_spellings_of_workers(spelling):
 
 
 def test_workers_auto_counts_usable_cores(monkeypatch, tmp_path):
-    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda pid: {3, 1, 8})
-    monkeypatch.setattr(cores_module, "core_quota", lambda: None)
+    monkeypatch.setattr(option_table.os, "sched_getaffinity", lambda pid: {3, 1, 8})
+    monkeypatch.setattr(option_table, "core_quota", lambda: None)
     assert run("-n", "auto", "-m", "x").ranks.workers == 3
     assert run("-m", "x", environ={"SYNCVAR_LAUNCH_WORKERS": "auto"}).ranks.workers == 3
     path = configuration(tmp_path, '[launch]\nworkers = "auto"\n')

@@ -13,8 +13,7 @@ from syncvar_launcher.hosts.agent_connection import (
     ssh_command,
     ssh_error_text,
 )
-from syncvar_launcher.hosts.host_checks import Interface, allowed_addresses
-from syncvar_launcher.hosts.multi_host import is_here
+from syncvar_launcher.hosts.host_checks import Interface, allowed_addresses, is_here
 from syncvar_launcher.options.hostfile import Host, parse_hosts
 
 TWO = [
