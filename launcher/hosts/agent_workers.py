@@ -73,7 +73,7 @@ class HostRanks:
         }
         self._order = order
         base = self._base()
-        self._beginning = plan_start(
+        self._start_method = plan_start(
             order.start_method,
             order.kind_of_target,
             order.target,
@@ -99,7 +99,7 @@ class HostRanks:
             if call:
                 self._keep_call(call)
             self._server: ForkServer | None = None
-            if self._beginning.is_forked:
+            if self._start_method.is_forked:
                 self._server = ForkServer(self._command(), base, order.cwd, self._call)
                 self._stack.callback(self._server.close)
                 limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
@@ -300,14 +300,14 @@ class HostRanks:
 
     def _command(self) -> list[str]:
         order = self._order
-        return self._beginning.command(order.kind_of_target, order.target, order.args)
+        return self._start_method.command(order.kind_of_target, order.target, order.args)
 
     def restart_rank(self, one: RankSpec) -> None:
         """Start one rank again, alone."""
         self._start([one], is_fresh=True)
 
     def _start_all(self) -> None:
-        if not self._beginning.is_forked:
+        if not self._start_method.is_forked:
             self.agent.start_fresh()
         self._start(self._order.ranks)
 
@@ -388,9 +388,9 @@ class HostRanks:
         self._server = None
         with server:
             refusal = server.refusal()
-            if refusal is not None and self._beginning.may_change:
+            if refusal is not None and self._start_method.may_change:
                 server.close()
-                self._beginning = StartMethod(is_forked=False, reason=refusal.reason)
+                self._start_method = StartMethod(is_forked=False, reason=refusal.reason)
                 refusal = None
             if refusal is None or not refusal.is_certain:
                 try:

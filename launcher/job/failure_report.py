@@ -1,9 +1,7 @@
 """The text of a failure: what happened, the evidence, the other ranks, what to try.
 
-Text in, text out.
-
-One block shows one failure, for any number of ranks. All text of a rank is escaped, and values of
-variables that look like secrets are masked.
+One block shows one failure, for any number of ranks. It escapes all text of a rank, and masks
+values of variables that look like secrets. These functions take values and return text.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _HEAD_LINES = 6
 _OTHER_LINES = 8
 _WHOLE_LINES = 1000
 _TRACEBACK = "Traceback (most recent call last):"
-_FURTHER = 2  # errors that are not the first one's, each with a traceback
+_FURTHER = 2  # tracebacks other than that of the first failure
 _FURTHER_LINES = 12
 _MESSAGES = 3
 _COMMANDS = 2

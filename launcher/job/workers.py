@@ -1,7 +1,7 @@
-"""What an attempt needs of its workers, whether the launcher or agents on hosts start them.
+"""The workers of an attempt: the protocol `Workers`, and those that the launcher starts itself.
 
-`DirectWorkers` starts the workers of this machine. `hosts.remote_workers` starts those of other
-hosts through agents.
+`DirectWorkers` starts the workers of this machine. `RemoteWorkers` in `hosts.remote_workers` starts
+those of other hosts through agents.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class DirectWorkers:
             str(program.cwd),
             is_command=program.kind == "command",
         )
-        # Its parts do the rest of the protocol.
+        # These methods of its parts complete the protocol.
         self.unsent, self.look = processes.unsent, processes.look
         self.state, self.busy_s = processes.state, processes.busy_s
         self.send, self.send_groups = processes.send, processes.send_groups
@@ -214,7 +214,7 @@ class DirectWorkers:
     def start(self) -> Iterator[Event]:
         """Start all servers and workers."""
         ranks = self._job.options.ranks
-        if not self._job.beginning.is_forked:
+        if not self._job.start_method.is_forked:
             self._processes.start_fresh()
         torch = _torch_environment() if ranks.torch_env else {}
         if len(self._job.hosts.sizes) > 1:
