@@ -2,26 +2,21 @@
 
     python tests/tidy/house.py             print every figure with its goal
     python tests/tidy/house.py --list M    print what a measure counts
-    python tests/tidy/house.py --write     lower the baseline to today's figures
 
-`baseline.json` holds the figures that may only shrink. `test_house.py` compares them in the default test run.
-The rules of ruff that are still off in `pyproject.toml` are measured here too, where ruff is installed.
+`GOALS` holds what each figure may be at most. `test_house.py` compares them in the default test run.
+`REACHED` is the limit of a figure that has not reached its goal; it may only shrink.
 """
 
 import argparse
 import ast
 import collections
 import io
-import json
 import re
-import shutil
-import subprocess
 import sys
 import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BASELINE = Path(__file__).with_name("baseline.json")
 WIDTH = 100
 SENTENCE_LIMIT = 30
 PARAMETER_LIMIT = 7
@@ -96,13 +91,15 @@ GOALS = {
     "fmt: skip": 15,
     "noqa: SLF001": 20,
     "functions with more than 7 parameters": 25,
+    "suppressions of C901, PLR09 and FBT": 60,
     "import circles": 0,
     "files": 280,
     "lines": 64_000,
     "words in a mean docstring sentence": 18,
     "docstring sentences over 30 words": 0,
 }
-LINT = "E501,C901,PLR0911,PLR0912,PLR0913,PLR0914,PLR0915,PLR0916,PLR0917,FBT"
+REACHED = {"lines": 78_400}
+LINT = ("C901", "PLR09", "FBT")  # the rules about complexity, parameters and positional booleans
 
 
 def sources():
@@ -213,11 +210,11 @@ def long_lines(found):
     ]
 
 
-def comments(found, text):
+def comments(found, pattern):
     result = []
     for path, source in found.texts.items():
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT and text in token.string:
+            if token.type == tokenize.COMMENT and re.search(pattern, token.string):
                 result.append(f"{location(path)}:{token.start[0]}")
     return result
 
@@ -323,25 +320,8 @@ def mean_sentence(found):
     return round(sum(lengths) / len(lengths), 1)
 
 
-def lint_figures():
-    """Return rule -> count of the rules of ruff that are measured before they are switched on; empty without ruff."""
-    ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
-    if not Path(ruff).exists():
-        return {}
-    line = [
-        ruff,
-        "check",
-        "--select",
-        LINT,
-        "--preview",
-        "--statistics",
-        "--output-format",
-        "json",
-        "--exit-zero",
-        ".",
-    ]
-    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True)  # noqa: S603
-    return {f"ruff {row['code']}": row["count"] for row in json.loads(done.stdout)}
+def lint_suppressions(found):
+    return comments(found, rf"noqa: [A-Z0-9, ]*({'|'.join(LINT)})")
 
 
 LISTS = {
@@ -352,6 +332,7 @@ LISTS = {
     "fmt: skip": lambda found: comments(found, "fmt: skip"),
     "noqa: SLF001": lambda found: comments(found, "SLF001"),
     "functions with more than 7 parameters": long_signatures,
+    "suppressions of C901, PLR09 and FBT": lint_suppressions,
     "import circles": lambda found: circles(imports(found)),
     "files": lambda found: [location(path) for path in found.texts],
     "docstring sentences over 30 words": long_sentences,
@@ -367,41 +348,31 @@ def figures():
     return result
 
 
+def above_limit(measured):
+    """Return the figures that are above their goal and above what was reached."""
+    return {
+        name: figure
+        for name, figure in measured.items()
+        if figure > max(GOALS[name], REACHED.get(name, 0))
+    }
+
+
 def main():
     """Print the figures, or what one of them counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", choices=LISTS, metavar="MEASURE")
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.list:
         print("\n".join(LISTS[options.list](Sources())))
         return 0
-    measured = {**figures(), **lint_figures()}
-    baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-    grown = [
-        name
-        for name, figure in measured.items()
-        if figure > max(baseline.get(name, figure), GOALS.get(name, 0))
-    ]
+    measured = figures()
     for name, figure in measured.items():
-        mark = "  GROWN" if name in grown else ""
         print(
-            f"{name:40} {figure:>8} (goal {GOALS.get(name, 0)}, baseline {baseline.get(name, 'none')}){mark}"
+            f"{name:40} {figure:>8} (goal {GOALS[name]}){'' if figure <= GOALS[name] else '  MISSED'}"
         )
-    if options.write:
-        BASELINE.write_text(
-            json.dumps(
-                {
-                    name: min(figure, baseline.get(name, figure))
-                    for name, figure in measured.items()
-                },
-                indent=2,
-            )
-            + "\n"
-        )
-    return 1 if grown else 0
+    return 1 if above_limit(measured) else 0
 
 
 if __name__ == "__main__":
