@@ -2,7 +2,7 @@
 
 ssh starts the agent, and nothing of the job is on its command line: all orders arrive on standard
 input. The end of that input ends its workers. If the launcher is silent for longer than
-`lost_after_s`, the network is cut. Then the agent ends its workers, as the launcher ends the
+`lost_after_s`, the agent takes the network for cut and ends its workers, as the launcher ends the
 others; they may raise PeerLost before. If the agent is killed, its cleanup process kills the
 workers' sessions and removes the private folder.
 """
@@ -49,22 +49,6 @@ _UNSENT_MAX = 8 << 20
 _PAUSE_S = 0.005
 _IDLE_S = 300.0  # without workers: the launcher logs in to other hosts, or pauses
 
-
-def main() -> int:
-    """Serve one launcher on standard input and output until it has gone."""
-    out = os.dup(1)
-    os.dup2(2, 1)  # output of a library must not mix with messages
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, lambda *_: None)  # not ignored: workers would inherit that
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    agent = HostAgent(0, out)
-    signal.signal(signal.SIGTERM, lambda *_: agent.handle_notice())
-    try:
-        return agent.serve()
-    finally:
-        agent.close()
-
-
 # Orders about the ranks of an attempt; without an attempt the agent ignores them.
 _ATTEMPT_ORDERS: dict[str, Callable[[HostRanks, Message], None]] = {
     "signal": lambda ranks, order: ranks.agent.send(order["ranks"], order["signal_number"]),
@@ -83,8 +67,23 @@ _ATTEMPT_ORDERS: dict[str, Callable[[HostRanks, Message], None]] = {
 }
 
 
+def main() -> int:
+    """Serve one launcher on standard input and output until it has gone."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # output of a library must not mix with messages
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, lambda *_: None)  # not ignored: workers would inherit that
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    agent = HostAgent(0, out)
+    signal.signal(signal.SIGTERM, lambda *_: agent.handle_notice())
+    try:
+        return agent.serve()
+    finally:
+        agent.close()
+
+
 class HostAgent:
-    """The orders of one launcher on this host."""
+    """Serves one launcher on this host: follows its orders, and reports on the ranks."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source = source
@@ -106,7 +105,7 @@ class HostAgent:
         self._copy = HostCopy()
         self._call = bytearray()
         self._is_stopped = False
-        self._notices, self._is_forwarded = 0, False  # requests to release this host
+        self._notices, self._is_forwarded = 0, False  # of requests to release this host
         self._handlers: dict[str, Callable[[Message], None]] = {
             "get_facts": self._send_facts,
             "listen": self._listen,

@@ -1,4 +1,4 @@
-"""The agent's side of one attempt: processes, memory, stacks, input and records of its ranks."""
+"""The agent's side of one attempt: processes, memory, stacks, input and files of its ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _STACKS_S = 0.25
 
 
 class CannotFork(ConfigError):
-    """Forking the ranks is not possible; `refusal` has the reason."""
+    """The ranks cannot be forked; `refusal` has the reason."""
 
     def __init__(self, refusal: ForkUnsupported) -> None:
         self.exit_code = exit_code_of(refusal.status or INTERNAL)
@@ -63,8 +63,8 @@ class CannotFork(ConfigError):
 class HostRanks:
     """The ranks of this host in one attempt.
 
-    `tallies` are the counts of pushes that the workers of the attempt before have left. `call` is
-    the call of `sv.run`, with its path; empty without one.
+    `tallies` are the counts of pushes that the workers of the last attempt have left. `call` is the
+    bytes of the call of `sv.run`; empty without one.
     """
 
     def __init__(self, order: StartRequest, tallies: dict[str, bytes], call: bytes) -> None:
@@ -124,29 +124,16 @@ class HostRanks:
             self._stack.close()
             raise
 
-    @staticmethod
-    def _share(order: StartRequest, folder: Path) -> ShmService:
-        index = int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"])
-        workers = len(order.ranks) - order.server_count
-        return ShmService(
-            order.job,
-            order.shm_bytes,
-            [ShmHost(index, workers, order.server_count, order.core_count, folder)],
-            unavailable_reason=order.shm_unavailable_reason,
-            generation=order.generation,
-            hands_over=order.requests_shm,
-        )
-
     def writable(self) -> list[int]:
         """Return the descriptors to poll for writing: rank 0's input, if data wait for it."""
         return [self._input_end] if self._unfed and self._input_end >= 0 else []
 
     def descriptors(self, *, is_full: bool) -> list[int]:
         """Return the descriptors to poll for reading."""
-        spoken = self.agent.descriptors(
+        of_workers = self.agent.descriptors(
             lambda rank, stream: not is_full and self.credit[rank, stream] > 0
         )
-        watched = [*spoken, *self.sharing.descriptors()]
+        watched = [*of_workers, *self.sharing.descriptors()]
         return watched if self._server is None else [self._server.descriptor(), *watched]
 
     def readable(self, descriptor: int) -> list[Event]:
@@ -173,9 +160,13 @@ class HostRanks:
         return [rank for rank, worker in self.agent.workers.items() if worker.status is None]
 
     def pop_started(self) -> dict[int, int]:
-        """Return, once, the process of each rank that has started."""
+        """Return the process of each rank that has started since the last call."""
         started, self._started = self._started, {}
         return started
+
+    def restart_rank(self, one: RankSpec) -> None:
+        """Start one rank again, alone."""
+        self._start([one], is_fresh=True)
 
     def ask(self, number: int, rank: int, *, all_threads: bool) -> None:
         """Request the stack of a rank."""
@@ -272,6 +263,29 @@ class HostRanks:
         """Yield results for the caller of `sv.run`; see `result_parts`."""
         return iter(()) if self._results is None else result_parts(self._results)
 
+    def tallies(self) -> dict[str, bytes]:
+        """Return the workers' counts of pushes, for the workers that replace them."""
+        return take_tallies(self._folder)
+
+    def close(self) -> None:
+        """Remove the private folder."""
+        self._stack.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _share(order: StartRequest, folder: Path) -> ShmService:
+        index = int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"])
+        workers = len(order.ranks) - order.server_count
+        return ShmService(
+            order.job,
+            order.shm_bytes,
+            [ShmHost(index, workers, order.server_count, order.core_count, folder)],
+            unavailable_reason=order.shm_unavailable_reason,
+            generation=order.generation,
+            hands_over=order.requests_shm,
+        )
+
     def _keep_call(self, call: bytes) -> None:
         """Store a call where ranks read it, and make the folder for their results."""
         descriptor = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
@@ -282,16 +296,8 @@ class HostRanks:
         self._results = self._folder / "results"
         self._results.mkdir(mode=0o700)
 
-    def tallies(self) -> dict[str, bytes]:
-        """Return the workers' counts of pushes, for the workers that replace them."""
-        return take_tallies(self._folder)
-
-    def close(self) -> None:
-        """Remove the private folder."""
-        self._stack.close()
-
     def _base(self) -> dict[str, str]:
-        """Return the variables of all ranks: the order's, and the login's of no other job."""
+        """Return the variables of all ranks: the order's, and the login's without SYNCVAR_."""
         own = inherited_variables(os.environ, is_clear=self._order.env_clear)
         return {
             **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
@@ -301,10 +307,6 @@ class HostRanks:
     def _command(self) -> list[str]:
         order = self._order
         return self._start_method.command(order.kind_of_target, order.target, order.args)
-
-    def restart_rank(self, one: RankSpec) -> None:
-        """Start one rank again, alone."""
-        self._start([one], is_fresh=True)
 
     def _start_all(self) -> None:
         if not self._start_method.is_forked:
