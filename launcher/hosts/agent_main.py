@@ -51,12 +51,12 @@ _IDLE_S = 300.0  # without workers: the launcher logs in to other hosts, or paus
 
 # Orders about the ranks of an attempt; without an attempt the agent ignores them.
 _ATTEMPT_ORDERS: dict[str, Callable[[HostRanks, Message], None]] = {
-    "signal": lambda ranks, order: ranks.agent.send(order["ranks"], order["signal_number"]),
-    "kill": lambda ranks, order: ranks.agent.kill(order["ranks"]),
+    "signal": lambda ranks, order: ranks.processes.send(order["ranks"], order["signal_number"]),
+    "kill": lambda ranks, order: ranks.processes.kill(order["ranks"]),
     "get_stack": lambda ranks, order: ranks.ask(
         order["request_id"], order["rank"], all_threads=order["all_threads"]
     ),
-    "abort": lambda ranks, order: ranks.sharing.abort(order["generation"]),
+    "abort": lambda ranks, order: ranks.shm.abort(order["generation"]),
     "credit": lambda ranks, order: ranks.add_credit(
         order["rank"], order["stream"], order["nbytes"]
     ),
@@ -263,7 +263,7 @@ class HostAgent:
     def _signal_groups(self, message: Message) -> None:
         if self._ranks is not None:
             number = message["signal_number"]
-            ranks = self._ranks.agent.send_groups(number)
+            ranks = self._ranks.processes.send_groups(number)
             if ranks:
                 self._send("not_signalled", signal_number=number, ranks=ranks)
 
@@ -309,11 +309,11 @@ class HostAgent:
             )
             self._cut_at = now
             if self._ranks is not None:
-                self._ranks.sharing.abort()
+                self._ranks.shm.abort()
         if self._cut_at is not None:
             self._end_by_steps(now - self._cut_at)
         if self._ranks is not None:
-            for text in self._ranks.sharing.take_messages():
+            for text in self._ranks.shm.take_messages():
                 self._send("notice", text=text)
             if pids := self._ranks.pop_started():
                 self._send("started", pids=pids)
@@ -327,11 +327,11 @@ class HostAgent:
 
     def _release_host(self) -> None:
         """Forward the notice to the workers; end after them, or at the next notice."""
-        workers = self._ranks.agent.workers if self._ranks is not None else {}
+        workers = self._ranks.processes.workers if self._ranks is not None else {}
         if self._ranks is not None and self._notices == 1 and workers:
             if not self._is_forwarded:
                 self._is_forwarded = True
-                self._ranks.agent.send(list(workers), signal.SIGTERM)
+                self._ranks.processes.send(list(workers), signal.SIGTERM)
         elif self._notices > 1 or not self._outbox.nbytes:
             self._is_over = True
 
@@ -343,7 +343,7 @@ class HostAgent:
             self._is_over = True
         elif since_s >= self._abort_grace_s and not self._has_terminated:
             self._has_terminated = True
-            self._ranks.agent.send(running, signal.SIGTERM)
+            self._ranks.processes.send(running, signal.SIGTERM)
 
     def _send_event(self, event: Event) -> None:
         if isinstance(event, WorkerOutput):

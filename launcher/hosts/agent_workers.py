@@ -107,13 +107,13 @@ class HostRanks:
                 self._server.order(
                     worker_arguments(order.kind_of_target, order.target, order.args), base
                 )
-            self.agent = LocalWorkers(directory.path, directory.lock, self._server)
+            self.processes = LocalWorkers(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
             with _private():
-                self.sharing = self._share(order, directory.path)
-            self._stack.callback(self.sharing.close)
+                self.shm = self._make_shm(order, directory.path)
+            self._stack.callback(self.shm.close)
             self._stacks = StackCollector(
-                self.agent,
+                self.processes,
                 lambda _: str(directory.path),
                 order.cwd,
                 is_command=order.kind_of_target == "command",
@@ -130,18 +130,18 @@ class HostRanks:
 
     def descriptors(self, *, is_full: bool) -> list[int]:
         """Return the descriptors to poll for reading."""
-        of_workers = self.agent.descriptors(
+        of_workers = self.processes.descriptors(
             lambda rank, stream: not is_full and self.credit[rank, stream] > 0
         )
-        watched = [*of_workers, *self.sharing.descriptors()]
+        watched = [*of_workers, *self.shm.descriptors()]
         return watched if self._server is None else [self._server.descriptor(), *watched]
 
     def readable(self, descriptor: int) -> list[Event]:
         """Handle a descriptor that poll reported."""
         if self._server is not None and descriptor == self._server.descriptor():
             return self._take_answer(self._server)
-        self.sharing.readable(descriptor)
-        events = list(self.agent.readable(descriptor))
+        self.shm.readable(descriptor)
+        events = list(self.processes.readable(descriptor))
         for event in events:
             if isinstance(event, WorkerOutput):
                 self.credit[event.rank, event.stream] -= len(event.data)
@@ -149,15 +149,15 @@ class HostRanks:
 
     def look(self) -> dict[int, list[Any]]:
         """Return the state and the processor time of each worker that runs."""
-        self.agent.look()
+        self.processes.look()
         return {
-            rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)]
+            rank: [self.processes.state(rank), self.processes.busy_s(rank), self._stacks.pid(rank)]
             for rank in self.running()
         }
 
     def running(self) -> list[int]:
         """Return the ranks whose processes have not ended."""
-        return [rank for rank, worker in self.agent.workers.items() if worker.status is None]
+        return [rank for rank, worker in self.processes.workers.items() if worker.status is None]
 
     def pop_started(self) -> dict[int, int]:
         """Return the process of each rank that has started since the last call."""
@@ -195,7 +195,7 @@ class HostRanks:
         """Set rows and columns of the terminal of the debugged rank."""
         if self._input_end >= 0:
             resize(self._input_end, size)
-        self.agent.send([rank], signal.SIGWINCH)
+        self.processes.send([rank], signal.SIGWINCH)
 
     def add_credit(self, rank: int, stream: str, nbytes: int) -> None:
         """Let a rank write more."""
@@ -227,7 +227,7 @@ class HostRanks:
 
     def stop(self) -> None:
         """Stop the sessions of all workers."""
-        self._stopped |= self.agent.stop()
+        self._stopped |= self.processes.stop()
 
     def resume(self) -> None:
         """Continue what `stop` has stopped."""
@@ -241,7 +241,7 @@ class HostRanks:
         if self._is_finished:
             return []
         self._is_finished = True
-        events = list(self.agent.close())
+        events = list(self.processes.close())
         for descriptor in (self._input, self._input_end):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -274,7 +274,7 @@ class HostRanks:
     # -- inside ------------------------------------------------------------------------------------
 
     @staticmethod
-    def _share(order: StartRequest, folder: Path) -> ShmService:
+    def _make_shm(order: StartRequest, folder: Path) -> ShmService:
         index = int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"])
         workers = len(order.ranks) - order.server_count
         return ShmService(
@@ -310,7 +310,7 @@ class HostRanks:
 
     def _start_all(self) -> None:
         if not self._start_method.is_forked:
-            self.agent.start_fresh()
+            self.processes.start_fresh()
         self._start(self._order.ranks)
 
     def _start(self, ranks: Sequence[RankSpec], *, is_fresh: bool = False) -> None:
@@ -327,7 +327,7 @@ class HostRanks:
                 is_program = order.kind_of_target == "command" and not serves
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
-                self.agent.start(
+                self.processes.start(
                     WorkerSpec(
                         one.rank,
                         argv,
@@ -342,7 +342,7 @@ class HostRanks:
                         is_fresh=is_fresh or serves,
                     )
                 )
-                self._started[one.rank] = self.agent.workers[one.rank].process.pid
+                self._started[one.rank] = self.processes.workers[one.rank].process.pid
         except OSError as error:
             raise cannot_start(argv[0], error) from error
         finally:

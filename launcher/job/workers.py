@@ -176,7 +176,7 @@ class DirectWorkers:
             for one in self._folders:
                 one.mkdir(mode=0o700)
         program = job.options.program
-        self._sharing = make_shm_service(
+        self._shm = make_shm_service(
             job.options, job.job_id, job.core_count, self._folders, generation=generation
         )
         self._stacks = StackCollector(
@@ -190,8 +190,8 @@ class DirectWorkers:
         self.state, self.busy_s = processes.state, processes.busy_s
         self.send, self.send_groups = processes.send, processes.send_groups
         self.kill = processes.kill
-        self.describe, self.take_messages = self._sharing.describe, self._sharing.take_messages
-        self.abort = self._sharing.abort
+        self.describe, self.take_messages = self._shm.describe, self._shm.take_messages
+        self.abort = self._shm.abort
         self.note, self.await_noted = self._stacks.note, self._stacks.await_noted
         self.ask, self.answer = self._stacks.ask, self._stacks.answer
         self.place_now, self.pid = self._stacks.place_now, self._stacks.pid
@@ -209,7 +209,7 @@ class DirectWorkers:
     @property
     def is_complete(self) -> bool:
         """Whether all ranks share one memory."""
-        return self._sharing.is_complete
+        return self._shm.is_complete
 
     def start(self) -> Iterator[Event]:
         """Start all servers and workers."""
@@ -277,12 +277,12 @@ class DirectWorkers:
 
     def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return [*self._processes.descriptors(takes), *self._sharing.descriptors()]
+        return [*self._processes.descriptors(takes), *self._shm.descriptors()]
 
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported; ignore others."""
         yield from self._processes.readable(descriptor)
-        self._sharing.readable(descriptor)
+        self._shm.readable(descriptor)
 
     def stop(self) -> None:
         """Stop the sessions of all workers."""
@@ -299,7 +299,7 @@ class DirectWorkers:
         """Kill what still runs, and yield what it wrote."""
         self._stacks.read_noted()
         yield from self._processes.close()
-        self._sharing.close()
+        self._shm.close()
 
 
 def _torch_environment() -> dict[str, str]:

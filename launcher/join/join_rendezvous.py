@@ -1,8 +1,8 @@
 """The hosts that join a job: waits for them, and admits or rejects each until there are enough.
 
-People start `syncvar-launch --join` on these hosts, with the same key file. Some schedulers start
-processes without pipes to the launcher, as pbsdsh does. There `StartedHosts` starts that command on
-each host, with a key of its own in a folder that all hosts have.
+People start `syncvar-launch --join` on these hosts, with the same key file. Schedulers such as PBS
+start processes that have no pipes to the launcher. There `StartedHosts` starts that command on each
+host, with a new key in a folder that all hosts share.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.join.listener import AgentPipe, JoinedHost
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-_SHOWN = "--key-file "
+_KEY_OPTION = "--key-file "
 _ANSWER_S = 30.0
 _BEAT_S = 5.0
 _END_S = 10.0
@@ -75,7 +75,7 @@ def make_key_file(path: Path) -> bool:
 
 def join_secret(path: Path) -> bytes:
     """Return the secret that protects the connections of hosts that join."""
-    return derive(secret_of_file(str(path), _SHOWN), b"syncvar join")
+    return derive(secret_of_file(str(path), _KEY_OPTION), b"syncvar join")
 
 
 def listen_address(text: str) -> tuple[str, int]:
@@ -128,7 +128,7 @@ def join_lines(options: LaunchOptions) -> list[str]:
 class JoinGroup:
     """The hosts that join one job.
 
-    `ask` asks an agent for facts about its host. `starter` is the command that makes the hosts
+    `ask` requests an agent's facts about its host. `starter` is the command that makes the hosts
     join; empty if people start it. `start_failure` returns why hosts will not join; empty while all
     may.
     """
@@ -173,7 +173,7 @@ class JoinGroup:
                 f"{self._command}"
             )
         joined = self._await(self._has_enough, self._rejection_of, awaited)
-        self._listener.fill(len(joined))
+        self._listener.set_places(len(joined))
         self._rename_twins(joined)
         return sorted(joined, key=_natural_order)
 

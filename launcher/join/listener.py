@@ -40,7 +40,7 @@ from syncvar_launcher.hosts.agent_protocol import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
-_PING_S = 0.25  # a host that is lost is noticed by frames that cannot be sent to it
+_PING_S = 0.25  # a lost host shows when a frame cannot be sent to it
 _RETRY_S = 0.005
 _HELD_MAX = 16 << 20
 _MESSAGES_MAX = 16  # in _REPEAT_S
@@ -110,7 +110,7 @@ class AgentPipe:
 
 
 class _HostLink:
-    """A host that has joined, on the side of the thread."""
+    """A host that has joined, as the thread of the listener sees it."""
 
     def __init__(self, identity: bytes, name: str) -> None:
         self.identity = identity
@@ -158,7 +158,7 @@ class _HostLink:
         return data
 
     def end(self, status: int) -> None:
-        """Note that the agent has ended; its output still goes on."""
+        """Note that the agent has ended; the rest of its output is still forwarded."""
         if self.pipe is not None and self._status is None:
             self._status = status
             self._close_source()
@@ -251,8 +251,8 @@ class Listener:
         """Return the sentences to show since the last call."""
         return list(_emptied(self._messages))
 
-    def fill(self, places: int) -> None:
-        """Set how many hosts may be connected at once."""
+    def set_places(self, places: int) -> None:
+        """Set the most hosts that may be connected at once."""
         self._places = places
 
     def close(self, exit_code: int | None) -> None:

@@ -48,7 +48,7 @@ _CHUNK = 65536
 _RECORD_MAX = 1 << 20
 _tgkill = getattr(libc, "tgkill", None)  # not in every libc
 _HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
-_FILE_NAME = "key"
+_KEY_FILE_NAME = "key"
 
 
 class WorkerOutput(NamedTuple):
@@ -98,13 +98,12 @@ class Spared(NamedTuple):
 
 Event = WorkerOutput | WorkerStatus | WorkerStarted | WorkerExited | WorkerUnreachable | Spared
 
-
 _Role = Literal["pidfd", "out", "err", "status"]
 _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "status")
 
 
 class WorkerSpec(NamedTuple):
-    """What starts as one worker."""
+    """The program, streams and limits of one worker or server."""
 
     rank: int  # rank, or the number of the server's process
     argv: Sequence[str]  # command line
@@ -133,14 +132,14 @@ class WorkerProcess:
     out: int
     err: int
     status_pipe: int
-    unread: bytearray = field(default_factory=bytearray)  # the begin of a status message
+    unread: bytearray = field(default_factory=bytearray)  # the start of a status message
     status: int | None = None
-    # Whether SIGTERM asks it to save and to end in order, see `syncvar.core.exit_status`.
+    # Whether it saves before it ends on SIGTERM, see `syncvar.core.exit_status`.
     takes_notice: bool = False
 
 
 class LocalWorkers:
-    """The worker processes of this host; `lock` is that of the directory."""
+    """The worker processes of this host; `lock` is the descriptor of the directory's lock."""
 
     def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
         self._server = server
@@ -374,7 +373,7 @@ class LocalWorkers:
             beyond = self._memory.ended(worker.rank, status, time.monotonic())
             # First of all, because the other ranks may be waiting for this one.
             yield WorkerExited(worker.rank, status, beyond)
-            # What the worker started in its session ends with it.
+            # Other processes of the worker's session end with it.
             kill_sessions({worker.process.pid: worker.started})
             self._inform_cleanup(f"-{worker.process.pid}\n")
 
@@ -459,7 +458,7 @@ def write_secret(secret: bytes, directory: Path) -> str:
 
     `directory` is the private folder of the job on this host.
     """
-    path = directory / _FILE_NAME
+    path = directory / _KEY_FILE_NAME
     if not path.exists():
         with os.fdopen(create_file(path, PRIVATE), "w", encoding="ascii") as file:
             file.write(secret.hex() + "\n")

@@ -1,9 +1,9 @@
 """How workers start: forked from one process with NumPy imported, or as fresh processes.
 
-`ForkServer` is the launcher's side of `syncvar.bootstrap.fork_server`. An interpreter takes
-as long to start as the launcher to read its options. So the launcher may start the server first and
-send the order when it knows the options. A server without an order has imported nothing. The code
-that starts it must not wait for imports; later code imports what it needs.
+`ForkServer` is the launcher's side of `syncvar.bootstrap.fork_server`. An interpreter takes as long
+to start as the launcher to read its options. So the launcher may start the server first
+(`start_early`), and send the order when it knows the options. A server without an order has
+imported nothing. The code that starts it must not wait for imports, so functions import the rest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-# The start of workers on hosts, as far as it is known before their agents run.
+# How workers on hosts start, as far as the launcher knows it before their agents run.
 ON_HOSTS = {
     "auto": "forked on each host that has several, where that is possible, else fresh processes",
     "spawn": "fresh processes: --start-method spawn",
     "fork": "forked: --start-method fork",
 }
-_SCRIPT_MAX = 4 << 20
 SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
+
+_SCRIPT_MAX = 4 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
@@ -109,8 +110,8 @@ def plan_start(
 ) -> StartMethod:
     """Decide how the workers of a host start.
 
-    A script or module in the folder `cwd` is searched for variables that NumPy reads only when it
-    is imported.
+    It searches the script or module, in the folder `cwd`, for variables that NumPy reads only when
+    it is imported.
 
     Example:
         >>> print(plan_start("auto", "command", "/bin/true", 4, "/", {}))
@@ -174,7 +175,7 @@ def adopt_orphans(*, is_on: bool) -> None:
 
 
 class ServerEnded(Exception):
-    """The server has ended (its status), or does not answer (69), before all were forked."""
+    """The fork server ended, or does not answer (status 69), before all workers were forked."""
 
     def __init__(self, status: int, sentence: str = "") -> None:
         self.status = status
@@ -186,7 +187,7 @@ class ForkUnsupported(NamedTuple):
     """The reason not to fork workers from a server."""
 
     reason: str  # sentence
-    # whether forking cannot work; else workers might lack something that fresh processes have
+    # whether forking is impossible; else forked workers might lack what fresh processes have
     is_certain: bool
     status: int | None = None  # Status of an ended server, as in `ServerEnded`; None while it runs.
 
@@ -368,7 +369,7 @@ class ForkServer:
         adopt_orphans(is_on=False)
 
     def _answered(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a call on the socket, as soon as the server takes part."""
+        """Call a method of the socket until the server answers, and return the result."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):

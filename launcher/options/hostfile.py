@@ -1,6 +1,6 @@
-"""Which hosts a job may use: the text of a host file, or of `-H`, becomes hosts with their slots.
+"""Reads the hosts of a job, with their slots, from the text of a host file or of `-H`.
 
-One tolerant reader takes what the launchers of this field take:
+One tolerant reader accepts the spellings of other launchers:
 
     node1 slots=4 max_slots=8        # Open MPI, DeepSpeed
     node2:4                          # MPICH
@@ -11,9 +11,9 @@ One tolerant reader takes what the launchers of this field take:
 
 Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not
 matter. Without a count, a host in a file has as many slots as usable cores, and a host in `-H` has
-one. If a host stands there again, the reader adds its counts, one for each line without a count,
-and says so. What cannot be understood is an error that shows file, line and column and says what to
-write: a host is never left out silently.
+one. If a host appears again, the reader adds its counts, one for each line without a count, and
+reports that. Other text is an error that shows file, line and column, and what to write: the reader
+never leaves out a host silently.
 """
 
 from __future__ import annotations
