@@ -274,12 +274,12 @@ class HostAgent:
     def _stop(self, _: Message) -> None:
         self._is_stopped = True
         if self._ranks is not None:
-            self._ranks.stop()
+            self._ranks.processes.stop()
 
     def _resume(self, _: Message) -> None:
         self._is_stopped = False
         if self._ranks is not None:
-            self._ranks.resume()
+            self._ranks.processes.resume()
 
     def _end_attempt(self, _: Message) -> None:
         ranks, self._ranks = self._ranks, None

@@ -81,7 +81,6 @@ class HostRanks:
             order.cwd,
             base,
         )
-        self._stopped: set[int] = set()
         self._started: dict[int, int] = {}
         self.requests: dict[int, tuple[StackRequest, float]] = {}
         self._input = self._input_end = -1
@@ -224,17 +223,6 @@ class HostRanks:
         self._stacks.await_noted(_STACKS_S)
         self._stacks.read_noted()
         return {rank: line for rank, line in self._stacks.places.items() if rank in ranks}
-
-    def stop(self) -> None:
-        """Stop the sessions of all workers."""
-        self._stopped |= self.processes.stop()
-
-    def resume(self) -> None:
-        """Continue what `stop` has stopped."""
-        for pid in self._stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self._stopped.clear()
 
     def finish(self) -> list[Event]:
         """Kill what still runs, and return what it wrote; nothing the second time."""

@@ -6,9 +6,7 @@ those of other hosts through agents.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -168,7 +166,6 @@ class DirectWorkers:
         self._rendezvous = rendezvous
         self._generation = generation
         self._restarts = restarts
-        self._stopped: set[int] = set()
         self._secret = b""  # shared by the hosts as which this machine poses
         self._folders = [folder]
         if len(job.hosts.sizes) > 1:
@@ -189,7 +186,7 @@ class DirectWorkers:
         self.unsent, self.look = processes.unsent, processes.look
         self.state, self.busy_s = processes.state, processes.busy_s
         self.send, self.send_groups = processes.send, processes.send_groups
-        self.kill = processes.kill
+        self.kill, self.stop, self.resume = processes.kill, processes.stop, processes.resume
         self.describe, self.take_messages = self._shm.describe, self._shm.take_messages
         self.abort = self._shm.abort
         self.note, self.await_noted = self._stacks.note, self._stacks.await_noted
@@ -283,17 +280,6 @@ class DirectWorkers:
         """Handle a descriptor that poll reported; ignore others."""
         yield from self._processes.readable(descriptor)
         self._shm.readable(descriptor)
-
-    def stop(self) -> None:
-        """Stop the sessions of all workers."""
-        self._stopped |= self._processes.stop()
-
-    def resume(self) -> None:
-        """Continue what `stop` has stopped."""
-        for pid in self._stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self._stopped.clear()
 
     def close(self) -> Iterator[Event]:
         """Kill what still runs, and yield what it wrote."""

@@ -147,6 +147,7 @@ class LocalWorkers:
         self._pid = os.getpid()
         self._memory = OutOfMemory(time.monotonic())
         self._owner: dict[int, tuple[WorkerProcess, _Role]] = {}
+        self._stopped: set[int] = set()
         read, self._cleanup_pipe = os.pipe2(os.O_CLOEXEC)
         try:
             # By path and isolated: it must start in milliseconds, whatever site-packages hold.
@@ -321,14 +322,21 @@ class LocalWorkers:
                         os.kill(pid, number)
         return sorted(rank for pid, rank in ranks.items() if pid not in reached)
 
-    def stop(self) -> set[int]:
-        """Stop the sessions of all workers; return the processes that were running."""
+    def stop(self) -> None:
+        """Stop the sessions of all workers."""
         alive = {
             worker.process.pid: worker.started
             for worker in self.workers.values()
             if worker.status is None
         }
-        return signal_sessions(alive, signal.SIGSTOP)
+        self._stopped |= signal_sessions(alive, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue what `stop` has stopped."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""

@@ -515,13 +515,3 @@ BY_OFF_FLAG = {option.off_flag: option for option in OPTIONS if option.is_switch
 OTHER_FLAGS = ("-m", "--no-python", "-h", "--help", "--help-hosts", "--version")
 BY_VARIABLE = {LAUNCH_PREFIX + one.key.upper(): one for one in OPTIONS if not one.setting}
 BY_KEY = {one.key: one for one in OPTIONS if one.in_file and not one.setting}
-
-
-def launch_keys() -> tuple[str, ...]:
-    """Return the keys that the table `[launch]` of a file may have."""
-    return tuple(BY_KEY)
-
-
-def host_keys() -> tuple[str, ...]:
-    """Return those of `launch_keys` that are about several hosts."""
-    return tuple(option.key for option in BY_KEY.values() if option.group == HOSTS)
