@@ -125,7 +125,7 @@ def pack(kind: str, **fields: Any) -> bytes:
         >>> pack("stop")
         b'\x00\x00\x00\x0b\x81\xa4kind\xa4stop'
     """
-    content = {"kind": kind, **_checked(kind, fields)}
+    content = {"kind": kind, **_check_fields(kind, fields)}
     body: bytes = msgpack.packb(content, use_bin_type=True, unicode_errors="surrogateescape")
     if len(body) > MESSAGE_NBYTES_MAX:
         raise WireError(f"a message {kind!r} of {len(body)} bytes is above {MESSAGE_NBYTES_MAX}")
@@ -245,7 +245,7 @@ class Reader:
             end = start + _LENGTH_NBYTES + length
             if len(self._data) < end:
                 break
-            messages.append(_parsed(bytes(self._data[start + _LENGTH_NBYTES : end])))
+            messages.append(_parse(bytes(self._data[start + _LENGTH_NBYTES : end])))
             start = end
         del self._data[:start]
         return messages
@@ -287,7 +287,7 @@ def checked_list(values: Any, kind: type, count: int) -> list[Any]:
     return values
 
 
-def _parsed(body: bytes) -> Message:
+def _parse(body: bytes) -> Message:
     try:
         found = msgpack.unpackb(
             body,
@@ -305,10 +305,10 @@ def _parsed(body: bytes) -> Message:
     if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
         raise WireError("what came is no message: it has no kind")
     kind = found.pop("kind")
-    return {"kind": kind, **_checked(kind, found)}
+    return {"kind": kind, **_check_fields(kind, found)}
 
 
-def _checked(kind: str, fields: Message) -> Message:
+def _check_fields(kind: str, fields: Message) -> Message:
     wanted = _KINDS.get(kind)
     if wanted is None:
         raise WireError(f"there is no message {kind[:40]!r}")

@@ -77,7 +77,7 @@ class Collection(NamedTuple):
             yield {"kind": "stage", **fields}
             if kind == "file":
                 try:
-                    with open(self.folder / path, "rb", opener=_opened) as file:
+                    with open(self.folder / path, "rb", opener=_open_no_follow) as file:
                         while data := file.read(_CHUNK):
                             yield {"kind": "stage_data", "data": data}
                 except OSError as error:
@@ -162,7 +162,7 @@ class _FileCollector:
             )
 
 
-def _opened(path: str, flags: int) -> int:
+def _open_no_follow(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

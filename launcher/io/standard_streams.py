@@ -70,7 +70,7 @@ class NonblockingWriter:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode) or os.isatty(descriptor):
-            self._own = _opened_again(descriptor)
+            self._own = _reopen(descriptor)
             if self._own < 0:
                 self._own, self._polls = descriptor, True
                 self._piece_nbytes = select.PIPE_BUF
@@ -258,7 +258,7 @@ def wait(forwarder: OutputForwarder, outlets: Outlets, watch: SignalWatch, secon
     forwarder.flush()
 
 
-def _opened_again(descriptor: int) -> int:
+def _reopen(descriptor: int) -> int:
     """Return a non-blocking descriptor of our own on the same pipe or terminal, or -1."""
     flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(OSError):  # another user's, or a pipe that nobody can read any more

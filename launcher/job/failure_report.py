@@ -104,7 +104,7 @@ def failure_block(
           syncvar-launch --debug 2 -n 3 a.py
           syncvar-launch --log-dir logs -n 3 a.py
     """
-    alike, further = _groups(raised, failure)
+    alike, further = _split_first(raised, failure)
     lines = [f"syncvar: {failure_sentence(failure)}"]
     lines += _evidence(failure, alike, is_whole=is_whole)
     shown = {one.rank for one in alike}
@@ -168,7 +168,7 @@ def interrupted_block(
     lines = [f"syncvar: interrupted by {name}; all ranks have ended"]
     if places:
         lines += ["where they were:", *_others(places)]
-    for group in _grouped(raised):
+    for group in _group_by_calls(raised):
         lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole=is_whole))
     return "".join(f"{line}\n" for line in lines)
 
@@ -258,28 +258,28 @@ def _evidence(
     process = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
     if failure.stands_above:
         return [f"evidence: {title}{process}, above"]
-    return [f"evidence: {title}{process}", *_shown(lines)]
+    return [f"evidence: {title}{process}", *_indent_lines(lines)]
 
 
-def _groups(
+def _split_first(
     raised: Sequence[WorkerTraceback], failure: FailureReport
 ) -> tuple[list[WorkerTraceback], list[list[WorkerTraceback]]]:
     """Return the exceptions with the traceback of the first failure, and the others."""
     first = [WorkerTraceback(failure.rank, failure.traceback)] if failure.traceback.strip() else []
-    groups = _grouped([*first, *(one for one in raised if one.rank != failure.rank)])
+    groups = _group_by_calls([*first, *(one for one in raised if one.rank != failure.rank)])
     alike = groups.pop(0) if first else []
     return alike, [group for group in groups if group[0].is_own]
 
 
-def _grouped(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
+def _group_by_calls(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
     groups: dict[str, list[WorkerTraceback]] = {}
     for one in raised:
         if one.traceback.strip():
-            groups.setdefault(_split(_impersonal(one))[0], []).append(one)
+            groups.setdefault(_split(_without_own_name(one))[0], []).append(one)
     return list(groups.values())
 
 
-def _impersonal(one: WorkerTraceback) -> str:
+def _without_own_name(one: WorkerTraceback) -> str:
     """Return a traceback without the rank's own name, so that ranks can be compared."""
     return re.sub(rf"\b{process_name(one.rank)}\b", "this rank", one.traceback)
 
@@ -299,7 +299,7 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     calls, message = _split(group[0].traceback)
     by_message: dict[str, list[WorkerTraceback]] = {}
     for one in group:
-        by_message.setdefault(_split(_impersonal(one))[1], []).append(one)
+        by_message.setdefault(_split(_without_own_name(one))[1], []).append(one)
     alike, *different = by_message.values()
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:
@@ -323,14 +323,14 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
             lines.append(
                 f"{_ranks([one for some in different[_MESSAGES:] for one in some])}: other messages"
             )
-    return [title, *_shown(lines)]
+    return [title, *_indent_lines(lines)]
 
 
 def _ranks(raised: Sequence[WorkerTraceback]) -> str:
     return process_list(one.rank for one in raised)
 
 
-def _shown(lines: Sequence[str]) -> list[str]:
+def _indent_lines(lines: Sequence[str]) -> list[str]:
     return [f"  {escape(line)}".rstrip() for line in lines]
 
 

@@ -245,11 +245,11 @@ class Listener:
         """Return the hosts that have joined since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._news[0], 4096)
-        return list(_emptied(self._arrived))
+        return list(_drain(self._arrived))
 
     def take_messages(self) -> list[str]:
         """Return the sentences to show since the last call."""
-        return list(_emptied(self._messages))
+        return list(_drain(self._messages))
 
     def set_places(self, places: int) -> None:
         """Set the most hosts that may be connected at once."""
@@ -290,7 +290,7 @@ class Listener:
             ready = self._poll(ping_at)
             if self._wake[0] in ready:
                 os.read(self._wake[0], 4096)
-            for action in _emptied(self._actions):
+            for action in _drain(self._actions):
                 action()
             if self._socket in ready:
                 self._receive()
@@ -432,11 +432,11 @@ class Listener:
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._lost(link)
+                self._drop_lost(link)
                 return
             link.unsent.popleft()
 
-    def _lost(self, link: _HostLink) -> None:
+    def _drop_lost(self, link: _HostLink) -> None:
         self._links.pop(link.identity, None)
         link.unsent.clear()
         link.write(1, b"the connection to it is lost\n")
@@ -478,6 +478,6 @@ def _peer_of(descriptor: int) -> str:
     return "somewhere"
 
 
-def _emptied(queue: deque[Any]) -> Iterator[Any]:
+def _drain(queue: deque[Any]) -> Iterator[Any]:
     while queue:
         yield queue.popleft()

@@ -69,7 +69,7 @@ def refuse(_descriptor):
 @pytest.mark.parametrize("kind", ["pipe", "pipe of another user", "terminal", "socket"])
 def test_a_reader_that_does_not_read_never_blocks_and_loses_nothing(kind, tmp_path, monkeypatch):
     if "another" in kind:
-        monkeypatch.setattr(standard_streams, "_opened_again", refuse)
+        monkeypatch.setattr(standard_streams, "_reopen", refuse)
     text = b"".join(b"%07d\n" % number for number in range(QUEUE_NBYTES // 8))
     with ends(kind, tmp_path) as (reader, writer), opened(writer) as one:
         assert not one.is_full
