@@ -270,13 +270,13 @@ class ForkServer:
         `order` can change variables, except those that the interpreter has already read.
         """
         is_whole = self._environ.keys() <= environ.keys() and not any(
-            name.startswith(_AT_START) for name in self._differing(environ)
+            name.startswith(_AT_START) for name in self._changes(environ)
         )
         return is_whole and self._cwd == str(cwd)
 
     def order(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Let the server import what workers need, by the arguments of `worker_main`."""
-        order = _pack({"arguments": list(arguments), "environ": self._differing(environ)})
+        order = _pack({"arguments": list(arguments), "environ": self._changes(environ)})
         self._environ = environ
         message = len(order).to_bytes(_LENGTH_BYTES, "little") + order
         # If it has ended, `refusal` will find that.
@@ -284,7 +284,7 @@ class ForkServer:
             for start in range(0, len(message), _PART):
                 self._call_server(self._end.send, message[start : start + _PART])
 
-    def _differing(self, environ: Mapping[str, str]) -> dict[str, str]:
+    def _changes(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that the server lacks, or has with another value."""
         return {name: value for name, value in environ.items() if self._environ.get(name) != value}
 
@@ -326,7 +326,7 @@ class ForkServer:
         self._has_forked = True
         adopt_orphans(is_on=True)
         request: dict[str, Any] = {
-            "environ": self._differing(environ),
+            "environ": self._changes(environ),
             "cores": None if cores is None else list(cores),
             "names": list(descriptors),
             "server": self._process.pid,
