@@ -40,8 +40,8 @@ from syncvar.strategies.contexts import get_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.checkpoint.server_leaves import CheckpointContent, Walked
-    from syncvar.checkpoint.trackables import Together
+    from syncvar.checkpoint.server_leaves import AnyLeaf, CheckpointContent
+    from syncvar.checkpoint.trackables import CheckpointGroup
     from syncvar.runtime.communicator import Communicator
 
 _NAME = re.compile(r"[^\W_][^/\0]{0,127}")
@@ -123,7 +123,7 @@ class CheckpointCore:
                     try:
                         snapshot, pushes = on_servers.take_snapshot(timeout)
                         leaves = sorted([*leaves, *snapshot], key=lambda leaf: leaf.key)
-                    except Exception as error:  # `Saving` reports it to the other ranks
+                    except Exception as error:  # `SaveOperation` reports it to the other ranks
                         refused = error
                 saving = SaveOperation(leaves, refused, communicator, path, label, timeout, guard)
                 saving.pushes = pushes
@@ -189,7 +189,7 @@ class CheckpointCore:
     @staticmethod
     def _restored(
         collected: CheckpointContent,
-        group: Together | None,
+        group: CheckpointGroup | None,
         path: str | None,
         find: Callable[[], str | None] | None,
         options: RestoreOptions,
@@ -239,7 +239,7 @@ class CheckpointCore:
 
     def collect(self) -> CheckpointContent:
         """Return all objects as leaves."""
-        leaves: list[Walked] = []
+        leaves: list[AnyLeaf] = []
         refused: Exception | None = None
         for name, value in self.objects.items():
             try:
@@ -250,7 +250,7 @@ class CheckpointCore:
 
     def _walk(
         self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None
-    ) -> Iterator[Walked]:
+    ) -> Iterator[AnyLeaf]:
         nested = core_of(value)
         ident = id(value if nested is None else nested)
         if ident in above:

@@ -356,11 +356,14 @@ class Manifest:
                 _text(body["identity"], 16),
                 _number(body["world_size"], 1, _REPLICAS_MAX),
                 _label(body),
-                {_index(rank): _shard(one) for rank, one in _is(body["shards"], dict).items()},
-                {key: _entry(one) for key, one in _is(body["entries"], dict).items()},
+                {
+                    _index(rank): _shard(one)
+                    for rank, one in _require_type(body["shards"], dict).items()
+                },
+                {key: _entry(one) for key, one in _require_type(body["entries"], dict).items()},
                 {
                     _index(rank): _number(count, 0, 1 << 62)
-                    for rank, count in _is(body.get("pushes", {}), dict).items()
+                    for rank, count in _require_type(body.get("pushes", {}), dict).items()
                 },
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -424,32 +427,35 @@ def _stored_body(stored: Stored) -> dict[str, Any]:
 
 
 def _entry(body: Any) -> ManifestEntry:
-    kind = _is(body["kind"], str)
+    kind = _require_type(body["kind"], str)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r:.40}")
     replicas = _number(body["replicas"], 1, _REPLICAS_MAX)
     value = _stored(body["value"]) if "value" in body else None
-    copies = {_index(key): _stored(one) for key, one in _is(body.get("copies", {}), dict).items()}
-    return ManifestEntry(kind, _is(body["mode"], str), replicas, value, copies)
+    copies = {
+        _index(key): _stored(one)
+        for key, one in _require_type(body.get("copies", {}), dict).items()
+    }
+    return ManifestEntry(kind, _require_type(body["mode"], str), replicas, value, copies)
 
 
 def _label(body: dict[str, Any]) -> Label:
     step, metric = body["step"], body["metric"]
     return Label(
         None if step is None else _number(step, 0, 10**19),
-        None if metric is None else float(_is(metric, str)),
+        None if metric is None else float(_require_type(metric, str)),
         _number(body.get("save_number", 0), 0, 1 << 62),
     )
 
 
 def _stored(body: Any) -> Stored:
-    dtype = _is(body["dtype"], str)
+    dtype = _require_type(body["dtype"], str)
     if dtype not in CODES:
         raise ValueError(f"unknown dtype {dtype!r:.40}")
-    shape = tuple(_number(length, 0, 1 << 62) for length in _is(body["shape"], list))
+    shape = tuple(_number(length, 0, 1 << 62) for length in _require_type(body["shape"], list))
     if len(shape) > 64 or math.prod(shape) > 1 << 62:
         raise ValueError(f"impossible shape {shape!r:.80}")
-    return Stored(dtype, shape, tuple(_piece(one) for one in _is(body["pieces"], list)))
+    return Stored(dtype, shape, tuple(_piece(one) for one in _require_type(body["pieces"], list)))
 
 
 def _piece(body: Any) -> Piece:
@@ -468,14 +474,14 @@ def _shard(body: Any) -> ShardFile:
     )
 
 
-def _is(value: Any, kind: type) -> Any:
+def _require_type(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r:.60} is not of type {kind.__name__}")
     return value
 
 
 def _number(value: Any, low: int, high: int) -> int:
-    number: int = _is(value, int)
+    number: int = _require_type(value, int)
     if not low <= number <= high:
         raise ValueError(f"{number!r:.40} is out of range")
     return number
@@ -488,7 +494,7 @@ def _index(text: str) -> int:
 
 
 def _text(value: Any, length: int) -> str:
-    text: str = _is(value, str)
+    text: str = _require_type(value, str)
     if len(text) != length or not _HEX.fullmatch(text):
         raise ValueError(f"{text!r:.80} is not {length} hexadecimal digits")
     return text

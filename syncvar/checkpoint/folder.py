@@ -275,7 +275,7 @@ class FolderLock:
 
     def __init__(self, folder: str, activity: str) -> None:
         path = os.path.join(folder, LOCK)
-        descriptor = _locked(path, activity)
+        descriptor = _lock_file(path, activity)
         try:
             before = _read(descriptor)
             if before:
@@ -288,7 +288,7 @@ class FolderLock:
             holder = {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "started": _start_of(os.getpid()),
+                "started": _start_time(os.getpid()),
                 "since": _timestamp(),
                 "job": os.environ.get("SYNCVAR_JOB_ID", ""),
             }
@@ -297,7 +297,7 @@ class FolderLock:
         except OSError as error:
             os.close(descriptor)
             raise CheckpointError(f"cannot lock {folder}: {error.strerror}") from error
-        self._finalizer = weakref.finalize(self, _let_go, descriptor, path, os.getpid())
+        self._finalizer = weakref.finalize(self, _unlock, descriptor, path, os.getpid())
 
     @property
     def is_held(self) -> bool:
@@ -309,7 +309,7 @@ class FolderLock:
         self._finalizer()
 
 
-def _locked(path: str, activity: str) -> int:
+def _lock_file(path: str, activity: str) -> int:
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with _reported(f"cannot lock {os.path.dirname(path)}"):
@@ -343,7 +343,7 @@ def _is_same(path: str, descriptor: int) -> bool:
     return os.path.samestat(current, os.fstat(descriptor))
 
 
-def _let_go(descriptor: int, path: str, process: int) -> None:
+def _unlock(descriptor: int, path: str, process: int) -> None:
     if os.getpid() == process:  # a forked copy has the descriptor, not the lock
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -362,7 +362,7 @@ def _read(descriptor: int) -> str:
     return words + (f", job {job!r:.60}" if job else "")
 
 
-def _start_of(pid: int) -> str:
+def _start_time(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from syncvar.checkpoint.save import PendingSave
-    from syncvar.checkpoint.trackables import Together
+    from syncvar.checkpoint.trackables import CheckpointGroup
     from syncvar.runtime.communicator import Communicator
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: "run me again"
@@ -193,7 +193,7 @@ class CheckpointManager(MigrationHintsMixin):
         self._warned_of_going_back = False
         self._stop_notice = StopNotice(listens=on_preemption)
         weakref.finalize(self, self._stop_notice.close)
-        self._group: tuple[Any, Together] | None = None
+        self._group: tuple[Any, CheckpointGroup] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -449,7 +449,7 @@ class CheckpointManager(MigrationHintsMixin):
             _log.warning("restore_latest uses %s; another one is damaged: %s", path, fault)
         return path
 
-    def _communicator(self) -> Together:
+    def _communicator(self) -> CheckpointGroup:
         """Return the group of the checkpoint, cached until a shutdown or a new object."""
         state = joined(), len(self._core.objects)
         if self._group is None or self._group[0] != state:

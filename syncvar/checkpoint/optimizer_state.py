@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.checkpoint_format import ManifestEntry
-    from syncvar.checkpoint.trackables import Leaf, Reader, Together
+    from syncvar.checkpoint.trackables import CheckpointGroup, Leaf, Reader
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot
     from syncvar.variables.variable import Variable
@@ -55,7 +55,9 @@ class SlotLeaf(VariableLeaf):
         """Whether a checkpoint must save it."""
         return self.slot.is_present
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return what `put` takes, or KEEP."""
         is_replica_local = entry.mode.startswith("NONE")
         if self.slot.is_own and not self.slot.is_built:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncvar.checkpoint.checkpoint_reader import CheckpointReader
 from syncvar.checkpoint.optimizer_state import RuleLeaf, SlotLeaf, ownerless_keys, refuse_ownerless
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
-from syncvar.checkpoint.server_leaves import give_back, read_report, restore_record
+from syncvar.checkpoint.server_leaves import read_report, restore_record, write_servers
 from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gather
 from syncvar.core.errors import (
     CheckpointError,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.checkpoint.server_leaves import ServerLeaves
-    from syncvar.checkpoint.trackables import Leaf, SoloGroup, Together
+    from syncvar.checkpoint.trackables import CheckpointGroup, Leaf, SoloGroup
     from syncvar.runtime.communicator import Communicator
 
 POLICIES = ("same_rank_or_initial", "cycle", "error")
@@ -137,7 +137,7 @@ def restore_leaves(
 
 
 def stage_leaves(
-    leaves: list[Leaf], communicator: Together | None, path: str, options: RestoreOptions
+    leaves: list[Leaf], communicator: CheckpointGroup | None, path: str, options: RestoreOptions
 ) -> tuple[list[tuple[Leaf, Any]], CheckpointInfo]:
     """Read the new value of every leaf; read again if the checkpoint is replaced meanwhile."""
     for left in reversed(range(_TRIES)):
@@ -158,7 +158,7 @@ def stage_leaves(
 
 def _stage(
     leaves: list[Leaf],
-    communicator: Together | None,
+    communicator: CheckpointGroup | None,
     source: CheckpointReader,
     path: str,
     options: RestoreOptions,
@@ -206,7 +206,7 @@ def refused_state(key: str, error: Exception) -> str:
 
 def _skipped_prefixes(
     leaves: list[Leaf],
-    communicator: Together | None,
+    communicator: CheckpointGroup | None,
     source: CheckpointReader,
     options: RestoreOptions,
 ) -> tuple[str, ...]:
@@ -356,14 +356,14 @@ def _restore_servers(
             for leaf, value in staged:
                 done.append((leaf, leaf.now()))
                 _put_leaf(leaf, value)
-        on_servers.give_back(number, record, options.timeout)
+        on_servers.write(number, record, options.timeout)
     except Exception as error:
         for leaf, before in reversed(done):
             leaf.put(before)
         if isinstance(error, SyncvarError) and not isinstance(error, TransportError):
             # The other workers wait for a record.
             record |= {"own": {}, "failure": failure_of(error)}
-            give_back(on_servers.strategy, [], number, record, options.timeout)
+            write_servers(on_servers.strategy, [], number, record, options.timeout)
         raise
     return path, found
 

@@ -66,11 +66,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.checkpoint_format import Label
-    from syncvar.checkpoint.trackables import Leaf, Together
+    from syncvar.checkpoint.trackables import CheckpointGroup, Leaf
 
-SINGLE_RANK_ADVICE = (
-    "let one rank write alone: sv.save(path, …)"  # advice for a group that is not whole
-)
+# Advice for a block of `sv.uneven` that some ranks have left.
+SINGLE_RANK_ADVICE = "let one rank write alone: sv.save(path, …)"
 _CHUNK = 1 << 20  # bytes that are digested and written while they are in the cache
 _NOTHING = "nothing was saved, and the previous checkpoint is unchanged"
 _log = logging.getLogger("syncvar")
@@ -89,7 +88,7 @@ class SaveOperation:
         self,
         leaves: list[Leaf],
         refused: Exception | None,
-        communicator: Together,
+        communicator: CheckpointGroup,
         path: str,
         label: Label,
         timeout: float | None,
@@ -194,10 +193,10 @@ class SaveOperation:
         try:
             folder = CheckpointFolder(self.path)
         except NotFound:
-            raise self._unseen() from None
+            raise self._not_shared() from None
         with folder:
             if not folder.has(LOCK):
-                raise self._unseen()
+                raise self._not_shared()
             if not parts:
                 return [[], {}]
             return self._write_shard(folder, parts)
@@ -236,7 +235,7 @@ class SaveOperation:
         self._is_written = True
         return [[nbytes, digest_of(header)], digests]
 
-    def _unseen(self) -> CheckpointError:
+    def _not_shared(self) -> CheckpointError:
         return CheckpointError(
             f"{self.path} on this host is not the folder that rank {self._communicator.members[0]} "
             "has locked: all ranks of a checkpoint must share its folder. Pass an absolute path on "
@@ -356,7 +355,7 @@ def checked_metric(metric: Any) -> float | None:
 
 
 class ChiefSave:
-    """A save by rank 0 as another worker sees it; has the methods of `Saving`."""
+    """A save by rank 0 as another worker sees it; has the methods of `SaveOperation`."""
 
     failure: TransportError | None = None
     is_speaker = False

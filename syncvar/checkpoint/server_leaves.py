@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.checkpoint_format import ManifestEntry
-    from syncvar.checkpoint.trackables import Reader, Together
+    from syncvar.checkpoint.trackables import CheckpointGroup, Reader
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.request_client import ResultRef
     from syncvar.parameter_server.shard import RuleKey
@@ -72,7 +72,7 @@ def rule_key(name: str, settings: dict[str, Any]) -> RuleKey:
     return name, tuple(sorted(settings.items()))
 
 
-def take(
+def read_servers(
     variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout: float | None
 ) -> ServerState:
     """Take one snapshot of variables and of optimizers' slots, while workers continue."""
@@ -130,7 +130,7 @@ def _assemble(
     return ShardSlots(steps, slots)
 
 
-def give_back(
+def write_servers(
     strategy: ParameterServerStrategy,
     variables: Sequence[SavedVariable],
     number: int,
@@ -202,7 +202,7 @@ class _ArrayLeaf:
         self.shape, self.dtype, self.is_optional = shape, dtype, is_optional
         self.array: NDArray[Any] | None = None  # value in the snapshot, or the new value
 
-    def describe(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: CheckpointGroup) -> LeafHeader:
         """Return its header: only the first rank of a save has it."""
         del communicator
         return LeafHeader("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
@@ -211,7 +211,9 @@ class _ArrayLeaf:
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return its new value, on the rank that restores."""
         if communicator.member_rank:
             return KEEP
@@ -222,11 +224,11 @@ class _ArrayLeaf:
         return read(stored)
 
     def now(self) -> Any:
-        """Return None: `ServerLeaves.give_back` changes it last, in one transaction."""
+        """Return None: `ServerLeaves.write` changes it last, in one transaction."""
         return None
 
     def put(self, staged: Any) -> None:
-        """Note the new value for `ServerLeaves.give_back`."""
+        """Note the new value for `ServerLeaves.write`."""
         self.array = staged
 
 
@@ -238,7 +240,9 @@ class _IterationsLeaf(_ArrayLeaf):
         self._optimizer = optimizer
         self.worker_states: list[Any] = []
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         del communicator
         require_kind(self.key, entry, "variable", "the iterations of an optimizer")
         stored = entry.choose(self.key, 0, 1, policy, own=False)
@@ -290,7 +294,7 @@ class ServerOptimizerLeaf:
         return True
 
 
-Walked = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
+AnyLeaf = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
 
 
 class ServerLeaves:
@@ -350,7 +354,9 @@ class ServerLeaves:
         """Take a snapshot; return the leaves to save and the pushes of each worker in it."""
         _require_variables(self._steppers, {variable.name for variable in self._found.values()})
         rules = [stepper.rule for stepper in self._steppers]
-        state: ServerState = take([(variable, rules) for variable in self._found.values()], timeout)
+        state: ServerState = read_servers(
+            [(variable, rules) for variable in self._found.values()], timeout
+        )
         leaves: list[Leaf] = []
         steps = dict.fromkeys(self._iterations, 0)
         for leaf, saved in zip(self._variables.values(), state.variables, strict=True):
@@ -377,9 +383,9 @@ class ServerLeaves:
         here = self.strategy.here
         here.restore_count += 1
         number = here.restore_count
-        return lambda: self.give_back(number, restore_record(path), timeout)
+        return lambda: self.write(number, restore_record(path), timeout)
 
-    def give_back(self, number: int, record: Any, timeout: float | None) -> None:
+    def write(self, number: int, record: Any, timeout: float | None) -> None:
         """Write the values of the leaves to the servers, in one transaction, and keep `record`.
 
         If the checkpoint has an optimizer but no state for a variable, its state there is reset.
@@ -401,7 +407,7 @@ class ServerLeaves:
                     slots[stepper.rule] = ShardSlots(0, {})
             saved.append(SavedVariable(variable, leaf.array, slots))
         pushes = None if record["path"] is None else record["pushes"]
-        give_back(self.strategy, saved, number, record, timeout, pushes)
+        write_servers(self.strategy, saved, number, record, timeout, pushes)
 
 
 def restore_record(path: str | None) -> dict[str, Any]:
@@ -442,7 +448,9 @@ def snapshot_for_file(
     if not found:
         return {}, {}
     chosen = list(found.values())
-    state = take([(variable, [leaf.rule for _, leaf in pairs]) for variable in chosen], None)
+    state = read_servers(
+        [(variable, [leaf.rule for _, leaf in pairs]) for variable in chosen], None
+    )
     slots: dict[int, dict[str, NDArray[Any]]] = {}
     for one, leaf in pairs:
         counts = rule_of(leaf.rule[0], dict(leaf.rule[1])).counts_steps
@@ -461,7 +469,7 @@ class CheckpointContent(NamedTuple):
     """All objects of a checkpoint."""
 
     leaves: list[Leaf]  # leaves sorted by key, without server-side ones
-    group: Together  # group that saves them
+    group: CheckpointGroup  # group that saves them
     # error of an object that cannot be saved, reported to the group; or None
     refused: Exception | None
     on_servers: ServerLeaves | None  # server-side objects, or None
@@ -470,7 +478,7 @@ class CheckpointContent(NamedTuple):
 
 
 def sort_leaves(
-    found: Sequence[Walked],
+    found: Sequence[AnyLeaf],
     default: Callable[[], Communicator],
     refused: Exception | None = None,
     *,
@@ -511,7 +519,7 @@ def sort_leaves(
             _require_variables(steppers, ())
         except ConfigError as error:
             refused = refused or error
-    group: Together
+    group: CheckpointGroup
     if on_servers is not None and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
         group = on_servers.group
     else:

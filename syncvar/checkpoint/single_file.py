@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     Path = tuple[Any, ...]
     Arrays = dict[Path, NDArray[Any]]
 
-
 _FORMAT = "syncvar.save"
 _VERSION = "1"
 _KEYS = {"content", "digest"}  # metadata that only files of `save` have

@@ -3,9 +3,9 @@
 * Variables, by their mode. Objects with `tracked()` (optimizers): the variables that it returns.
   Checkpoints, and dicts, lists and tuples that hold objects.
 * `numpy.random.Generator` and objects with `state_dict()` and `load_state_dict(state)`: their
-state.
-* Plain data (numbers, texts, arrays, tensors, dates, and containers of them): replaced by a
-restore.
+  state.
+* Plain data (numbers, texts, arrays, tensors, dates, and containers of them): a restore replaces
+  it.
 
 States and plain data are saved once if all ranks have the same, else once per rank.
 """
@@ -54,19 +54,20 @@ KEEP = object()  # staged: this replica keeps what it has
 
 
 class Leaf(Protocol):
-    """One object under one key. The key may have no entry in a checkpoint if `is_optional`."""
+    """One object under one key."""
 
     key: str
-    is_optional: bool
-    """Whether a checkpoint may have no entry for it."""
+    is_optional: bool  # whether a checkpoint may have no entry for it
 
-    def describe(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: CheckpointGroup) -> LeafHeader:
         """Return the header of this rank's value; raise ConfigError if it cannot be saved."""
 
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
@@ -92,7 +93,7 @@ class VariableLeaf:
         )
         self.are_parts = isinstance(variable, Variable) and are_parts(variable)
 
-    def describe(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: CheckpointGroup) -> LeafHeader:
         """Return its mode, dtype and shape."""
         variable = self.variable
         replicas = variable.strategy.communicator
@@ -115,7 +116,9 @@ class VariableLeaf:
             return self.variable.sync()
         return self.variable.read_value()
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return this replica's new copy."""
         del communicator  # its own replicas count
         variable = self.variable
@@ -177,7 +180,7 @@ class PlainLeaf:
         # State for each worker, if rank 0 restores for all.
         self.worker_states: list[bytes | None] = []
 
-    def describe(self, communicator: Together) -> LeafHeader:
+    def describe(self, communicator: CheckpointGroup) -> LeafHeader:
         """Take the state now, and return its length and digest."""
         self._packed = pack_state(self._get(), self.key)
         everyone = tuple(range(communicator.size))
@@ -190,7 +193,9 @@ class PlainLeaf:
         """Return the packed state."""
         return np.frombuffer(self._packed, np.uint8)
 
-    def stage(self, entry: ManifestEntry, read: Reader, policy: str, communicator: Together) -> Any:
+    def stage(
+        self, entry: ManifestEntry, read: Reader, policy: str, communicator: CheckpointGroup
+    ) -> Any:
         """Return the new state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, SoloGroup):
@@ -347,10 +352,12 @@ class SoloGroup:
         """Do nothing: this group needs no other rank."""
 
 
-Together = Communicator | SoloGroup
+CheckpointGroup = Communicator | SoloGroup
 
 
-def gather(group: Together, name: str, make: Callable[[], Any], timeout: float | None) -> list[Any]:
+def gather(
+    group: CheckpointGroup, name: str, make: Callable[[], Any], timeout: float | None
+) -> list[Any]:
     """Return the results of `make` on all ranks of a group; an error of `make` reaches them all."""
     if isinstance(group, SoloGroup):
         return [make()]

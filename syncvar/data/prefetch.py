@@ -28,7 +28,7 @@ class Prefetched(Stream):
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements."""
-        ahead = _Ahead(self._inner.read(epoch, start), self._size)
+        ahead = _ReadAhead(self._inner.read(epoch, start), self._size)
         try:
             while (element := ahead.next()) is not _END:
                 yield element
@@ -36,7 +36,7 @@ class Prefetched(Stream):
             ahead.stop()
 
 
-class _Ahead:
+class _ReadAhead:
     """State that the thread and its consumer share."""
 
     def __init__(self, elements: Generator[Any, None, None], size: int) -> None:

@@ -136,9 +136,9 @@ class Optimizer(MigrationHintsMixin):
     @property
     def iterations(self) -> int:
         """Number of steps so far."""
-        result = self._step.slots.iterations
-        if result is not None:
-            return int(copy_of(result))
+        counter = self._step.slots.iterations
+        if counter is not None:
+            return int(copy_of(counter))
         return self._remote.steps or self._step.slots.restored_iterations
 
     @property
@@ -296,7 +296,7 @@ class Optimizer(MigrationHintsMixin):
             array([0., 0.], dtype=float32)
         """
         pairs: Any = grads_and_vars
-        result: Call | None = None
+        call: Call | None = None
         failure: Exception | None = None
         plan: BucketPlan | None = None
         stepper: RemoteOptimizer | None = None
@@ -304,36 +304,36 @@ class Optimizer(MigrationHintsMixin):
             pairs = listed(grads_and_vars)
             stepper = remote_optimizer_of(pairs)
             if stepper is None:
-                result, plan = self._checked(pairs, reduce, weight, shards=shards)
+                call, plan = self._checked(pairs, reduce, weight, shards=shards)
         except Exception as error:  # raised on the other replicas below
             failure = error
         if stepper is not None:
             rate = self._rate_at(self.iterations)
             self._remote.step(stepper, pairs, rate, reduce, is_plain=weight is None and not shards)
             return
-        if result is None:
+        if call is None:
             owner, travels = strategy_of_pairs(pairs)
             if self._step.slots.owner is not None:
                 owner, travels = self._step.slots.owner, not self._step.slots.is_independent
             self._step.refuse(failure or ConfigError("no pairs"), owner, travels=travels)
             return
         if plan is None:
-            plan = self._new_plan(result, [id(variable) for variable in result.variables])
+            plan = self._new_plan(call, [id(variable) for variable in call.variables])
         slots = self._step.slots
         number = 0 if slots.calls is None else int(copy_of(slots.calls))
         rate = 0.0
         try:
-            self._step.load(result, plan, number)
+            self._step.load(call, plan, number)
             rate = self._rate_at(self.iterations)
         except Exception as error:  # the same
-            self._step.refuse(error, result.owner, travels=result.travels)
+            self._step.refuse(error, call.owner, travels=call.travels)
             return
         if number < self._step.accumulate - 1:
             self._step.set_calls(number + 1)
             return
         try:
-            self._step.combine(result, plan, rate)
-            self._step.finish(result, plan, rate)
+            self._step.combine(call, plan, rate)
+            self._step.finish(call, plan, rate)
         finally:
             self._step.set_calls(0)
 
@@ -482,8 +482,6 @@ class Optimizer(MigrationHintsMixin):
         elif check is not None:
             check()
         self._step.slots.build(owner, variables, is_independent=is_independent)
-
-    # -- gradients ---------------------------------------------------------------------------------
 
     def _rate_at(self, step: int) -> float:
         rate = self._rate

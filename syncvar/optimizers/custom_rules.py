@@ -32,7 +32,7 @@ class _RegisteredRule(NamedTuple):
     slots: dict[str, float]
 
 
-_rules: dict[str, _RegisteredRule] = {}  # "module:name" ->
+_rules: dict[str, _RegisteredRule] = {}  # by "module:name"
 
 
 def update_rule(
@@ -100,7 +100,7 @@ class CustomRule(UpdateRule):
     counts_steps: ClassVar[bool] = True
 
     def __init__(self, rule: Callable[..., Any] | str, **numbers: Any) -> None:
-        self._name, self._registered = _found(rule)
+        self._name, self._registered = _find_rule(rule)
         self._own_numbers = {
             one: checked_number(one, value, float("-inf")) for one, value in numbers.items()
         }
@@ -129,9 +129,9 @@ class CustomRule(UpdateRule):
         by_name = dict(zip(self._registered.slots, slots, strict=True))
         rate, step = factors
         found = self._registered.function(
-            _frozen(weight),
-            {name: _frozen(slot) for name, slot in by_name.items()},
-            _frozen(gradient),
+            _read_only(weight),
+            {name: _read_only(slot) for name, slot in by_name.items()},
+            _read_only(gradient),
             MappingProxyType({**self._own_numbers, "learning_rate": rate, "step": int(step)}),
         )
         value, changed = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
@@ -145,15 +145,15 @@ class CustomRule(UpdateRule):
                 f"update rule {self._name} returned slots that it has not: "
                 f"{', '.join(map(str, unknown))}; write update_rule(slots={{…}})"
             )
-        news = [(weight, self._returned(value, weight, "value"))]
+        news = [(weight, self._checked_result(value, weight, "value"))]
         news += [
-            (by_name[name], self._returned(slot, by_name[name], f"slot {name!r}"))
+            (by_name[name], self._checked_result(slot, by_name[name], f"slot {name!r}"))
             for name, slot in changed.items()
         ]
         for array, new in news:
             array[...] = new
 
-    def _returned(self, value: Any, array: Array, label: str) -> Array:
+    def _checked_result(self, value: Any, array: Array, label: str) -> Array:
         """Return an array that a rule has returned, checked so that it can be stored."""
         result: Array = np.array(value) if value is not None else np.empty(0, object)
         if result.shape != array.shape or result.dtype.kind not in "fiub":
@@ -165,7 +165,7 @@ class CustomRule(UpdateRule):
         return result
 
 
-def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
+def _find_rule(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
     if not isinstance(rule, str):
         name = next((name for name, one in _rules.items() if one.function is rule), "")
         if not name:
@@ -193,7 +193,7 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
     return rule, _rules[rule]
 
 
-def _frozen(array: Array) -> Array:
+def _read_only(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view

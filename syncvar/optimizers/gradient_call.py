@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from syncvar.optimizers.gradient_buckets import BucketPlan
     from syncvar.variables.variable_owner import VariableOwner
 
-
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
 _SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
 _NOTHING = np.empty(0, np.uint8)

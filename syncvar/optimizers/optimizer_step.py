@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: all steps below 2**64 give different digests
 _DIGEST_MASK = (1 << 64) - 1
+# Options that servers do not have, with their usual values.
+_LOCAL_OPTIONS = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
 
 
 class GradientStep:
@@ -76,7 +78,7 @@ class GradientStep:
             return
         if self.slots.weight is not None:
             self._check_calls(self.slots.weight, call, plan, number)
-            self._spread(call, plan, number)
+            self._rescale(call, plan, number)
             change_copies([self.slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
@@ -101,7 +103,7 @@ class GradientStep:
                 "the calls of one step must all have a weight, or none of them; pass weight in each"
             )
 
-    def _spread(self, call: Call, plan: BucketPlan, number: int) -> None:
+    def _rescale(self, call: Call, plan: BucketPlan, number: int) -> None:
         """Rescale sums that another number of replicas made before a checkpoint."""
         assert self.slots.replicas is not None
         assert self.slots.weight is not None
@@ -132,17 +134,18 @@ class GradientStep:
             return
         registry = owner.registry
         if refused is not None or registry is None or registry.is_free:
-            self._bring(call, plan, rate, refused)
+            self._exchange(call, plan, rate, refused)
             return
         tally = state_of((plan.shared or plan.local)[0].parts[0].variable).tally
         if registry.is_due(tally):
             registry.before_write(
                 [state_of(variable) for part in plan.parts for variable in part.changed]
             )
-        self._bring(call, plan, rate, None)
+        self._exchange(call, plan, rate, None)
         registry.count(tally)
 
-    def _bring(self, call: Call, plan: BucketPlan, rate: float, refused: str | None) -> None:
+    def _exchange(self, call: Call, plan: BucketPlan, rate: float, refused: str | None) -> None:
+        """Combine or compare the gradients; raise the error of an earlier call of this step."""
         owner = call.owner
         weighted = call.weight is not None
         if weighted and plan.shared:
@@ -256,16 +259,14 @@ def _add(arrays: list[NDArray[Any]], number: float, call: int) -> None:
     arrays[0][...] = number if call == 0 else arrays[0] + number
 
 
-# Options that servers do not have, with their usual values.
-_ONLY_HERE = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
-
-
 class RemoteStep:
     """State of an optimizer for server-side variables: servers run its rule, and keep the slots."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        self._extra = [option for option, usual in _ONLY_HERE.items() if settings[option] != usual]
-        own = {option: value for option, value in settings.items() if option not in _ONLY_HERE}
+        self._extra = [
+            option for option, usual in _LOCAL_OPTIONS.items() if settings[option] != usual
+        ]
+        own = {option: value for option, value in settings.items() if option not in _LOCAL_OPTIONS}
         self.rule = name, own
         self.steps = 0  # of this worker
         self.variables: dict[str, Variable] = {}  # that it has stepped, by name

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     Arrays = list[Array]
     Factors = tuple[float, ...]
 
+BLOCK = 16384  # elements that are worked on at a time: the arrays of a step then stay in the cache
+
 
 class Options(TypedDict, total=False):
     """The options of every optimizer besides its own hyperparameters; see `Optimizer`."""
@@ -95,9 +97,6 @@ def checked_name(value: Any, default: str) -> str:
     raise ConfigError(
         f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {value!r:.80}"
     )
-
-
-BLOCK = 16384  # elements that are worked on at a time: the arrays of a step then stay in the cache
 
 
 def power(base: float, exponent: int) -> float:

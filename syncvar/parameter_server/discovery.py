@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _PAUSE_MS = 1000
 _NAME = "pushes-{}"
-
 _CONTENT = struct.Struct("<QQ")  # attempt + 1, so that 0 marks a new file; number of pushes
 
 

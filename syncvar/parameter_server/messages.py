@@ -10,7 +10,7 @@ A message is a map of plain values; its arrays follow as frames of their own, wi
 
 An operation is a map with its name under "op"; it names arrays by number.
 
-The bytes of a message (`packed`) are:
+The bytes of a message (`pack_frames`) are:
 
 * A head: the length, a checksum for unprotected links, the number of parts, and the sender's
   shared-memory segment.
@@ -232,7 +232,7 @@ class Packed(NamedTuple):
     separate: list[Any]
 
 
-def packed(
+def pack_frames(
     frames: Sequence[Any],
     lent: Sequence[tuple[int, SharedMemoryReference]] = (),
     *,
@@ -274,7 +274,7 @@ def packed(
     return Packed(nbytes, pieces, separate)
 
 
-def cut(part: Any) -> list[Any]:
+def split_part(part: Any) -> list[Any]:
     """Return the frames of a part, without a copy."""
     view = memoryview(part)
     if view.nbytes < FRAME_NBYTES:
@@ -282,7 +282,7 @@ def cut(part: Any) -> list[Any]:
     return [view[start : start + FRAME_NBYTES] for start in range(0, view.nbytes + 1, FRAME_NBYTES)]
 
 
-def joined(frames: Iterable[Any]) -> list[Any]:
+def join_frames(frames: Iterable[Any]) -> list[Any]:
     """Return the parts in some frames; ValueError if the last frames of a part are missing."""
     parts: list[Any] = []
     waiting: deque[Any] = deque()
@@ -315,7 +315,7 @@ def length_of(start: Any, nbytes_max: int = NBYTES_MAX) -> int:
     return nbytes
 
 
-def unpacked(
+def unpack_frames(
     message: Any, separate: Sequence[Any] = (), borrow: Borrow | None = None
 ) -> tuple[list[Any], SegmentId | None]:
     """Return the parts of a message, views of it, and the sender's segment (None for none).

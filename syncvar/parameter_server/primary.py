@@ -31,7 +31,7 @@ from syncvar.protocol.object_codec import pack_object, unpack_object
 if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
     from syncvar.parameter_server.replicated_state import WorkerState
-    from syncvar.parameter_server.shard import Room
+    from syncvar.parameter_server.shard import Allocate
 
 PATIENCE = 16  # factor up to which the interval between repeated messages doubles
 WINDOW = 64  # unanswered requests of a worker; a server keeps no more
@@ -123,10 +123,10 @@ def seed_of(ledger: ReplicatedState) -> Arrays:
     return (np.frombuffer(state, np.uint8), *arrays)
 
 
-def state_of_seed(server: int, workers: int, seed: Arrays, room: Room) -> ReplicatedState:
+def state_of_seed(server: int, workers: int, seed: Arrays, allocate: Allocate) -> ReplicatedState:
     """Return the state in a seed."""
     state = unpack_object(seed[0].tobytes())
-    return ReplicatedState.of_state(server, workers, _resolved(state, seed[1:]), room)
+    return ReplicatedState.of_state(server, workers, _resolved(state, seed[1:]), allocate)
 
 
 def _numbered(value: Any, arrays: list[Any]) -> Any:

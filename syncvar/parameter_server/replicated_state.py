@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.parameter_server.messages import Arrays, Message
-    from syncvar.parameter_server.shard import Position, Room, Spec
+    from syncvar.parameter_server.shard import Allocate, Position, Spec
 
 _ABORTED_MAX = 256  # servers ask about the latest only: a worker has far fewer open requests
 _UNCHECKED = READS.union(
@@ -230,7 +230,8 @@ class ReplicatedState:
         self.undecided: set[int] = set()  # workers with a staged part of a transaction
         self._in_rounds: set[Shard] = set()  # shards whose pushes wait for other workers
         self.staleness: dict[int, int] = {}  # ticks ahead of the slowest worker -> reads
-        self.room: Room = np.empty  # allocates arrays of shards and of rows that workers read
+        # For arrays of shards, and of rows that workers read.
+        self.allocate: Allocate = np.empty
 
     def worker(self, rank: int) -> WorkerState:
         """Return the record of a worker."""
@@ -263,17 +264,19 @@ class ReplicatedState:
 
     @classmethod
     def of_state(
-        cls, server: int, workers: int, state: dict[str, Any], room: Room
+        cls, server: int, workers: int, state: dict[str, Any], allocate: Allocate
     ) -> ReplicatedState:
-        """Return the state new with this state."""
+        """Return the replicated state of a server from the result of `state`."""
         new = cls(server, workers)
-        new.room = room
+        new.allocate = allocate
         new.entries, new.staleness = state["entries"], state["staleness"]
         for rank, one in state["workers"].items():
             staged = None if one["staged"] is None else WorkerRequest(*one["staged"])
             new.workers[rank] = WorkerState(**{**one, "staged": staged})
         new.undecided = {rank for rank, one in new.workers.items() if one.staged is not None}
-        new.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
+        new.shards = {
+            key: Shard.of_state(shard, allocate) for key, shard in state["shards"].items()
+        }
         new.queue = TaskQueue.of_state(state["queue"])
         new._in_rounds = {shard for shard in new.shards.values() if shard.waits}
         return new
@@ -413,7 +416,7 @@ class ReplicatedState:
         key, value = operation["key"], arrays[operation["value"]]
         if key not in self.shards:
             bound = operation["staleness"]
-            self.shards[key] = Shard(spec_of(operation), value, bound, self.room)
+            self.shards[key] = Shard(spec_of(operation), value, bound, self.allocate)
         if operation["op"] == "restore":
             self.shards[key].restore(value, slots_of(operation, arrays))
 

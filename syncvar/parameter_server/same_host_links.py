@@ -5,9 +5,10 @@ system call at each end. Sending never waits: what a socket does not take at onc
 later.
 
 The sender copies a long array once, into a block of its own region, or has allocated it there
-(`ShmBufferPool.room`), and sends the location. The receiver reads the block in place. No process
-writes a lent block, so a read is never torn. A block begins with eight words, one for each reader.
-A reader clears its word with its last view, and the owner reclaims the block when it lends next.
+(`ShmBufferPool.allocate`), and sends the location. The receiver reads the block in place. No
+process writes a lent block, so a read is never torn. A block begins with eight words, one for each
+reader. A reader clears its word with its last view, and the owner reclaims the block when it lends
+next.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ class ShmBufferPool:
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
         self._spare_nbytes = 0
 
-    def room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a new uninitialized array, in shared memory if it is long.
 
         `lend` then needs no copy, as long as the caller does not write it any more.
@@ -350,7 +351,7 @@ class ShmBufferPool:
         return offset // 8
 
     def _free_word(self, view: memoryview) -> tuple[NDArray[np.uint8], int] | None:
-        """Return the block of a buffer that `room` has made, and a free word of it, or None."""
+        """Return the block of a buffer from `allocate` and a free word of it, or None."""
         owner: Any = view.obj
         while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
             owner = owner.base

@@ -21,7 +21,13 @@ import zmq
 
 from syncvar.core.errors import TransportError
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
-from syncvar.parameter_server.messages import NBYTES_MAX, cut, joined, packed, unpacked
+from syncvar.parameter_server.messages import (
+    NBYTES_MAX,
+    join_frames,
+    pack_frames,
+    split_part,
+    unpack_frames,
+)
 from syncvar.parameter_server.same_host_links import Pipe, UnixListener
 from syncvar.protocol.frame import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.transports.zeromq_sockets import (
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.same_host_links import ShmBufferPool
     from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
+
 _IDENTITY = struct.Struct("<c8sIII4s")
 _MAGIC = b"p"
 # ZeroMQ: below this size, a copy is cheaper than a frame of its own.
@@ -252,11 +259,11 @@ class ServerLinks:
         if lender is not None and is_to_latest and self._mapped.get(number) == segment:
             lent = lender.lend(number, frames, self._incarnations.get(number, 0))
         if isinstance(to, Pipe):
-            is_sent = to.send(packed(frames, lent, segment=segment))
+            is_sent = to.send(pack_frames(frames, lent, segment=segment))
             if to.is_behind:
                 self.watching.write(to, waits=True)
             return is_sent
-        message = packed(
+        message = pack_frames(
             frames,
             lent,
             segment=segment,
@@ -266,7 +273,7 @@ class ServerLinks:
         socket = self._router if isinstance(to, bytes) else to
         whole = (b"".join(message.pieces), *message.separate)
         prefix = [to] if isinstance(to, bytes) else []
-        parts = [*prefix, *(frame for part in whole for frame in cut(part))]
+        parts = [*prefix, *(frame for part in whole for frame in split_part(part))]
         self.watching.touch(socket)
         try:
             for part in parts[:-1]:
@@ -323,7 +330,7 @@ class ServerLinks:
 
     def _open(self, server: int) -> Pipe:
         """Open the pipe to a server; it is over if the server has ended."""
-        hello = packed([self._routing])
+        hello = pack_frames([self._routing])
         pipe = self._dealers[server] = Pipe.open(_pipe_path(self._addresses[server]), hello)
         pipe.peer = SERVER_0 + server, 0
         if not pipe.is_over:
@@ -341,7 +348,7 @@ class ServerLinks:
                 message = pipe.receive(NBYTES_MAX if pipe.peer else HELLO_NBYTES_MAX)
                 if message is None:
                     break
-                frames, segment = unpacked(message, (), borrow)
+                frames, segment = unpack_frames(message, (), borrow)
                 if pipe.peer is not None:
                     route = b"" if pipe.is_opener else pipe
                     return self._message_from(pipe.peer, frames, route, segment)
@@ -397,8 +404,8 @@ class ServerLinks:
             process = SERVER_0 + next(servers), 0
         borrow = None if self._lender is None else self._lender.borrow
         try:
-            first, *separate = joined(parts.popleft().buffer for _ in range(len(parts)))
-            frames, segment = unpacked(first, separate, borrow)
+            first, *separate = join_frames(parts.popleft().buffer for _ in range(len(parts)))
+            frames, segment = unpack_frames(first, separate, borrow)
         except ValueError:
             return None
         return self._message_from(process, frames, answers, segment)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message
-    from syncvar.parameter_server.shard import Room
+    from syncvar.parameter_server.shard import Allocate
 
 # Messages between two processes about a state; a takeover does not redirect them.
 _BETWEEN_SERVERS = ("seed", "copy", "backup_ack", "retire")
@@ -36,7 +36,7 @@ class Server:
     ) -> None:
         self.index, self._workers = index, workers
         self._heirs = [tuple(one) for one in heirs]
-        self._room: Room = np.empty
+        self._allocate: Allocate = np.empty
         self._resend_s = resend_s
         self._ended: set[int] = set()
         # Servers whose backup is new here; the caller reads and clears it.
@@ -53,12 +53,12 @@ class Server:
             server: {} for server in self.copies
         }
 
-    def read_into(self, room: Room) -> None:
+    def use_allocator(self, allocate: Allocate) -> None:
         """Use another allocator for shards and for results of reads; before the first message."""
-        self._room = room
+        self._allocate = allocate
         primaries = [primary.ledger for primary in self.primaries.values()]
         for ledger in (*primaries, *self.copies.values()):
-            ledger.room = room
+            ledger.allocate = allocate
 
     def handle(
         self, sender: Endpoint, message: Message, arrays: Arrays, now: float
@@ -177,7 +177,7 @@ class Server:
         if server in self.primaries:
             return [self._about(sender, "retire", server)]
         if self._sources.get(server) != sender[1]:
-            self.copies[server] = state_of_seed(server, self._workers, arrays, self._room)
+            self.copies[server] = state_of_seed(server, self._workers, arrays, self._allocate)
             self._sources[server], self._early[server] = sender[1], {}
             self.new_copies.append(server)
         return [self._about(sender, "backup_ack", server, index=self.copies[server].entries)]

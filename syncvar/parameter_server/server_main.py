@@ -71,7 +71,7 @@ def _serve(_arguments: list[str]) -> None:
         )
     config = RuntimeConfig.from_mapping(os.environ).consistent()
     log_at(config.log_level)
-    with contextlib.closing(Serving(environment, config, os.environ)) as serving:
+    with contextlib.closing(ServerLoop(environment, config, os.environ)) as serving:
         handle_signal(signal.SIGTERM, lambda *_: serving.end())
         try:
             serving.run()
@@ -154,7 +154,7 @@ class ServerStats:
             write_record(folder, f"stats-{number}.{generation}.json", record)
 
 
-class Serving:
+class ServerLoop:
     """The loop of a server."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Serving:
         keys = keys_of(environment, config, environ)
         self._lender = lender_of(environment, config)
         if self._lender is not None:
-            self.server.read_into(self._lender.room)
+            self.server.use_allocator(self._lender.allocate)
         self._directory = Directory(self._context, environment, config, keys)
         self.links = ServerLinks(self._context, environment, config, keys, self._lender)
         try:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from syncvar.optimizers.update_rules import UpdateRule
 
-    Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
+    Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
 Position = tuple[int, int]  # of a worker: number of its ticks, and of its barriers since the last
 RuleKey = tuple[str, tuple[tuple[str, Any], ...]]  # class name and settings of an optimizer
@@ -68,7 +68,7 @@ _SCATTERS = {one.value: one for one in AccessKind if one.value.startswith("scatt
 _STEP = "step"
 
 
-class RuleValidator(NamedTuple):
+class TrialStep(NamedTuple):
     """The result of a trial step: array or rows, slots and number of steps."""
 
     touched: NDArray[Any]
@@ -84,7 +84,7 @@ class _Part(NamedTuple):
     scratch: NDArray[Any]
 
 
-class _Room(NamedTuple):
+class _Workspace(NamedTuple):
     room: NDArray[Any]
 
 
@@ -129,10 +129,10 @@ class ServerRule:
 
     def trial_step(
         self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
-    ) -> RuleValidator:
+    ) -> TrialStep:
         """Make one step on a copy; raise ConfigError with the traceback of a custom rule."""
         which = ... if rows is None else rows
-        trial = RuleValidator(
+        trial = TrialStep(
             np.array(array[which]),
             [np.array(slot[which]) for slot in self._slots],
             self._steps.copy(),
@@ -140,7 +140,7 @@ class ServerRule:
         self._make(trial.touched, trial.slots, trial.steps, gradient, rate)
         return trial
 
-    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, trial: RuleValidator) -> None:
+    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, trial: TrialStep) -> None:
         """Copy the result of a trial step to the array and the slots."""
         which = ... if rows is None else rows
         array[which] = trial.touched
@@ -163,7 +163,7 @@ class ServerRule:
         try:
             with quiet():
                 self._rule.change(
-                    [array, *slots, *counter], part, _Room(np.empty(0)), rate, int(steps), {}
+                    [array, *slots, *counter], part, _Workspace(np.empty(0)), rate, int(steps), {}
                 )
         except SyncvarError:
             raise
@@ -260,17 +260,17 @@ class Shard:
     """A part of a variable."""
 
     def __init__(
-        self, spec: Spec, value: NDArray[Any], staleness: int | None, room: Room = np.empty
+        self, spec: Spec, value: NDArray[Any], staleness: int | None, allocate: Allocate = np.empty
     ) -> None:
         self.spec = spec
-        self.array = room(value.shape, value.dtype)
+        self.array = allocate(value.shape, value.dtype)
         self.array[...] = value
-        self._room = room
+        self._allocate = allocate
         self._is_exported = False  # a reader may keep the array: the next push changes a copy
         self.staleness = staleness
         self._rules: dict[RuleKey, ServerRule] = {}
         # A step that `check` has tried on a copy of the present array.
-        self._trial: tuple[Push, NDArray[Any] | None, RuleValidator] | None = None
+        self._trial: tuple[Push, NDArray[Any] | None, TrialStep] | None = None
         # Failed pushes that servers have acknowledged: ranks, error, reason.
         self.failures: list[tuple[list[int], str, str]] = []
         self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}
@@ -293,9 +293,9 @@ class Shard:
         }
 
     @classmethod
-    def of_state(cls, state: dict[str, Any], room: Room) -> Shard:
+    def of_state(cls, state: dict[str, Any], allocate: Allocate) -> Shard:
         """Return the shard with this state."""
-        shard = cls(Spec(*state["spec"]), state["array"], state["staleness"], room)
+        shard = cls(Spec(*state["spec"]), state["array"], state["staleness"], allocate)
         shard._counts, shard._settled = state["counts"], state["settled"]
         for rule, (steps, slots) in state["rules"].items():
             shard._rules[rule] = ServerRule(rule_of(rule[0], dict(rule[1])), shard.array)
@@ -434,7 +434,7 @@ class Shard:
         trial, self._trial = self._trial, None
         if self._is_exported:
             self._is_exported = False
-            self.array = target = self._room(array.shape, array.dtype)
+            self.array = target = self._allocate(array.shape, array.dtype)
             if first.rows is not None or first.method == _STEP:
                 np.copyto(target, array)
         with quiet():
@@ -492,7 +492,7 @@ class Shard:
             view = self.array.view()
             view.flags.writeable = False
             return view
-        result = self._room((*rows.shape, *self.array.shape[1:]), self.array.dtype)
+        result = self._allocate((*rows.shape, *self.array.shape[1:]), self.array.dtype)
         # "clip" avoids a second check of the rows and a buffered copy.
         np.take(self.array, rows, axis=0, out=result, mode="clip")
         return result

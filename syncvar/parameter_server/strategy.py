@@ -112,8 +112,7 @@ class ParameterServerStrategy(Strategy):
         self.strict = self.check_cross_writes = self.is_default = False
         self.reproducible = True
         self._check_every = 0
-        self.variable_class = self._variable_class
-        self.create_storage = self._create_storage
+        self.variable_class, self.create_storage = self._variable_class, self._create_storage
         self._aligned = ()  # `run` is no collective
         self._replica = ScopeEntry(self, CallContext.REPLICA)
         self.queue = self.registry = None

@@ -3,8 +3,8 @@
 `Engine` is the protocol, `EngineSlot`, `CallPart` and `End` are the messages, and `drive` is the
 loop. `remote_call` runs in the engine's worker; `ray_engine` and `dask_engine` are the engines.
 
-The ranks meet by themselves, as those of torchrun, with rank 0's address and the job's secret.
-Engines carry our bytes. They pickle them, but syncvar unpickles nothing of it except the function.
+The ranks find each other as those of torchrun do, by rank 0's address, and with the job's secret.
+An engine carries messages as bytes. It pickles them, but syncvar unpickles only the function.
 """
 
 from __future__ import annotations
@@ -136,13 +136,13 @@ class End(NamedTuple):
 _Carried = TypeVar("_Carried", EngineSlot, CallPart, End)
 
 
-def packed(value: EngineSlot | CallPart | End) -> bytes:
+def pack(value: EngineSlot | CallPart | End) -> bytes:
     """Return a message as bytes."""
     return pack_object(list(value))
 
 
-def unpacked(message_type: type[_Carried], data: bytes) -> _Carried:
-    """Return a message of `packed`."""
+def unpack(message_type: type[_Carried], data: bytes) -> _Carried:
+    """Return a message of `pack`."""
     return message_type(*unpack_object(data))
 
 
@@ -162,8 +162,8 @@ def parts(
     Example:
         >>> hosts = [("a", 5000), ("b", 6000), ("a", 5002)]
         >>> places = [EngineSlot(host, host, host, port, 1) for host, port in hosts]
-        >>> made = parts(places, b"", "j", "", {}, [])
-        >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in made]
+        >>> created = parts(places, b"", "j", "", {}, [])
+        >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in created]
         [(0, '0', 'a'), (2, '0', 'a'), (1, '1', 'a')]
     """
     hosts: dict[str, list[int]] = {}
@@ -243,7 +243,7 @@ class _Start:
     def run(self, call: bytes, workers: int, restarts: int) -> list[bytes]:
         """Return the results by rank; raise the failure that caused the others."""
         limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
-        places = [unpacked(EngineSlot, data) for data in self._engine.gather(workers, limit_s)]
+        places = [unpack(EngineSlot, data) for data in self._engine.gather(workers, limit_s)]
         pids = {(entry.ground, entry.pid) for entry in places}
         if len(pids) < workers:
             raise LaunchError(
@@ -253,7 +253,7 @@ class _Start:
         job, secret = secrets.token_hex(8), secrets.token_hex(32)
         settings, folders = self._config.to_mapping(), [path for path in sys.path if path]
         handed = parts(places, call, job, secret, settings, folders, restarts)
-        self._engine.begin([packed(part) for part in handed])
+        self._engine.begin([pack(part) for part in handed])
         ends: dict[int, End] = {}  # by rank, in order of arrival
         stop = self._until
         while len(ends) < workers and (now := time.monotonic()) < stop:
@@ -261,7 +261,7 @@ class _Start:
                 if isinstance(answer, str):
                     end = End(message=answer, exit_code=INTERNAL)
                 else:
-                    end = unpacked(End, answer)
+                    end = unpack(End, answer)
                 ends[handed[number].rank] = end
                 # the others notice by their links, except for ranks that compute on and on
                 if not end.result:

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from syncvar.runner.engines import Engine
+
 _GRACE_S = 30.0
 _NOT_INHERITED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT"),
     *("RENDEZVOUS", "JOB_ID", "ROLE", "GENERATION", "RESTARTS", "HOST", "STATUS_FD", "FLIGHT_DIR"),
 )
-
 _UNGUARDED = "unguarded"
 # The module that this worker is importing to find its function.
-_finding: list[tuple[str, Path | None]] = []
+_guarded_imports: list[tuple[str, Path | None]] = []
 
 
 class RunOptions(NamedTuple):
@@ -176,16 +176,16 @@ def _path(name: str, path: Any) -> str:
 
 
 @contextlib.contextmanager
-def finding(module_name: str, folder: Path | None) -> Iterator[None]:
+def import_guard(module_name: str, folder: Path | None) -> Iterator[None]:
     """Refuse calls of `run` while a worker imports the module or file of its function.
 
     `folder`, of results, gets the error for the caller of `run`; None if exceptions reach it.
     """
-    _finding.append((module_name, folder))
+    _guarded_imports.append((module_name, folder))
     try:
         yield
     finally:
-        _finding.pop()
+        _guarded_imports.pop()
 
 
 def run(  # noqa: PLR0913  (public signature)
@@ -302,8 +302,8 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
             f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not "
             f"{kwargs!r:.100}"
         )
-    if _finding:
-        module_name, results = _finding[0]
+    if _guarded_imports:
+        module_name, results = _guarded_imports[0]
         sentence = (
             f"a worker that imported {module_name}, to find the function that it is to call, came "
             "to a call of sv.run there: put the call under if __name__ == '__main__':"
@@ -323,7 +323,7 @@ def _packed_call(
     has_files: bool,
     pickle: bool,
 ) -> bytes:
-    """Return a call as `remote_call.called` takes it; raise for values that cannot travel."""
+    """Return a call as `remote_call.make_call` takes it; raise for values that cannot travel."""
     where, *_ = description = _describe(fn, has_files=has_files)
     if pickle:
         from syncvar.runner.by_value import pack_values

@@ -23,10 +23,11 @@ from syncvar.bootstrap.worker_entry import adopt_path, unpack_call
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.exception_codec import CALLER_MAIN, pack_exception
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runner.local import finding
+from syncvar.runner.local import import_guard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 _INHERITED = ("XDG_RUNTIME_DIR", "TMPDIR")
 _held: list[socket.socket] = []  # at most one
 
@@ -42,7 +43,7 @@ def main() -> None:
     (folder / f"error.{rank}").unlink(missing_ok=True)  # left by an earlier start
     (folder / f"of.{os.environ['SYNCVAR_WORLD_SIZE']}").touch()
     try:
-        data = called(call, rank, folder)
+        data = make_call(call, rank, folder)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the user's error matters more
             _write(folder / f"error.{rank}", pack_exception(error))
@@ -56,12 +57,12 @@ def _write(path: Path, data: bytes) -> None:
     partial.rename(path)
 
 
-def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
+def make_call(call: bytes, rank: int, folder: Path | None = None) -> bytes:
     """Make a call and return its packed result; ConfigError if either cannot be found or travel."""
     fields = unpack_object(call)
     builtins_input, builtins.input = builtins.input, _refuse_input
     try:
-        return _called(fields, rank, folder)
+        return _make_call(fields, rank, folder)
     finally:
         builtins.input = builtins_input
 
@@ -72,7 +73,7 @@ def _refuse_input(_prompt: object = "", /) -> NoReturn:
     )
 
 
-def _called(fields: dict[str, Any], rank: int, folder: Path | None) -> bytes:
+def _make_call(fields: dict[str, Any], rank: int, folder: Path | None) -> bytes:
     function, module = _find(folder, *fields["fn"])
     if "pickled" not in fields:
         args, kwargs = unpack_object(fields["args"]), unpack_object(fields["kwargs"])
@@ -102,7 +103,7 @@ def _find(folder: Path | None, method: str, *where: Any) -> tuple[Any, Any]:
 
         return unpack_function(*where), None
     module_name, name = where
-    with finding(module_name, folder):
+    with import_guard(module_name, folder):
         if method == "module":
             module: Any = importlib.import_module(module_name)
         else:
@@ -125,14 +126,12 @@ def _find(folder: Path | None, method: str, *where: Any) -> tuple[Any, Any]:
 def arrive(address: str) -> bytes:
     """Return a packed `EngineSlot`."""
     from syncvar.bootstrap.job_private import base_directory
-    from syncvar.runner.engines import EngineSlot, packed
+    from syncvar.runner.engines import EngineSlot, pack
     from syncvar.runtime.recorder import boot_identity
 
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
-    return packed(
-        EngineSlot(ground, socket.gethostname(), address, _held_port(address), os.getpid())
-    )
+    return pack(EngineSlot(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
 
 
 def _held_port(address: str) -> int:
@@ -159,11 +158,11 @@ def play(data: bytes) -> bytes:
     from syncvar.bootstrap.process import is_initialized, member
     from syncvar.bootstrap.rendezvous import leave
     from syncvar.bootstrap.worker_main import failure_of
-    from syncvar.runner.engines import CallPart, End, packed, unpacked
+    from syncvar.runner.engines import CallPart, End, pack, unpack
 
-    part = unpacked(CallPart, data)
+    part = unpack(CallPart, data)
     if part.pid != os.getpid():
-        return packed(
+        return pack(
             End(
                 error="PeerLost",
                 message="its process was lost, and started again by the engine",
@@ -173,9 +172,9 @@ def play(data: bytes) -> bytes:
     environ = {name: os.environ[name] for name in _INHERITED if name in os.environ} | part.environ
     patience_s, has_met = 0.0, False
     try:
-        with _looking_in(part.folders), member(environ):
+        with _with_folders(part.folders), member(environ):
             try:
-                result = called(part.call, part.rank)
+                result = make_call(part.call, part.rank)
             finally:
                 has_met = is_initialized()
         patience_s = float("inf")  # until all have left; the driver may end it earlier
@@ -186,11 +185,11 @@ def play(data: bytes) -> bytes:
         end = End(b"", fault.error, fault.message, fault.text, fault.exit_code, has_met, raised)
     leave(patience_s)
     _release_port()
-    return packed(end)
+    return pack(end)
 
 
 @contextlib.contextmanager
-def _looking_in(folders: list[str]) -> Iterator[None]:
+def _with_folders(folders: list[str]) -> Iterator[None]:
     """Append the caller's module path to this process's own."""
     before = list(sys.path)
     sys.path += [folder for folder in folders if folder not in before and os.path.exists(folder)]

@@ -110,7 +110,7 @@ class GroupHosts(NamedTuple):
 class MembershipRoll(Protocol):
     """The membership all-reduce before each call of a group inside a block of sv.uneven."""
 
-    def roll(self, name: str, timeout: float | None) -> None:
+    def agree_on_members(self, name: str, timeout: float | None) -> None:
         """Agree on the active ranks; afterwards the group's communicator has only these."""
 
     def require_all(self, label: str, instead: str = "") -> None:
@@ -169,7 +169,7 @@ class Communicator(CommunicatorState):
         self.streams: dict[tuple[int, int, int], Any] = {}  # `P2PChannel` by (source, dest, tag)
         # By root: an array like the latest result of a scatter.
         self.last_parts: dict[int, NDArray[Any]] = {}
-        # By tag: messages to this rank itself, see p2p.self_messages.
+        # By tag: messages to this rank itself, see `p2p_channel.Mailbox`.
         self.own_messages: dict[int, Any] = {}
         self.prepares = True
         # By (name, op, dtype, shape, reproducible) or another key.
@@ -264,14 +264,15 @@ class Communicator(CommunicatorState):
             self.require_free(label)
             self.uneven.require_all(label, instead)
 
-    def roll(self, label: str, timeout: float | None) -> None:
+    def agree_on_members(self, label: str, timeout: float | None) -> None:
         """Agree on the active ranks; collective in a block of sv.uneven, else does nothing.
 
         If no call is possible now, this raises UsageError. The other ranks then wait.
         """
         if self.uneven is not None:
             self.require_free(label)
-            self.uneven.roll(label, timeout)  # from here on the members are the active ranks
+            # From here on the members are the active ranks.
+            self.uneven.agree_on_members(label, timeout)
 
     def become(self, other: Communicator) -> None:
         """Swap contents with another communicator: holders of this one make its calls then."""
@@ -303,7 +304,7 @@ class Communicator(CommunicatorState):
             async_op: Return a `Work` at once.
             after_queued: Send deferred writes before; False for the call that sends them.
         """
-        self.roll(name, timeout)
+        self.agree_on_members(name, timeout)
         self.require_free(name)
         engine = self.engine
         with self.busy:

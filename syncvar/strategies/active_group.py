@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 LEFT = "left sv.uneven: "
 _LEFT_RUN = "left strategy.run inside sv.uneven: "
-_ROLL = "membership of sv.uneven"
-_DIGEST = fingerprint(_ROLL)
+_MEMBERSHIP = "membership of sv.uneven"
+_DIGEST = fingerprint(_MEMBERSHIP)
 _LAST = 1 << 40  # more membership all-reduces than a block has
 
 
@@ -50,7 +50,7 @@ class UnevenBlock(Protocol):
 
 
 class ActiveGroup:
-    """One group in a block, from `begin` to `give_back`; its communicator has no active call."""
+    """One group in a block, from `begin` to `restore`; its communicator has no active call."""
 
     def __init__(self, block: UnevenBlock, communicator: Communicator) -> None:
         self._block = block
@@ -58,18 +58,20 @@ class ActiveGroup:
         self.identity = communicator.identity
         self.whole = self.working = communicator.members
         self.calls = 0  # calls that this rank has made in the group
-        self._rolls: Communicator | None = None
+        self._control: Communicator | None = None  # makes the membership all-reduces
         self._home = communicator
 
     def begin(self) -> None:
         """Restrict every call of the group to the ranks that still work."""
         channel = self.communicator.channel
         if channel is not None:
-            channel.is_settled = False  # so cached calls take the slow path, which calls `roll`
+            channel.is_settled = (
+                False  # so cached calls take the slow path, which calls `agree_on_members`
+            )
         self._home = self._beside("calls")
         self._become(self._home)
 
-    def roll(self, name: str, timeout: float | None) -> None:
+    def agree_on_members(self, name: str, timeout: float | None) -> None:
         """Make the membership all-reduce before call `name`; the active ranks then make it."""
         if self._block.is_over:
             raise UsageError(
@@ -85,7 +87,9 @@ class ActiveGroup:
         collective = f"{collective_of(name)} inside sv.uneven"
         description = CallLabel(f"{name} inside sv.uneven", CallFields(collective)), _DIGEST
         try:
-            bits = agree(self._membership(), _ROLL, "or", self._no_bits(), timeout, description)
+            bits = agree(
+                self._membership(), _MEMBERSHIP, "or", self._no_bits(), timeout, description
+            )
         except MismatchError as error:
             self._end_with(error)
             raise
@@ -94,7 +98,7 @@ class ActiveGroup:
         flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
         left = [rank for rank, flag in zip(self.working, flags, strict=False) if flag]
         self.working = tuple(rank for rank in self.working if rank not in left)
-        self._rolls = None
+        self._control = None
         self._become(self._beside("calls"))
         if self._block.stops_at_first:
             raise PeerExhausted(
@@ -103,7 +107,7 @@ class ActiveGroup:
 
     def require_all(self, label: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left. Collective over the active ranks."""
-        self.roll(label, None)
+        self.agree_on_members(label, None)
         left = [rank for rank in self.whole if rank not in self.working]
         if left:
             raise UsageError(
@@ -114,16 +118,16 @@ class ActiveGroup:
 
     def leave(self, timeout: float | None) -> Work | None:
         """Start the membership all-reduce in which this rank leaves, and return its request."""
-        self.give_back()
+        self.restore()
         if len(self.working) == 1:
             return None
-        rolls, bits = self._membership(), self._no_bits()
-        own = rolls.member_rank
+        membership, bits = self._membership(), self._no_bits()
+        own = membership.member_rank
         bits[own >> 6] = np.uint64(1) << np.uint64(own & 63)
         description = "sv.uneven: its own loop has ended", _DIGEST
-        work: Work = rolls.perform(
-            _ROLL,
-            lambda: agreement_request(rolls, _ROLL, "or", bits, description),
+        work: Work = membership.perform(
+            _MEMBERSHIP,
+            lambda: agreement_request(membership, _MEMBERSHIP, "or", bits, description),
             timeout,
             async_op=True,
         )
@@ -144,24 +148,31 @@ class ActiveGroup:
         """Let all further membership all-reduces of the others fail; does not wait."""
         engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
-            following = 0 if self._rolls is None else self._rolls.next_call
+            following = 0 if self._control is None else self._control.next_call
             engine.abort_step(
-                self._identity_of("rolls"), self.working, following - 1, following + _LAST, reason
+                self._identity_of("membership"),
+                self.working,
+                following - 1,
+                following + _LAST,
+                reason,
             )
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the communicator that the group had before the block."""
         if self.communicator.uneven is self:
             self.communicator.become(self._home)
 
-    def let_go(self) -> None:
+    def destroy(self) -> None:
         """Destroy the communicators of the block, so that no other block finds them."""
-        self.give_back()
-        for communicator in (self._home, self._rolls):
+        self.restore()
+        for communicator in (self._home, self._control):
             if communicator is not None and communicator is not self.communicator:
                 communicator.destroy()
                 communicator.uneven = None
-        self._home, self._rolls = self.communicator, None  # frees them without a garbage collection
+        self._home, self._control = (
+            self.communicator,
+            None,
+        )  # frees them without a garbage collection
 
     def _end_with(self, error: MismatchError) -> None:
         """End the block here if the error says that another rank has ended it."""
@@ -183,9 +194,9 @@ class ActiveGroup:
         return fingerprint(purpose, self._block.number, self.identity, self.working)
 
     def _membership(self) -> Communicator:
-        if self._rolls is None:
-            self._rolls = self._beside("rolls")
-        return self._rolls
+        if self._control is None:
+            self._control = self._beside("membership")
+        return self._control
 
     def _no_bits(self) -> NDArray[np.uint64]:
         return np.zeros(-(-len(self.working) // 64), np.uint64)

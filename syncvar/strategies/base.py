@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.bootstrap.context import ProcessContext as Joined
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
@@ -94,8 +94,8 @@ class Strategy(MigrationHintsMixin):
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.registry: VariableRegistry | None = None
-        self.variable_class = self._variable_class  # for variables
-        self.create_storage = self._create_storage
+        # `VariableOwner` has these methods; as attributes they stay out of the public class.
+        self.variable_class, self.create_storage = self._variable_class, self._create_storage
         world = self.context.world
         # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members
@@ -483,12 +483,12 @@ class Strategy(MigrationHintsMixin):
                 queue.start()
 
 
-def _known(context: Joined) -> weakref.WeakSet[Strategy]:
+def _known(context: ProcessContext) -> weakref.WeakSet[Strategy]:
     found: weakref.WeakSet[Strategy] = context.extras.setdefault("strategies", weakref.WeakSet())
     return found
 
 
-def strategies_of(context: Joined) -> list[Strategy]:
+def strategies_of(context: ProcessContext) -> list[Strategy]:
     """Return the strategies of this process with several replicas and a copy on each."""
     while True:
         with contextlib.suppress(RuntimeError):  # another thread adds one during the iteration

@@ -1,8 +1,8 @@
 """Distributed datasets: this replica's batches, in equally many steps on all replicas.
 
 Each `next` is one small all-reduce of the replicas' `BatchHeader`s. If they are equal, nothing more
-is needed; else the replicas exchange the headers and decide alike (`decide_step`). So no
-replica waits in a step that another never makes, and all get an exception while reading.
+is needed. Else the replicas exchange the headers, and each makes the same decision (`decide_step`).
+So no replica waits in a step that another never makes, and all get an exception while reading.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class BatchDecision(NamedTuple):
     disagreement: str = ""  # why the headers do not fit together; empty if they do
     is_over: bool = False  # whether all datasets have ended
     # replica that describes its batch to replicas without one; None if all know it
-    teacher: int | None = None
+    describer: int | None = None
     differs: bool = False  # whether replicas read different contents of global batches
 
 
@@ -133,23 +133,23 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
     return all(one + other == _LARGEST for one, other in zip(high, low, strict=True))
 
 
-def decide_step(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
+def decide_step(headers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
     """Return what all replicas do; a pure function of the headers of all replicas."""
-    if len({(offer.epoch, offer.position) for offer in offers}) > 1:
+    if len({(header.epoch, header.position) for header in headers}) > 1:
         return BatchDecision("the replicas are at different places of their datasets")
-    live = [place for place, offer in enumerate(offers) if offer.has_batch]
+    live = [place for place, header in enumerate(headers) if header.has_batch]
     if not live:
         return BatchDecision(is_over=True)
-    if is_global and len(live) < len(offers):
+    if is_global and len(live) < len(headers):
         return BatchDecision("the dataset has ended on some replicas and not on others")
-    kinds = {offers[place].kind for place in live}
+    kinds = {headers[place].kind for place in live}
     if len(kinds) > 1:
         return BatchDecision("the replicas' batches differ in structure, dtype or shape of a row")
-    if is_global and len({offer.rows for offer in offers}) > 1:
+    if is_global and len({header.rows for header in headers}) > 1:
         return BatchDecision("the replicas' global batches differ in length")
-    needed = any(offer.kind not in kinds for offer in offers)
-    differs = is_global and len({offer.content for offer in offers}) > 1
-    return BatchDecision(teacher=live[0] if needed else None, differs=differs)
+    needed = any(header.kind not in kinds for header in headers)
+    differs = is_global and len({header.content for header in headers}) > 1
+    return BatchDecision(describer=live[0] if needed else None, differs=differs)
 
 
 class Feed:
@@ -408,31 +408,31 @@ class DistributedIterator(MigrationHintsMixin):
             return CollectiveSpec(_NEXT, fingerprint(_NEXT, is_global), body)
 
         records = communicator.perform(_NEXT, check, strategy.timeout)
-        offers = [BatchHeader.from_record(one) for one in records]
-        decided = decide_step(offers, is_global=is_global)
-        if decided.disagreement:
-            self._disagree(decided.disagreement, batch, offers)
-        if decided.differs:
-            self._differ(offers)
-        if decided.teacher is not None:
+        headers = [BatchHeader.from_record(one) for one in records]
+        decision = decide_step(headers, is_global=is_global)
+        if decision.disagreement:
+            self._disagree(decision.disagreement, batch, headers)
+        if decision.differs:
+            self._differ(headers)
+        if decision.describer is not None:
             policy = self._policy
             mine_plain = None if batch is _END or policy is None else policy.plain()
             known = gather_objects(communicator, _NEXT, lambda: mine_plain, strategy.timeout)
             if batch is _END:
-                self._policy = BatchPolicy.from_plain(known[decided.teacher])
+                self._policy = BatchPolicy.from_plain(known[decision.describer])
                 self._no_rows, self._no_rows_of = self._policy.no_rows(), self._policy
-        return decided.is_over
+        return decision.is_over
 
-    def _disagree(self, reason: str, batch: Any, offers: list[BatchHeader]) -> None:
+    def _disagree(self, reason: str, batch: Any, headers: list[BatchHeader]) -> None:
         """Raise MismatchError with the batch of each replica."""
         strategy = self._feed.strategy
         policy = self._policy
         mine = "its end" if batch is _END or policy is None else policy.describe()
         inputs = gather_objects(strategy.communicator, _NEXT, lambda: mine, strategy.timeout)
         table = {}
-        for rank, offer, text in zip(strategy.communicator.members, offers, inputs, strict=True):
-            table[rank] = f"epoch {offer.epoch}, batch {offer.position}: {text}"
-            table[rank] += f", {offer.rows} rows" if offer.has_batch else ""
+        for rank, header, text in zip(strategy.communicator.members, headers, inputs, strict=True):
+            table[rank] = f"epoch {header.epoch}, batch {header.position}: {text}"
+            table[rank] += f", {header.rows} rows" if header.has_batch else ""
         remedy = (
             "every replica has to read the same global batches: make the dataset in the same way "
             "everywhere, with one seed"
@@ -441,7 +441,7 @@ class DistributedIterator(MigrationHintsMixin):
         )
         raise MismatchError(f"{_NEXT}: {reason}; {remedy}", table)
 
-    def _differ(self, offers: list[BatchHeader]) -> None:
+    def _differ(self, headers: list[BatchHeader]) -> None:
         """Warn that the replicas read different global batches; under `strict`, raise."""
         strategy = self._feed.strategy
         text = (
@@ -450,8 +450,8 @@ class DistributedIterator(MigrationHintsMixin):
             "everywhere, or use distribute_datasets_from_function"
         )
         table = {
-            rank: f"first batch has digest {offer.content:016x}"
-            for rank, offer in zip(strategy.communicator.members, offers, strict=True)
+            rank: f"first batch has digest {header.content:016x}"
+            for rank, header in zip(strategy.communicator.members, headers, strict=True)
         }
         if strategy.strict:
             raise MismatchError(text, table)

@@ -205,7 +205,7 @@ class Uneven:
         finally:
             context.uneven = None
             for one in self._groups.values():
-                one.let_go()
+                one.destroy()
             for registry in self._all_registries():
                 registry.resume(is_caught_up=is_caught_up)
             self._registries.clear()
@@ -236,7 +236,7 @@ class Uneven:
         communicator = self._communicator
         assert communicator is not None
         for one in self._groups.values():
-            one.give_back()
+            one.restore()
 
         def refuse() -> None:
             raise UsageError(self.is_over)

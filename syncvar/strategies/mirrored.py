@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.bootstrap.process import current
@@ -75,6 +74,11 @@ class MirroredStrategy(Strategy):
             reproducible=reproducible,
             timeout=timeout,
         )
+        self._on_host = self._host_communicator()
+
+    def _host_communicator(self) -> Communicator | None:
+        """Return the communicator of the replicas that share copies; None if each has its own."""
+        return None
 
     def _default_members(self) -> tuple[int, ...]:
         context = current()
@@ -148,10 +152,11 @@ class CentralStorageStrategy(MirroredStrategy):
     def _default_members(self) -> tuple[int, ...]:
         return current().world.members
 
-    @cached_property
-    def _on_host(self) -> Communicator:
-        """The communicator of the replicas of this host."""
+    def _host_communicator(self) -> Communicator | None:
+        """Return the communicator of the replicas of this host; None outside the group."""
         communicator, context = self._communicator, self.context
+        if communicator.rank is None:
+            return None
         host_of = context.hosts.host_of
         here = host_of(context.rank)
         members = tuple(rank for rank in communicator.members if host_of(rank) == here)
@@ -161,8 +166,7 @@ class CentralStorageStrategy(MirroredStrategy):
         self, value: NDArray[Any], synchronization: VariableSynchronization
     ) -> Storage:
         """Return the memory for a variable's copy; collective on the host for shared copies."""
-        is_own = synchronization is not VariableSynchronization.ON_WRITE
-        if is_own or self._communicator.rank is None:
+        if synchronization is not VariableSynchronization.ON_WRITE or self._on_host is None:
             return super()._create_storage(value, synchronization)
         return shared_copy(self.context, self._on_host, value, self.timeout)
 

@@ -145,7 +145,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     With `axis=None`, the reduction is elementwise over the replicas.
     """
     if axis is None:
-        reduce_all = _elementwise if strategy.reproducible else _elementwise_entered
+        reduce_all = _elementwise if strategy.reproducible else _elementwise_native
         return reduce_all(value, reduce_op, group=strategy, timeout=strategy.timeout)
     communicator, reproducible = strategy.communicator, strategy.reproducible
     prepared: _Reduction | None = None
@@ -181,7 +181,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
     form = form_of(value) if can_cache else None
     if form is not None:
         key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
-        public = None if reproducible else _elementwise_entered
+        public = None if reproducible else _elementwise_native
         result = call_persistent(
             communicator,
             key,
@@ -197,7 +197,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
     return communicator.perform("strategy.reduce", request_of, timeout)
 
 
-_elementwise_entered = native_dispatch(second="reduce_op", positions=2)(_elementwise)
+_elementwise_native = native_dispatch(second="reduce_op", positions=2)(_elementwise)
 
 
 def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:

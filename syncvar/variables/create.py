@@ -98,6 +98,71 @@ class VariableInit(NamedTuple):
     aggregation: VariableAggregation
 
 
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """The part of a variable for which a function makes the initial value.
+
+    Args:
+        shape: Shape of the part.
+        offset: Where it begins in the variable, by axis; only the first may exceed 0.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
+        >>> def numbered(shard_info):
+        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
+        >>> with strategy.scope():
+        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
+        >>> table.row_ranges, table.numpy().tolist()
+        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+class Names:
+    """The used names of one namespace, in constant memory for each base name.
+
+    A name is never free again: garbage is collected at different times on the replicas, so they
+    would not agree which names are free.
+
+    Example:
+        >>> names = Names()
+        >>> [names.take("w") for _ in range(3)], names.take("w_2"), names.free("w"), len(names)
+        (['w', 'w_1', 'w_2'], 'w_2_1', 'w_3', 2)
+    """
+
+    def __init__(self) -> None:
+        # By base name: the name and all its numbers below this one are used.
+        self._next: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of stored names."""
+        return len(self._next)
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._next:
+            return True
+        base, _, digits = name.rpartition("_")
+        return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
+
+    def free(self, base: str) -> str:
+        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
+        if base not in self:
+            return base
+        number = self._next.get(base, 1)
+        while f"{base}_{number}" in self:
+            number += 1
+        return f"{base}_{number}"
+
+    def take(self, base: str) -> str:
+        """Mark what `free` returns as used, and return it."""
+        name = self.free(base)
+        self._next[base] = 1 if name == base else int(name[len(base) + 1 :]) + 1
+        return name
+
+
 class _CheckedSpec(NamedTuple):
     """Checked arguments; no value if only the chief has one."""
 
@@ -154,40 +219,6 @@ def agree_on_variable(
     return VariableInit(owner, namespace, name, start, checked.trainable, *mode)
 
 
-def _register(owner: VariableOwner, name: str, checked: _CheckedSpec, value: NDArray[Any]) -> None:
-    """Enter an ON_WRITE variable into the registry of its strategy."""
-    requested, registry = checked.requested, owner.registry
-    if registry is not None and resolve(requested)[0] is VariableSynchronization.ON_WRITE:
-        is_sum = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-        is_auto = is_sum and requested is VariableSynchronization.AUTO and value.dtype.kind != "b"
-        registry.enter(name, value.nbytes, is_auto=is_auto)
-
-
-def _is_local(synchronization: Any) -> bool:
-    """Return whether creating the variable must not send anything."""
-    none = VariableSynchronization.NONE
-    return synchronization is none or (
-        isinstance(synchronization, str) and synchronization.upper() == none.name
-    )
-
-
-def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
-    requested = as_member(VariableSynchronization, spec.synchronization, "synchronization")
-    aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
-    base = checked_name(spec.name)
-    dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
-    is_weight = requested is not VariableSynchronization.ON_READ
-    trainable = checked_trainable(spec.trainable, usual=is_weight)
-    context = context_of(owner, f"variable {base!r}")
-    action = decide(resolve(requested)[0], aggregation, context, AccessKind.CREATE)
-    calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
-    argument, shape = spec.initial_value, checked_shape(base, spec.shape)
-    if takes_shard_info(argument):
-        argument = whole(argument, require_shape(base, shape, dtype)[0])
-    value = checked_value(base, argument, dtype, aggregation, calls=calls, shape=shape)
-    return _CheckedSpec(base, value, trainable, requested, aggregation, action)
-
-
 def checked_trainable(trainable: Any, *, usual: bool) -> bool:
     """Return whether a variable is trainable; None means `usual`."""
     if trainable is None:
@@ -241,134 +272,13 @@ def checked_name(name: Any) -> str:
     return name
 
 
-def _names(namespace: Any) -> Names:
-    names: dict[Any, Names] = current().extras.setdefault("names_of_variables", {})
-    return names.setdefault(namespace, Names())
-
-
-def _create_request(
-    owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
-) -> CollectiveSpec:
-    """Return the request that compares the arguments and gives every replica the chief's value.
-
-    Its result is (value, replicas whose initial bytes differ from the chief's).
-    """
-    communicator = owner.communicator
-    value = checked.value
-    mine = VariableProposal(
-        name,
-        None if value is None else value.shape,
-        None if value is None else value.dtype.name,
-        checked.requested.name,
-        checked.aggregation.name,
-        checked.trainable,
-        f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} "
-        f"reproducible={owner.reproducible}",
-    )
-    registry = owner.registry
-    collected = [] if registry is None else registry.collected()
-    packed = pack_object([[*mine], None if value is None else digest_of(value), collected])
-
-    def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
-        records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
-        counts = tuple(record.nbytes for record in records)
-        flat = yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
-        data, ends = flat.tobytes(), accumulate(counts, initial=0)
-        everyone = [unpack_object(data[start:stop]) for start, stop in pairwise(ends)]
-        if registry is not None:
-            registry.forget(name for _, _, names in everyone for name in names)
-        manifests = [_manifest(fields) for fields, _, _ in everyone]
-        _compare(communicator.members, manifests)
-        if own and value is not None:
-            return value, []
-        shape, dtype = manifests[0].shape, manifests[0].dtype
-        assert shape is not None
-        chief_value = value if communicator.rank == 0 else None
-        result = yield from broadcast_flat(communicator, chief_value, shape, _dtype(dtype), 0)
-        digests = {replica: one[1] for replica, one in enumerate(everyone) if one[1] is not None}
-        differ = [replica for replica, digest in digests.items() if digest != everyone[0][1]]
-        if differ and owner.strict:
-            table = {
-                communicator.members[replica]: f"initial value with digest {digest:016x}"
-                for replica, digest in digests.items()
-            }
-            raise MismatchError(
-                f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "
-                "Pass the same everywhere: np.random.default_rng(seed) with one seed, or a "
-                "callable, sv.Variable(lambda: x, …), which only the chief calls",
-                table,
-            )
-        return result, differ
-
-    return CollectiveSpec(f"create variable {mine.name!r}", fingerprint("create variable"), body())
-
-
-def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
-    """Warn that replicas passed another initial value than the chief, whose value all take."""
-    shown = ", ".join(map(str, differ[:8])) + (", …" if len(differ) > 8 else "")
-    warnings.warn(
-        f"variable {name!r}: the initial value of replica {shown} differs from replica 0's, which "
-        "every replica takes. Pass the same value everywhere (same seed), or a callable, or "
-        "MirroredStrategy(strict=True) to make this an error",
-        stacklevel=stacklevel + 1,
-    )
-
-
-def _manifest(fields: Any) -> VariableProposal:
-    name, shape, *rest = fields
-    return VariableProposal(name, None if shape is None else tuple(shape), *rest)
-
-
-def _dtype(name: str | None) -> np.dtype[Any]:
-    return dtype_from_index(DTYPE_NAMES.index(str(name)))
-
-
-def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> None:
-    chief = manifests[0]
-    for other in manifests:
-        known = other._replace(
-            shape=chief.shape if other.shape is None else other.shape,
-            dtype=chief.dtype if other.dtype is None else other.dtype,
-        )
-        if known != chief:
-            table = {members[replica]: one.describe() for replica, one in enumerate(manifests)}
-            raise MismatchError(
-                "the replicas do not create the same variable; none was created. Every rank has "
-                "to write the same line sv.Variable(…), with a value of the same shape and dtype",
-                table,
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """The part of a variable for which a function makes the initial value.
-
-    Args:
-        shape: Shape of the part.
-        offset: Where it begins in the variable, by axis; only the first may exceed 0.
-
-    Example:
-        >>> import numpy as np, syncvar as sv
-        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
-        >>> def numbered(shard_info):
-        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
-        >>> with strategy.scope():
-        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
-        >>> table.row_ranges, table.numpy().tolist()
-        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
-    """
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
 def takes_shard_info(value: Any) -> bool:
     """Return whether an initial value is a function with a parameter named `shard_info`."""
     if not callable(value) or isinstance(value, ArrayProtocol):
         return False
     try:
         return "shard_info" in inspect.signature(value).parameters
-    except (TypeError, ValueError):  # of a function that tells nothing about itself
+    except (TypeError, ValueError):  # a function without a signature, such as some of C
         return False
 
 
@@ -441,6 +351,138 @@ def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
     return _float_share(value, count, index)
 
 
+def _register(owner: VariableOwner, name: str, checked: _CheckedSpec, value: NDArray[Any]) -> None:
+    """Enter an ON_WRITE variable into the registry of its strategy."""
+    requested, registry = checked.requested, owner.registry
+    if registry is not None and resolve(requested)[0] is VariableSynchronization.ON_WRITE:
+        is_sum = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        is_auto = is_sum and requested is VariableSynchronization.AUTO and value.dtype.kind != "b"
+        registry.enter(name, value.nbytes, is_auto=is_auto)
+
+
+def _is_local(synchronization: Any) -> bool:
+    """Return whether creating the variable must not send anything."""
+    none = VariableSynchronization.NONE
+    return synchronization is none or (
+        isinstance(synchronization, str) and synchronization.upper() == none.name
+    )
+
+
+def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
+    requested = as_member(VariableSynchronization, spec.synchronization, "synchronization")
+    aggregation = as_member(VariableAggregation, spec.aggregation, "aggregation")
+    base = checked_name(spec.name)
+    dtype = None if spec.dtype is None else checked_dtype(spec.dtype)
+    is_weight = requested is not VariableSynchronization.ON_READ
+    trainable = checked_trainable(spec.trainable, usual=is_weight)
+    context = context_of(owner, f"variable {base!r}")
+    action = decide(resolve(requested)[0], aggregation, context, AccessKind.CREATE)
+    calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
+    argument, shape = spec.initial_value, checked_shape(base, spec.shape)
+    if takes_shard_info(argument):
+        argument = whole(argument, require_shape(base, shape, dtype)[0])
+    value = checked_value(base, argument, dtype, aggregation, calls=calls, shape=shape)
+    return _CheckedSpec(base, value, trainable, requested, aggregation, action)
+
+
+def _names(namespace: Any) -> Names:
+    names: dict[Any, Names] = current().extras.setdefault("names_of_variables", {})
+    return names.setdefault(namespace, Names())
+
+
+def _create_request(
+    owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
+) -> CollectiveSpec:
+    """Return the request that compares the arguments and gives every replica the chief's value.
+
+    Its result is (value, replicas whose initial bytes differ from the chief's).
+    """
+    communicator = owner.communicator
+    value = checked.value
+    mine = VariableProposal(
+        name,
+        None if value is None else value.shape,
+        None if value is None else value.dtype.name,
+        checked.requested.name,
+        checked.aggregation.name,
+        checked.trainable,
+        f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} "
+        f"reproducible={owner.reproducible}",
+    )
+    registry = owner.registry
+    missing = [] if registry is None else registry.pop_missing()
+    packed = pack_object([[*mine], None if value is None else digest_of(value), missing])
+
+    def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
+        records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
+        counts = tuple(record.nbytes for record in records)
+        flat = yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
+        data, ends = flat.tobytes(), accumulate(counts, initial=0)
+        everyone = [unpack_object(data[start:stop]) for start, stop in pairwise(ends)]
+        if registry is not None:
+            registry.forget(name for _, _, names in everyone for name in names)
+        manifests = [_manifest(fields) for fields, _, _ in everyone]
+        _compare(communicator.members, manifests)
+        if own and value is not None:
+            return value, []
+        shape, dtype = manifests[0].shape, manifests[0].dtype
+        assert shape is not None
+        chief_value = value if communicator.rank == 0 else None
+        result = yield from broadcast_flat(communicator, chief_value, shape, _dtype(dtype), 0)
+        digests = {replica: one[1] for replica, one in enumerate(everyone) if one[1] is not None}
+        differ = [replica for replica, digest in digests.items() if digest != everyone[0][1]]
+        if differ and owner.strict:
+            table = {
+                communicator.members[replica]: f"initial value with digest {digest:016x}"
+                for replica, digest in digests.items()
+            }
+            raise MismatchError(
+                f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "
+                "Pass the same everywhere: np.random.default_rng(seed) with one seed, or a "
+                "callable, sv.Variable(lambda: x, …), which only the chief calls",
+                table,
+            )
+        return result, differ
+
+    return CollectiveSpec(f"create variable {mine.name!r}", fingerprint("create variable"), body())
+
+
+def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
+    """Warn that replicas passed another initial value than the chief, whose value all take."""
+    shown = ", ".join(map(str, differ[:8])) + (", …" if len(differ) > 8 else "")
+    warnings.warn(
+        f"variable {name!r}: the initial value of replica {shown} differs from replica 0's, which "
+        "every replica takes. Pass the same value everywhere (same seed), or a callable, or "
+        "MirroredStrategy(strict=True) to make this an error",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _manifest(fields: Any) -> VariableProposal:
+    name, shape, *rest = fields
+    return VariableProposal(name, None if shape is None else tuple(shape), *rest)
+
+
+def _dtype(name: str | None) -> np.dtype[Any]:
+    return dtype_from_index(DTYPE_NAMES.index(str(name)))
+
+
+def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> None:
+    chief = manifests[0]
+    for other in manifests:
+        known = other._replace(
+            shape=chief.shape if other.shape is None else other.shape,
+            dtype=chief.dtype if other.dtype is None else other.dtype,
+        )
+        if known != chief:
+            table = {members[replica]: one.describe() for replica, one in enumerate(manifests)}
+            raise MismatchError(
+                "the replicas do not create the same variable; none was created. Every rank has "
+                "to write the same line sv.Variable(…), with a value of the same shape and dtype",
+                table,
+            )
+
+
 def _integer_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
     divisor = value.dtype.type(count) if np.iinfo(value.dtype).max >= count else None
     if divisor is None:  # fewer values than copies: every quotient is 0
@@ -461,45 +503,3 @@ def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
     units = np.asarray(wide / place).astype(np.int64)
     share = _integer_share(units, count, index).astype(np.float64) * place
     return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)
-
-
-class Names:
-    """The used names of one namespace, in constant memory for each base name.
-
-    A name is never free again: garbage is collected at different times on the replicas, so they
-    would not agree which names are free.
-
-    Example:
-        >>> names = Names()
-        >>> [names.take("w") for _ in range(3)], names.take("w_2"), names.free("w"), len(names)
-        (['w', 'w_1', 'w_2'], 'w_2_1', 'w_3', 2)
-    """
-
-    def __init__(self) -> None:
-        # By base name: the name and all its numbers below this one are used.
-        self._next: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of stored names."""
-        return len(self._next)
-
-    def __contains__(self, name: str) -> bool:
-        if name in self._next:
-            return True
-        base, _, digits = name.rpartition("_")
-        return digits.isdecimal() and digits[0] != "0" and int(digits) < self._next.get(base, 1)
-
-    def free(self, base: str) -> str:
-        """Return `base`, or the first of `base_1`, `base_2`, … that is free."""
-        if base not in self:
-            return base
-        number = self._next.get(base, 1)
-        while f"{base}_{number}" in self:
-            number += 1
-        return f"{base}_{number}"
-
-    def take(self, base: str) -> str:
-        """Mark what `free` returns as used, and return it."""
-        name = self.free(base)
-        self._next[base] = 1 if name == base else int(name[len(base) + 1 :]) + 1
-        return name

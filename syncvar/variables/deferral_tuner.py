@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import RegistryEntry, VariableState
 
-
 NEVER = 1 << 62
 IDLE_RUNS = 20  # between two decisions while nothing is incremented
 _MANY = 4  # with more variables than this, decisions are half as frequent: each costs 2 us more
 _WORTH = 0.8  # a change must cost at most this part of staying
 _BEARABLE = 1.25  # the present mode may cost up to this multiple of the other one
-_BAR_MIN, _BAR_MAX = 4, 64
+_BACKOFF_MIN, _BACKOFF_MAX = 4, 64
 
 
 class Costs(NamedTuple):
@@ -113,7 +112,7 @@ def choose(
     windows: Sequence[SampleWindow],
     runs: int,
     sends: int,
-    bar: Hysteresis,
+    backoff: Hysteresis,
     costs: Costs,
     bucket_bytes: int = 1 << 20,
 ) -> tuple[list[DeferralDecision], Hysteresis]:
@@ -133,15 +132,15 @@ def choose(
     pairs = list(zip(windows, refusals, strict=True))
     chosen = [one for one, refusal in pairs if one.increments and not refusal]
     since = f" in {runs} runs" if runs else ""
-    shared, bar = _shared_decision(chosen, runs, sends, bar, costs, bucket_bytes)
-    return [_own_decision(one, refusal, since) or shared for one, refusal in pairs], bar
+    shared, backoff = _shared_decision(chosen, runs, sends, backoff, costs, bucket_bytes)
+    return [_own_decision(one, refusal, since) or shared for one, refusal in pairs], backoff
 
 
 def _shared_decision(
     chosen: list[SampleWindow],
     runs: int,
     sends: int,
-    bar: Hysteresis,
+    backoff: Hysteresis,
     costs: Costs,
     bucket_bytes: int,
 ) -> tuple[DeferralDecision, Hysteresis]:
@@ -159,18 +158,19 @@ def _shared_decision(
     text += f" in {runs} runs" if runs else ""
     estimate = f"{late:.0f} us deferred, {now:.0f} us eager"
     if are_deferred and is_worth:
-        bar = Hysteresis()
+        backoff = Hysteresis()
     elif are_deferred and queued + costs.send_us * expected <= now * _WORTH:
-        length = min(max(bar.length * 2, _BAR_MIN), _BAR_MAX)
-        bar = Hysteresis(length, length)
+        length = min(max(backoff.length * 2, _BACKOFF_MIN), _BACKOFF_MAX)
+        backoff = Hysteresis(length, length)
         text += f", sent {sends} times because of other calls"
-    elif chosen and is_worth and bar.left:
-        bar = bar._replace(left=bar.left - 1)
+    elif chosen and is_worth and backoff.left:
+        backoff = backoff._replace(left=backoff.left - 1)
         is_worth = False
         estimate += (
-            f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
+            f"; not tried for {backoff.left} more decisions, because other calls have sent the "
+            "queue"
         )
-    return DeferralDecision(is_worth, f"{text}: {estimate}"), bar
+    return DeferralDecision(is_worth, f"{text}: {estimate}"), backoff
 
 
 def _refusal(one: SampleWindow, costs: Costs) -> str:
@@ -218,7 +218,7 @@ class DeferralTuner:
         self.next_run = NEVER  # the run at whose end the next decision is made
         self._last_run = self._sends = 0  # at the last decision: the run, and sends of the queue
         self._seen_sends = 0
-        self._bar = Hysteresis()
+        self._backoff = Hysteresis()
         self._replay: dict[ProgramPoint, list[tuple[str, str]]] | None = None
 
     @property
@@ -266,7 +266,7 @@ class DeferralTuner:
         self.next_run = runs + period(self._costs, len(windows), is_idle=is_idle)
         if is_idle:
             return
-        choices, self._bar = choose(windows, passed, sends, self._bar, self._costs)
+        choices, self._backoff = choose(windows, passed, sends, self._backoff, self._costs)
         changes = []
         for (state, _), choice in zip(samples, choices, strict=True):
             if choice.is_deferred == state.is_deferred:

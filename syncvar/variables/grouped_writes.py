@@ -107,162 +107,6 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
     _write(AccessKind.ASSIGN_SUB, "assign_sub_all", pairs)
 
 
-def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
-    # Anything else is rejected below as an invalid pair.
-    chosen = (
-        pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]
-    )
-    if not chosen:
-        return
-    if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
-        prepared = state_of(chosen[0][0]).groups.get((operation, len(chosen)))
-        if prepared is not None and prepared.write(chosen):
-            return
-    variables = _checked_variables(name, chosen)
-    if (remote := variables[0].stepper) is not None:
-        with remote.transaction():
-            for variable, x in chosen:
-                getattr(variable, operation.value)(x)
-        return
-    GroupedWrite(operation, name, chosen).execute()
-
-
-class GroupedWrite:
-    """One write of several variables: sums and means travel together, the others one by one."""
-
-    def __init__(self, operation: AccessKind, name: str, pairs: list[tuple[Variable, Any]]) -> None:
-        self._operation, self._name = operation, name
-        states = [state_of(variable) for variable, _ in pairs]
-        self._owner = states[0].owner
-        op_of: dict[str, str] = {}
-        for state in states:
-            if state.kind not in op_of:
-                op_of[state.kind] = _op(state.decide(operation))
-        found = [
-            (pair, state, op_of[state.kind]) for pair, state in zip(pairs, states, strict=True)
-        ]
-        self._single = [pair for pair, _, op in found if not op]
-        self._together = [pair for pair, _, op in found if op]
-        self._states = [state for _, state, op in found if op]
-        self._ops = [op for *_, op in found if op]
-
-    def execute(self) -> None:
-        """Make the write."""
-        if self._together:
-            self._write_together()
-        for variable, x in self._single:
-            getattr(variable, self._operation.value)(x)
-
-    def _operand(self, number: int) -> NDArray[Any]:
-        x = self._together[number][1]
-        return checked_operand(self._states[number], self._operation, x, is_reduced=True)
-
-    def _write_together(self) -> None:
-        owner, name, states = self._owner, self._name, self._states
-        first, registry = states[0], owner.registry
-        if registry is not None and not registry.is_free and registry.is_due(first.tally):
-            registry.before_write(states)
-        if not self._single and FlatBucket.takes(owner, states, self._ops):
-            self._bucket().perform(name, self._operand)
-            first.count_step()
-            return
-        storages = [state.storage for state in states]
-        with marked_as_written(owner.communicator, name, storages), write_once(owner, storages):
-            owner.communicator.perform(name, self._request, owner.timeout)
-        first.count_step()
-        for state in states:
-            state.count_write()
-
-    def _bucket(self) -> FlatBucket:
-        """Return the flat bucket of these variables; create it at their first grouped write."""
-        operation, states = self._operation, self._states
-        groups, key = states[0].groups, (operation, len(states))
-        found: FlatBucket | None = groups.get(key)
-        if found is None or not found.is_of(states):
-            variables = [variable for variable, _ in self._together]
-            found = groups[key] = FlatBucket(
-                self._owner, variables, self._name, self._ops[0], UFUNCS[operation]
-            )
-        return found
-
-    def _request(self) -> CollectiveSpec:
-        """Return the request that writes the variables, one transfer for each dtype and op."""
-        owner, ops, apply = self._owner, self._ops, UFUNCS[self._operation]
-        arrays = [self._operand(number) for number in range(len(self._states))]
-        for variable, x in self._single:
-            checked_operand(variable, self._operation, x, is_reduced=False)
-        targets = [state.storage.writable() for state in self._states]
-        names = tuple([state.name for state in self._states])
-        # An array that owns its memory cannot overlap a copy.
-        no_overlap = all(map(owns_itself, arrays))
-        dtypes = [array.dtype for array in arrays]
-        if len(set(dtypes)) == len(set(ops)) == 1:
-            rules = [reduction(ops[0], dtypes[0])] * len(arrays)
-        else:
-            rules = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
-        shapes = tuple([array.shape for array in arrays])
-        kinds = shapes, tuple([rule.source for rule in rules]), tuple(ops)
-
-        def body() -> Generator[Stage, None, None]:
-            yield from reduce_together(
-                owner.communicator,
-                arrays,
-                rules,
-                targets,
-                ReduceOptions(owner.reproducible, apply=apply),
-                no_overlap=no_overlap,
-            )
-
-        digest = _signature(self._name, names, kinds, owner.reproducible)
-        return CollectiveSpec(_label(self._name, names), digest, body())
-
-
-@lru_cache(maxsize=64)
-def _signature(*parts: Any) -> int:
-    """Return the signature of a grouped write, cached because programs repeat the same ones."""
-    return fingerprint(*parts)
-
-
-def _label(name: str, names: tuple[str, ...]) -> str:
-    more = f", … ({len(names)} variables)" if len(names) > 3 else ""
-    return f"{name} of {', '.join(map(repr, names[:3]))}{more}"
-
-
-def _op(action: Action) -> str:
-    """Return by which op a write is combined, or "" where it is not."""
-    if action.travel not in (Travel.SUM, Travel.MEAN) or action.effect is Effect.SHARE:
-        return ""
-    return "sum" if action.travel is Travel.SUM else "mean"
-
-
-def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
-    """Return the variables of pairs, which are of one strategy and each named once."""
-    is_plain = set(map(type, pairs)) == {tuple} and set(map(len, pairs)) == {2}
-    kinds = {type(variable) for variable, _ in pairs} if is_plain else set()
-    is_checked = kinds == {Variable} and len({id(one) for one, _ in pairs}) == len(pairs)
-    seen: set[int] = set()
-    for pair in () if is_checked else pairs:
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
-        if not is_pair or not isinstance(pair[0], Variable):
-            raise ConfigError(
-                f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], "
-                f"not {pair!r:.100}"
-            )
-        if id(pair[0]) in seen:
-            raise ConfigError(
-                f"{name}: the variable {pair[0].name!r} is named twice; combine its values first"
-            )
-        seen.add(id(pair[0]))
-    first, *others = variables = [variable for variable, _ in pairs]
-    stranger = next((one for one in others if one.strategy is not first.strategy), None)
-    if stranger is not None:
-        raise UsageError(
-            f"{name}: {stranger.name!r} belongs to another strategy than {first.name!r}; call it "
-            "for each"
-        )
-    return variables
-
-
 def change_copies(
     variables: Sequence[Variable], change: Callable[..., None], *arguments: Any
 ) -> None:
@@ -320,6 +164,54 @@ def create_for_strategy(
     return result
 
 
+def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
+    # Anything else is rejected below as an invalid pair.
+    chosen = (
+        pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    )
+    if not chosen:
+        return
+    if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
+        prepared = state_of(chosen[0][0]).groups.get((operation, len(chosen)))
+        if prepared is not None and prepared.write(chosen):
+            return
+    variables = _checked_variables(name, chosen)
+    if (remote := variables[0].stepper) is not None:
+        with remote.transaction():
+            for variable, x in chosen:
+                getattr(variable, operation.value)(x)
+        return
+    GroupedWrite(operation, name, chosen).execute()
+
+
+def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
+    """Return the variables of pairs, which are of one strategy and each named once."""
+    is_plain = set(map(type, pairs)) == {tuple} and set(map(len, pairs)) == {2}
+    kinds = {type(variable) for variable, _ in pairs} if is_plain else set()
+    is_checked = kinds == {Variable} and len({id(one) for one, _ in pairs}) == len(pairs)
+    seen: set[int] = set()
+    for pair in () if is_checked else pairs:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], Variable):
+            raise ConfigError(
+                f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], "
+                f"not {pair!r:.100}"
+            )
+        if id(pair[0]) in seen:
+            raise ConfigError(
+                f"{name}: the variable {pair[0].name!r} is named twice; combine its values first"
+            )
+        seen.add(id(pair[0]))
+    first, *others = variables = [variable for variable, _ in pairs]
+    stranger = next((one for one in others if one.strategy is not first.strategy), None)
+    if stranger is not None:
+        raise UsageError(
+            f"{name}: {stranger.name!r} belongs to another strategy than {first.name!r}; call it "
+            "for each"
+        )
+    return variables
+
+
 class PyFlatBucket:
     """Checks and loads the variables of a group; `_native/variable_access.c` does the same in C."""
 
@@ -354,7 +246,7 @@ class PyFlatBucket:
     def begin(self) -> bool:
         """Mark the copies as being written; False if they are not flat or a view is alive."""
         for number, storage in enumerate(self._storages):
-            if not storage.mark():  # it is another thread's
+            if not storage.mark():  # another thread is writing it
                 for one in self._storages[:number]:
                     one.is_being_written = False
                 return False
@@ -463,7 +355,7 @@ class FlatBucket:
             if not self._group.load(pairs):
                 return False
             is_done, is_flat = False, self._group.begin()
-            target = self._flat if is_flat else self._gathered()
+            target = self._flat if is_flat else self._gather_copies()
             try:
                 is_done = call(self._staging, target, None, owner.timeout) is not None
             finally:
@@ -486,7 +378,11 @@ class FlatBucket:
                 part[...] = operand(number)
             options = ReduceOptions(owner.reproducible, apply=self._ufunc)
             request = reduce_request(
-                owner.communicator, self._staging, self._op, out=self._gathered(), options=options
+                owner.communicator,
+                self._staging,
+                self._op,
+                out=self._gather_copies(),
+                options=options,
             )
             return CollectiveSpec(self._label, self._digest, request.body)
 
@@ -498,7 +394,7 @@ class FlatBucket:
         finally:
             self._turn.release()
 
-    def _gathered(self) -> NDArray[Any]:
+    def _gather_copies(self) -> NDArray[Any]:
         """Return an array with the values of all copies, if the operation needs them."""
         if self._ufunc is not None:
             for storage, (start, stop) in zip(self._storages, self._places, strict=True):
@@ -527,3 +423,111 @@ class FlatBucket:
         if is_time:
             self._flat = flat
             self._group.lay()
+
+
+class GroupedWrite:
+    """One write of several variables: sums and means travel together, the others one by one."""
+
+    def __init__(self, operation: AccessKind, name: str, pairs: list[tuple[Variable, Any]]) -> None:
+        self._operation, self._name = operation, name
+        states = [state_of(variable) for variable, _ in pairs]
+        self._owner = states[0].owner
+        op_of: dict[str, str] = {}
+        for state in states:
+            if state.kind not in op_of:
+                op_of[state.kind] = _op(state.decide(operation))
+        found = [
+            (pair, state, op_of[state.kind]) for pair, state in zip(pairs, states, strict=True)
+        ]
+        self._single = [pair for pair, _, op in found if not op]
+        self._together = [pair for pair, _, op in found if op]
+        self._states = [state for _, state, op in found if op]
+        self._ops = [op for *_, op in found if op]
+
+    def execute(self) -> None:
+        """Make the write."""
+        if self._together:
+            self._write_together()
+        for variable, x in self._single:
+            getattr(variable, self._operation.value)(x)
+
+    def _operand(self, number: int) -> NDArray[Any]:
+        x = self._together[number][1]
+        return checked_operand(self._states[number], self._operation, x, is_reduced=True)
+
+    def _write_together(self) -> None:
+        owner, name, states = self._owner, self._name, self._states
+        first, registry = states[0], owner.registry
+        if registry is not None and not registry.is_free and registry.is_due(first.tally):
+            registry.before_write(states)
+        if not self._single and FlatBucket.takes(owner, states, self._ops):
+            self._bucket().perform(name, self._operand)
+            first.count_step()
+            return
+        storages = [state.storage for state in states]
+        with marked_as_written(owner.communicator, name, storages), write_once(owner, storages):
+            owner.communicator.perform(name, self._request, owner.timeout)
+        first.count_step()
+        for state in states:
+            state.count_write()
+
+    def _bucket(self) -> FlatBucket:
+        """Return the flat bucket of these variables; create it at their first grouped write."""
+        operation, states = self._operation, self._states
+        groups, key = states[0].groups, (operation, len(states))
+        found: FlatBucket | None = groups.get(key)
+        if found is None or not found.is_of(states):
+            variables = [variable for variable, _ in self._together]
+            found = groups[key] = FlatBucket(
+                self._owner, variables, self._name, self._ops[0], UFUNCS[operation]
+            )
+        return found
+
+    def _request(self) -> CollectiveSpec:
+        """Return the request that writes the variables, one transfer for each dtype and op."""
+        owner, ops, apply = self._owner, self._ops, UFUNCS[self._operation]
+        arrays = [self._operand(number) for number in range(len(self._states))]
+        for variable, x in self._single:
+            checked_operand(variable, self._operation, x, is_reduced=False)
+        targets = [state.storage.writable() for state in self._states]
+        names = tuple([state.name for state in self._states])
+        # An array that owns its memory cannot overlap a copy.
+        no_overlap = all(map(owns_itself, arrays))
+        dtypes = [array.dtype for array in arrays]
+        if len(set(dtypes)) == len(set(ops)) == 1:
+            rules = [reduction(ops[0], dtypes[0])] * len(arrays)
+        else:
+            rules = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
+        shapes = tuple([array.shape for array in arrays])
+        kinds = shapes, tuple([rule.source for rule in rules]), tuple(ops)
+
+        def body() -> Generator[Stage, None, None]:
+            yield from reduce_together(
+                owner.communicator,
+                arrays,
+                rules,
+                targets,
+                ReduceOptions(owner.reproducible, apply=apply),
+                no_overlap=no_overlap,
+            )
+
+        digest = _signature(self._name, names, kinds, owner.reproducible)
+        return CollectiveSpec(_label(self._name, names), digest, body())
+
+
+@lru_cache(maxsize=64)
+def _signature(*parts: Any) -> int:
+    """Return the signature of a grouped write, cached because programs repeat the same ones."""
+    return fingerprint(*parts)
+
+
+def _label(name: str, names: tuple[str, ...]) -> str:
+    more = f", … ({len(names)} variables)" if len(names) > 3 else ""
+    return f"{name} of {', '.join(map(repr, names[:3]))}{more}"
+
+
+def _op(action: Action) -> str:
+    """Return by which op a write is combined, or "" where it is not."""
+    if action.travel not in (Travel.SUM, Travel.MEAN) or action.effect is Effect.SHARE:
+        return ""
+    return "sum" if action.travel is Travel.SUM else "mean"

@@ -142,17 +142,19 @@ def compare(
         label += ", part by part"
 
         def request() -> CollectiveSpec:
-            return CollectiveSpec(label, fingerprint(label), _body(communicator, pairs, digests))
+            return CollectiveSpec(
+                label, fingerprint(label), _find_mismatch(communicator, pairs, digests)
+            )
 
         found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
         for entry, _ in pairs:
             entry.is_reported = entry is found.entry or entry.name in found.others
-        raise _error(communicator, found, now)
+        raise _mismatch_error(communicator, found, now)
     for entry, _ in pairs:
         entry.good = good or now
 
 
-def _body(
+def _find_mismatch(
     communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np.uint64]
 ) -> Generator[Stage, None, ReplicaMismatch]:
     table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
@@ -202,7 +204,7 @@ def _columns(table: NDArray[Any]) -> list[int]:
     return found
 
 
-def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> MismatchError:
+def _mismatch_error(communicator: Communicator, found: ReplicaMismatch, now: str) -> MismatchError:
     entry = found.entry
     dtype = found.state.dtype
     ranks = [communicator.members[replica] for replica in found.strangers]

@@ -194,7 +194,7 @@ class Storage(CopyGuard):
         if not self.changes and not self.is_being_written:
             return view
         del view
-        return self._exposed_beside_a_write()
+        return self._copy_beside_a_write()
 
     def read(self, copy: bool) -> NDArray[Any]:  # noqa: FBT001  (as the cached reads of C)
         """Return what `expose` returns; without `copy`, a view valid until the next write."""
@@ -209,10 +209,10 @@ class Storage(CopyGuard):
         if not self.changes and not self.is_being_written:
             return array, ground
         del ground
-        copy = self._exposed_beside_a_write()
+        copy = self._copy_beside_a_write()
         return copy, copy
 
-    def _exposed_beside_a_write(self) -> NDArray[Any]:
+    def _copy_beside_a_write(self) -> NDArray[Any]:
         # In a forked child the writing thread does not exist.
         with contextlib.nullcontext() if self._context.is_forked else self._lock:
             if not self.changes and not self.is_being_written:
@@ -298,7 +298,7 @@ class SharedCopy(Storage):
 
 @contextlib.contextmanager
 def write_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
-    """Make the writes in the block, which all replicas make, change each shared copy once."""
+    """Change each shared copy once by the writes of the block, which all replicas make."""
     shared = [storage for storage in storages if isinstance(storage, SharedCopy)]
     if not shared:
         yield

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _NUMBER_TYPES = frozenset(_PYTHON_NUMBERS)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
@@ -61,7 +60,7 @@ class DistributedValues:
         return f"{type(self).__name__}({self._value!r})"
 
 
-def _meaningless(label: str) -> Callable[..., NoReturn]:
+def _refuse_ambiguous(label: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         del self, args, kwargs
         raise UsageError(
@@ -93,20 +92,20 @@ class PerReplica(DistributedValues):
 
     __hash__ = object.__hash__
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
-        _meaningless("arithmetic")
+        _refuse_ambiguous("arithmetic")
     )
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = (
-        _meaningless("arithmetic")
+        _refuse_ambiguous("arithmetic")
     )
-    __rmatmul__ = __neg__ = __pos__ = __abs__ = __iadd__ = __isub__ = __imul__ = _meaningless(
+    __rmatmul__ = __neg__ = __pos__ = __abs__ = __iadd__ = __isub__ = __imul__ = _refuse_ambiguous(
         "arithmetic"
     )
-    __itruediv__ = __and__ = __or__ = __xor__ = __invert__ = _meaningless("arithmetic")
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _meaningless("comparison")
-    __getitem__ = __setitem__ = _meaningless("indexing")
-    __iter__ = __len__ = __contains__ = _meaningless("iteration")
-    __float__ = __int__ = __bool__ = __complex__ = __index__ = _meaningless("conversion")
-    __array__ = __array_ufunc__ = __array_function__ = _meaningless("a NumPy function")
+    __itruediv__ = __and__ = __or__ = __xor__ = __invert__ = _refuse_ambiguous("arithmetic")
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_ambiguous("comparison")
+    __getitem__ = __setitem__ = _refuse_ambiguous("indexing")
+    __iter__ = __len__ = __contains__ = _refuse_ambiguous("iteration")
+    __float__ = __int__ = __bool__ = __complex__ = __index__ = _refuse_ambiguous("conversion")
+    __array__ = __array_ufunc__ = __array_function__ = _refuse_ambiguous("a NumPy function")
 
 
 class Mirrored(DistributedValues, NDArrayOperatorsMixin):
@@ -120,7 +119,7 @@ class Mirrored(DistributedValues, NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         array = np.asarray(self._value, dtype=dtype)
         return array.copy() if copy and array is self._value else array
 
@@ -173,7 +172,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         """Return the value; see `Variable.read_value`."""
         raise NotImplementedError
 
-    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         value = self.read_value()
         if dtype is not None and value.dtype != dtype:
             if copy is False:
@@ -376,7 +375,7 @@ def plain_array(value: Any, label: str) -> NDArray[Any]:
 
 def _is_weak(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        kinds = set(map(type, value))  # few, where the parts are many
+        kinds = set(map(type, value))  # looking at each item would be slower
         return kinds <= _NUMBER_TYPES or all(_is_weak(part) for part in value)
     return isinstance(value, _PYTHON_NUMBERS) and not isinstance(value, np.generic)
 
@@ -493,7 +492,7 @@ def apply_rows(
     if divisor > 1:
         values = values / np.asarray(divisor, dtype)
     if operation is AccessKind.SCATTER_UPDATE:
-        result[rows.indices] = values  # of rows named twice, the last remains
+        result[rows.indices] = values  # the last value of a row that is named twice
     elif operation is AccessKind.SCATTER_DIV and dtype.kind in "iu":
         for row, value in zip(rows.indices, values, strict=True):
             result[row] = _truncated(result[row], value)

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import RemoteOptimizer
     from syncvar.variables.variable_state import Write
 
+COPIED = "syncvar: functions to call with each copied variable"
+"""Key of a deep copy's memo: functions that optimizers want called with (variable, copy)."""
+
+_ASSIGN, _ADD, _SUB = AccessKind.ASSIGN, AccessKind.ASSIGN_ADD, AccessKind.ASSIGN_SUB
+_STORED: int = StoreResult.STORED
+_PACES = ("eager", "deferred")
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -106,14 +113,6 @@ def _deferral_reason(state: VariableState) -> str:
         "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope "
         "at every 64th increment"
     )
-
-
-COPIED = "syncvar: functions to call with each copied variable"
-"""Key of a deep copy's memo: functions that optimizers want called with (variable, copy)."""
-
-_ASSIGN, _ADD, _SUB = AccessKind.ASSIGN, AccessKind.ASSIGN_ADD, AccessKind.ASSIGN_SUB
-_STORED: int = StoreResult.STORED
-_PACES = ("eager", "deferred")
 
 
 class Variable(MigrationHintsMixin, ArrayProtocol):
@@ -452,7 +451,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         step = state.tally.writes if registry is None or not registry.runs else registry.runs
         state.change_pace(mode or "eager", step, "pinned" if mode else "pin taken off")
         if state.is_counted and registry is not None and state.entry is not None:
-            registry.pinned(state.entry, state.counts(), is_pinned=state.is_pinned)
+            registry.record_pin(state.entry, state.counts(), is_pinned=state.is_pinned)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Variable:
         state = self._state

@@ -50,13 +50,13 @@ class ReplicaRegistry(Protocol):
     def attach(self, state: Any) -> Any:
         """Connect a name with its variable, and return its entry."""
 
-    def collected(self) -> list[str]:
-        """Return names whose variables no longer exist in this process."""
+    def pop_missing(self) -> list[str]:
+        """Return names whose variables no longer exist in this process, each once."""
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove names on all replicas."""
 
-    def pinned(self, entry: Any, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
+    def record_pin(self, entry: Any, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
         """Record that a program has pinned or released a variable."""
 
     def is_due(self, tally: VariableCounters) -> bool:
@@ -130,7 +130,7 @@ class ScopeEntry(NamedTuple):
 
 
 # Looking up an enum member takes as long as the rest of this module's hot path.
-_CROSS, _SPMD = (CallContext.CROSS, CallContext.SPMD)
+_CROSS, _SPMD = CallContext.CROSS, CallContext.SPMD
 
 _makers: list[Callable[[], VariableOwner]] = []
 
@@ -161,16 +161,16 @@ class ScopeStack(threading.local):
 _before_joining = ScopeStack()
 
 
-def stacks_of(joined: ProcessContext) -> ScopeStack:
+def stacks_of(context: ProcessContext) -> ScopeStack:
     """Return the scope stacks of a job, the same object as long as the job lasts."""
-    extras = joined.extras
+    extras = context.extras
     found: ScopeStack | None = extras.get("scope_stacks")
     return extras.setdefault("scope_stacks", ScopeStack()) if found is None else found
 
 
-def scope_stack(joined: ProcessContext | None = None) -> list[ScopeEntry]:
+def scope_stack(context: ProcessContext | None = None) -> list[ScopeEntry]:
     """Return this thread's scope stack in a job (None: the current one), without joining a job."""
-    return (current_stacks() if joined is None else stacks_of(joined)).stack
+    return (current_stacks() if context is None else stacks_of(context)).stack
 
 
 def current_stacks() -> ScopeStack:
@@ -179,9 +179,9 @@ def current_stacks() -> ScopeStack:
     return _before_joining if context is None else stacks_of(context)
 
 
-def keep_scopes_when_joining(joined: ProcessContext) -> None:
+def keep_scopes_when_joining(context: ProcessContext) -> None:
     """Keep scopes that were entered before joining; for strategies that work without joining."""
-    joined.extras["scope_stacks"] = _before_joining
+    context.extras["scope_stacks"] = _before_joining
 
 
 def current_scope() -> ScopeEntry | None:
@@ -209,7 +209,7 @@ def context_of(owner: VariableOwner, label: str) -> CallContext:
 
 def context_here(owner: VariableOwner) -> CallContext | None:
     """Return the context of an access to a variable of `owner`; None where `context_of` raises."""
-    stack = owner.places.stack  # of the job that it was made in: asking must not join another one
+    stack = owner.places.stack  # those of the job that made it: an access must not join a job
     if not stack:
         return _SPMD if owner.is_default else _CROSS
     place: ScopeEntry = stack[-1]

@@ -94,7 +94,7 @@ def _read_together(
 
     is_on_read = state.synchronization is VariableSynchronization.ON_READ
     if communicator.uneven is not None and is_on_read:
-        communicator.roll(label, owner.timeout)
+        communicator.agree_on_members(label, owner.timeout)
         if len(communicator.whole) > communicator.size:
             return read_only(combine_with_absent(state, operand(), travel, label))
     value = combine(state, action, label, operand, request_of)

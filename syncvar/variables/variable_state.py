@@ -58,7 +58,7 @@ def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
     return _FALLBACK
 
 
-def uncached_look(*_: object) -> None:
+def uncached_look(_copy: object) -> None:
     """Stand for a local read that is not cached."""
 
 
@@ -157,7 +157,7 @@ def cached_reads(
     communicator = owner.communicator
     channel = communicator.channel
 
-    def read(*_: object) -> NDArray[Any] | None:
+    def read(_copy: object) -> NDArray[Any] | None:
         if communicator.channel is not channel or communicator.uneven is not None:
             return None
         array, held = storage.held()  # as long as the second lives, the first is not written

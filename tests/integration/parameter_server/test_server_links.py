@@ -16,7 +16,7 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import InternalError
 from syncvar.core.process_ids import SERVER_0, failover_order
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.messages import frames_of, message_of, packed, unpacked
+from syncvar.parameter_server.messages import frames_of, message_of, pack_frames, unpack_frames
 from syncvar.parameter_server.same_host_links import (
     LEND_NBYTES_MIN,
     Pipe,
@@ -25,7 +25,7 @@ from syncvar.parameter_server.same_host_links import (
 )
 from syncvar.parameter_server.server_links import ServerLinks
 from syncvar.parameter_server.server_machine import Server
-from syncvar.parameter_server.server_main import Serving
+from syncvar.parameter_server.server_main import ServerLoop
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import SegmentId, SharedMemoryReference, create
@@ -160,7 +160,7 @@ def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_
         stack.callback(launcher.close, 0)
         launcher.bind(f"ipc://{runtime_folder}/store")
         me = environment(runtime_folder, role="server", rank=1, servers=3, server_replicas=1)
-        serving = stack.enter_context(contextlib.closing(Serving(me, place.config, {})))
+        serving = stack.enter_context(contextlib.closing(ServerLoop(me, place.config, {})))
         assert launcher.poll(10_000)
         identity, said = launcher.recv_multipart()
         addresses = {0: first.address, 1: parse_message(said)["address"]}
@@ -244,9 +244,9 @@ def test_something_else_than_a_message_is_dropped(place):
     server, worker = place.links(role="server"), place.links()
     worker.connect(0, server.address)
     dealer = worker.sockets()[0]
-    whole = b"".join(packed([b"head", b"x"]).pieces)
+    whole = b"".join(pack_frames([b"head", b"x"]).pieces)
     lent = b"".join(
-        packed(
+        pack_frames(
             [b"head", b"x" * 8], [(1, SharedMemoryReference(SegmentId(0, 0, 1), 4096, 8))]
         ).pieces
     )
@@ -277,7 +277,7 @@ def test_who_is_no_member_cannot_make_a_server_take_much_memory(place):
 @pytest.fixture
 def pipes(runtime_folder):
     door = UnixListener(f"{runtime_folder}/door")
-    near = Pipe.open(f"{runtime_folder}/door", packed([b"hello"]))
+    near = Pipe.open(f"{runtime_folder}/door", pack_frames([b"hello"]))
     far = door.accept()
     yield near, far
     for one in (near, far, door):
@@ -291,16 +291,16 @@ def piped(near, far, limit_s=60.0):
         assert time.monotonic() < until, found
         near.flush()
         while (message := far.receive()) is not None:
-            found.append(unpacked(message)[0])
+            found.append(unpack_frames(message)[0])
     return found
 
 
 def test_what_a_pipe_does_not_take_at_once_follows(pipes):
     near, far = pipes
     long = np.arange(4 * MIB, dtype=np.uint8)
-    assert near.send(packed([b"head", long, b"tail"]))
+    assert near.send(pack_frames([b"head", long, b"tail"]))
     assert near.is_behind
-    assert near.send(packed([b"next"]))
+    assert near.send(pack_frames([b"next"]))
     hello, message, after = piped(near, far)
     assert (bytes(hello[0]), bytes(after[0])) == (b"hello", b"next")
     assert np.array_equal(np.frombuffer(message[1], np.uint8), long)
@@ -311,7 +311,7 @@ def test_what_a_pipe_does_not_take_at_once_follows(pipes):
 def test_short_messages_that_come_together_are_read_one_by_one(pipes):
     near, far = pipes
     for count in range(500):
-        assert near.send(packed([b"%d" % count, b"x" * count]))
+        assert near.send(pack_frames([b"%d" % count, b"x" * count]))
     assert [bytes(one[0]) for one in piped(near, far)] == [
         b"hello",
         *(b"%d" % count for count in range(500)),
@@ -321,12 +321,12 @@ def test_short_messages_that_come_together_are_read_one_by_one(pipes):
 def test_a_pipe_says_that_it_has_more_as_long_as_it_has_messages_in_hand(pipes):
     near, far = pipes
     for count in range(3):
-        near.send(packed([b"%d" % count]))
+        near.send(pack_frames([b"%d" % count]))
     left = []
     while far.receive() is not None:
         left.append(far.has_more)
     assert left == [True, True, True, False]  # the first one was the introduction
-    near.send(packed([b"x" * MIB]))
+    near.send(pack_frames([b"x" * MIB]))
     until = time.monotonic() + 10
     while far.receive() is None:
         assert time.monotonic() < until
@@ -338,7 +338,7 @@ def test_a_pipe_says_that_it_has_more_as_long_as_it_has_messages_in_hand(pipes):
 def test_a_message_that_comes_in_parts_is_read_when_it_is_whole(pipes, cut):
     near, far = pipes
     piped(near, far)
-    whole = b"".join(packed([b"head", b"array"]).pieces)
+    whole = b"".join(pack_frames([b"head", b"array"]).pieces)
     for _ in range(2):
         near._socket.send(whole[:cut])
         assert far.receive() is None
@@ -439,7 +439,7 @@ def test_what_a_later_incarnation_has_borrowed_stays_when_the_earlier_one_is_rep
 
 def test_an_array_that_was_made_to_be_lent_is_lent_where_it_is_to_eight_readers(lenders):
     server, worker = lenders
-    made = server.room((512, 100), np.dtype(np.float32))
+    made = server.allocate((512, 100), np.dtype(np.float32))
     made[...] = np.arange(51_200).reshape(512, 100)
     place = server._shm.locate(made)
     buffer = memoryview(made.reshape(-1).view(np.uint8))
@@ -454,12 +454,12 @@ def test_an_array_that_was_made_to_be_lent_is_lent_where_it_is_to_eight_readers(
             made,
         )
     assert server.lend(0, [b"head", buffer])[0][1].offset in words[:8]  # it has been given back
-    assert server._shm.locate(server.room((4,), np.dtype(np.float32))) is None
+    assert server._shm.locate(server.allocate((4,), np.dtype(np.float32))) is None
 
 
 def test_a_block_whose_array_is_in_use_is_not_used_for_another_one(lenders):
     server, worker = lenders
-    made = server.room((LEND_NBYTES_MIN,), np.dtype(np.uint8))
+    made = server.allocate((LEND_NBYTES_MIN,), np.dtype(np.uint8))
     made[...] = 7
     first = lent(server, memoryview(made))
     worker.borrow(first).release()

@@ -153,10 +153,10 @@ def test_several_ranks_in_one_process_are_refused(engine):
 
 
 def test_a_part_is_not_played_again_by_another_process():
-    from syncvar.runner.engines import CallPart, End, packed, unpacked
+    from syncvar.runner.engines import CallPart, End, pack, unpack
     from syncvar.runner.remote_call import play
 
-    end = unpacked(End, play(packed(CallPart(0, {}, b"", [], os.getpid() + 1))))
+    end = unpack(End, play(pack(CallPart(0, {}, b"", [], os.getpid() + 1))))
     assert (end.error, end.exit_code) == ("PeerLost", 70)
     assert "started again by the engine" in end.message
 
@@ -164,10 +164,10 @@ def test_a_part_is_not_played_again_by_another_process():
 def test_a_rank_cannot_be_where_one_is_already(engine):
     sv.init()
     try:
-        from syncvar.runner.engines import CallPart, End, packed, unpacked
+        from syncvar.runner.engines import CallPart, End, pack, unpack
         from syncvar.runner.remote_call import play
 
-        end = unpacked(End, play(packed(CallPart(0, {}, b"", [], os.getpid()))))
+        end = unpack(End, play(pack(CallPart(0, {}, b"", [], os.getpid()))))
         assert end.error == "UsageError"
         assert "is a rank already: each rank needs a process of its own" in end.message
     finally:

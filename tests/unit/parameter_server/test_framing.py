@@ -7,11 +7,11 @@ import pytest
 from syncvar.core.errors import InternalError
 from syncvar.parameter_server.messages import (
     NBYTES_MAX,
-    cut,
-    joined,
+    join_frames,
     length_of,
-    packed,
-    unpacked,
+    pack_frames,
+    split_part,
+    unpack_frames,
 )
 from syncvar.protocol.frame import FRAME_NBYTES
 from syncvar.shm.segment_file import SegmentId, SharedMemoryReference
@@ -29,27 +29,27 @@ def whole_of(message):
 @pytest.mark.parametrize("separate_nbytes", [1, 8, 100, NBYTES_MAX])
 @pytest.mark.parametrize("has_checksum", [False, True])
 def test_parts_come_out_as_they_went_in(separate_nbytes, has_checksum):
-    message = packed(
+    message = pack_frames(
         PARTS, segment=HERE, has_checksum=has_checksum, separate_nbytes=separate_nbytes
     )
     assert [len(one) for one in message.separate] == [
         len(one) for one in PARTS if len(one) >= separate_nbytes
     ]
-    frames, segment = unpacked(whole_of(message), message.separate)
+    frames, segment = unpack_frames(whole_of(message), message.separate)
     assert ([bytes(one) for one in frames], segment) == (PARTS, HERE)
 
 
 def test_parts_begin_at_multiples_of_eight_bytes():
-    whole = whole_of(packed(PARTS))
+    whole = whole_of(pack_frames(PARTS))
     starts = [whole.index(one) for one in PARTS if one]
     assert [start % 8 for start in starts] == [0] * len(starts)
 
 
 def test_what_is_lent_is_borrowed_and_nothing_of_it_is_sent():
     lent = [SharedMemoryReference(HERE, 64, 8), SharedMemoryReference(HERE, 0, 100)]
-    message = packed(PARTS, [(2, lent[0]), (3, lent[1])], segment=HERE)
+    message = pack_frames(PARTS, [(2, lent[0]), (3, lent[1])], segment=HERE)
     asked = []
-    frames, segment = unpacked(
+    frames, segment = unpack_frames(
         whole_of(message), (), lambda reference: asked.append(reference) or b"lent"
     )
     assert (asked, segment, frames[2:4]) == (lent, HERE, [b"lent"] * 2)
@@ -58,23 +58,23 @@ def test_what_is_lent_is_borrowed_and_nothing_of_it_is_sent():
         InternalError,
         match=r"8 bytes .*in segment .* \(host 2, generation 3\), and this process has mapped no shared memory",
     ):
-        unpacked(whole_of(message))
+        unpack_frames(whole_of(message))
     with pytest.raises(ValueError, match="names no shared memory"):
-        unpacked(whole_of(packed(PARTS, [(2, lent[0])])))
+        unpack_frames(whole_of(pack_frames(PARTS, [(2, lent[0])])))
 
 
 def test_what_is_cut_off_or_changed_is_refused():
-    whole = whole_of(packed(PARTS, has_checksum=True))
+    whole = whole_of(pack_frames(PARTS, has_checksum=True))
     for end in range(0, len(whole), 8):
         with pytest.raises(ValueError, match=r"message|cut"):
-            unpacked(whole[:end] if end < 8 else end.to_bytes(8, "little") + whole[8:end])
+            unpack_frames(whole[:end] if end < 8 else end.to_bytes(8, "little") + whole[8:end])
     for at, bit in itertools.product(
         (whole.index(b"head"), whole.index(b"y" * 100) + 99), range(8)
     ):
         changed = bytearray(whole)
         changed[at] ^= 1 << bit
         with pytest.raises(ValueError, match="not as it was sent"):
-            unpacked(changed)
+            unpack_frames(changed)
 
 
 def test_parts_travel_in_frames_of_which_none_is_long():
@@ -90,19 +90,19 @@ def test_parts_travel_in_frames_of_which_none_is_long():
             3 * FRAME_NBYTES,
         )
     ]
-    frames = [frame for part in parts for frame in cut(part)]
+    frames = [frame for part in parts for frame in split_part(part)]
     assert max(map(len, frames)) == FRAME_NBYTES
-    assert [bytes(one) for one in joined(iter(frames))] == parts
-    assert joined(iter(frames))[0] is parts[0], "what is short is not copied"
+    assert [bytes(one) for one in join_frames(iter(frames))] == parts
+    assert join_frames(iter(frames))[0] is parts[0], "what is short is not copied"
     with pytest.raises(ValueError, match="the last frames of a message are missing"):
-        joined(frames[:-1])
+        join_frames(frames[:-1])
 
 
 @pytest.mark.parametrize("apart", [[], [b"x" * 7], [b"x" * 8, b"more"]])
 def test_parts_that_are_apart_have_to_be_there(apart):
-    message = packed([b"head", b"x" * 8], separate_nbytes=8)
+    message = pack_frames([b"head", b"x" * 8], separate_nbytes=8)
     with pytest.raises(ValueError, match="message"):
-        unpacked(whole_of(message), apart)
+        unpack_frames(whole_of(message), apart)
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, 25, NBYTES_MAX + 8])

@@ -9,7 +9,7 @@ import zmq
 
 import syncvar as sv
 from syncvar.bootstrap.launch_env.detection import launcher_info
-from syncvar.runner.engines import CallPart, End, EngineSlot, packed, parts, unpacked
+from syncvar.runner.engines import CallPart, End, EngineSlot, pack, parts, unpack
 from syncvar.runner.remote_call import _release_port, arrive
 
 
@@ -59,18 +59,18 @@ def test_each_start_is_another_job_and_knows_its_number():
     ids=lambda value: type(value).__name__,
 )
 def test_what_engines_carry_comes_back_as_it_was(value):
-    assert unpacked(type(value), packed(value)) == value
+    assert unpack(type(value), pack(value)) == value
 
 
 def test_the_port_of_a_place_is_kept_for_it():
-    place = unpacked(EngineSlot, arrive("127.0.0.1"))
+    place = unpack(EngineSlot, arrive("127.0.0.1"))
     with socket.socket() as other:
         with pytest.raises(OSError) as raised:
             other.bind((place.address, place.port))
         assert raised.value.errno == errno.EADDRINUSE
     with zmq.Context() as context, context.socket(zmq.ROUTER) as rank_0:
         rank_0.bind(f"tcp://{place.address}:{place.port}")
-    assert unpacked(EngineSlot, arrive("127.0.0.1")).port != place.port, "the place of another call"
+    assert unpack(EngineSlot, arrive("127.0.0.1")).port != place.port, "the place of another call"
     _release_port()
 
 
