@@ -366,7 +366,7 @@ class WorkerSet:
         count = self.supervisor.restarted[rank]
         self.console.events.add("rank_restart", rank=rank, why=reason, number=count)
         self.console.show(f"{self.describe(rank)} is started again alone ({count}): {reason}")
-        self.store.servers.begins_again(rank, count)
+        self.store.servers.restarted(rank, count)
         if self.options.program.kind != "command":
             self.progress.expect(rank, self.watch.now())
         self.handle_all(self.workers.restart_rank(rank, count))

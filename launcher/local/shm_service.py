@@ -148,7 +148,7 @@ class ShmService:
         if self._unavailable_reason:
             return f"unix sockets{between}", f"transport zmq: {self._unavailable_reason}{between}"
         if 0 in self._fd_servers:
-            shm, reason = self._fd_servers[0].prepare(self._generation)
+            shm, reason = self._fd_servers[0].segment_of(self._generation)
         else:
             shm, reason = self.make(0, self._generation)
         if shm is None:

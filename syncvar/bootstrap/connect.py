@@ -1,6 +1,4 @@
-"""Connects a process to its job.
-
-From its environment variables to a context with sockets and shared memory.
+"""Connect a process to its job: from environment variables to sockets and shared memory.
 
 `process` calls `connect` at `sv.init` or at the first call that needs the job.
 """
@@ -15,15 +13,12 @@ import numpy as np
 
 from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.job_private import job_secret, keys_of
-from syncvar.bootstrap.launch_env.detection import (
-    launcher_info,
-    unknown_identity_reason,
-)
+from syncvar.bootstrap.launch_env.detection import launcher_info, unknown_identity_reason
 from syncvar.core.environment import environment_of, wants_world_of_one
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.exit_status import error_exit_code, is_interactive
 from syncvar.core.fork_cleanup import hook_exceptions
-from syncvar.core.settings import log_at
+from syncvar.core.settings import RuntimeConfig, doubtful_variables, log_at
 from syncvar.shm.segment import SharedSegment
 
 if TYPE_CHECKING:
@@ -36,7 +31,6 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.fork_cleanup import ExceptionHook
-    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.base import Transport
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi_transport import Fabric
@@ -52,8 +46,6 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     Raise RendezvousError if not all ranks came in time, ConfigError if the environment or a setting
     is wrong, and UsageError in a server or a process that is no rank.
     """
-    from syncvar.core.settings import RuntimeConfig, doubtful_variables
-
     environment = environment_of(environ, alone=alone)
     if environment is not None and environment.role == "server":
         raise UsageError(
@@ -68,7 +60,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         )
     config = RuntimeConfig.from_mapping(environ).consistent()
     log_at(config.log_level)
-    # rank whose process runs the rendezvous; None for the launcher
+    # Rank whose process runs the rendezvous; None for the launcher.
     keeper = 0 if environment is None else None
     if environment is None:  # syncvar-launch has warned already, and translates exit codes
         _give_exit_codes()
@@ -106,7 +98,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
 def _launcher_identity(
     config: RuntimeConfig, environ: Mapping[str, str]
 ) -> tuple[LaunchInfo | None, MpiStore | None]:
-    """Return what MPI or another launcher says about this process, and MPI's key-value store."""
+    """Return the identity that MPI or another launcher gives this process; and MPI's store."""
     if config.uses_mpi:
         from syncvar.bootstrap.kv_store import join
 

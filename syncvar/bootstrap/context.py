@@ -53,8 +53,8 @@ _WORLD = 0
 _WORLD_OF_ONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
-# A rank that joins again may still receive news of its last generation.
-_OF_THE_LAST = ("leave_notice", "decision")
+# Messages of the last generation that a rank may still receive when it joins again.
+_OF_LAST_GENERATION = ("leave_notice", "decision")
 
 
 def join_handshake(
@@ -115,7 +115,7 @@ def join_handshake(
                 "while the ranks met",
                 status=next(iter(message["status"]), None),
             )
-        elif message["kind"] not in _OF_THE_LAST:
+        elif message["kind"] not in _OF_LAST_GENERATION:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
 
 
@@ -245,7 +245,7 @@ class ProcessContext:
                 self.post = EndpointTable(
                     RingTable(self._channels), self.engine, config.window_bytes
                 )
-            # also outside of the ring, which forgets old entries
+            # Also outside of the ring, which drops old entries.
             self.recorder.transport = self.transport
             self.recorder.note("joined", self.transport)
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
@@ -257,8 +257,8 @@ class ProcessContext:
         if self.hosts.ranks(self.host_index) != self.local_ranks:
             raise RendezvousError(
                 f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its "
-                f"environment, and {rank_list(self.hosts.ranks(self.host_index))} by what the "
-                "others say"
+                f"environment, and {rank_list(self.hosts.ranks(self.host_index))} by those of the "
+                "other ranks"
             )
         missing = {self.hosts.host_of(rank) for rank in answer["without_shm"]}
         self._have_shm = frozenset(range(len(self.hosts.sizes))) - missing

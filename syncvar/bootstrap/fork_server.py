@@ -1,6 +1,4 @@
-"""The process that workers are forked from.
-
-`fork_server script.py …` or `… -m module …`, as `worker_main`.
+"""The process that workers are forked from; it has the arguments of `worker_main`.
 
 The launcher may start it before it knows the job; the first message has the variables and
 arguments. The server imports NumPy and syncvar once (`preloaded_imports`) and reports whether it
@@ -59,7 +57,7 @@ def main() -> None:
     end = socket.socket(fileno=int(os.environ.pop(_FORK_FD)))
     _await_order(end)
     shared: dict[str, Any] = {}
-    atexit.register(_leave_whole, shared)  # registered first, so it runs last
+    atexit.register(_keep_modules, shared)  # registered first, so it runs last
     worker_main.add_folder(sys.argv[1:])  # so that this imports the same modules as the script
     gc.disable()  # imports create hardly any garbage
     try:
@@ -122,8 +120,8 @@ def _foreign_threads() -> str:
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
     """Fork on request; return only in a worker, with a pipe whose byte says that it may begin."""
-    led, leads = os.pipe2(os.O_CLOEXEC)
-    begin, begins = os.pipe2(os.O_CLOEXEC)
+    lead_read, lead_write = os.pipe2(os.O_CLOEXEC)
+    begin_read, begin_write = os.pipe2(os.O_CLOEXEC)
     count = 0
     while True:
         data, descriptors, _, _ = socket.recv_fds(end, _REQUEST_MAX, _DESCRIPTORS_MAX)
@@ -131,12 +129,11 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
             os._exit(0)
         request = msgpack.unpackb(data, unicode_errors="surrogateescape")
         answer: dict[str, Any] = {}
-        # All workers are forked. Each first becomes the leader of its session, by which the
-        # launcher knows it.
-        if not request:
-            os.close(leads)
-            os.read(led, 1)
-            os.write(begins, b"." * count)
+        if not request:  # all workers are forked
+            # The launcher knows a worker by its session: wait until each leads one.
+            os.close(lead_write)
+            os.read(lead_read, 1)
+            os.write(begin_write, b"." * count)
         else:
             try:
                 pid = os.fork()
@@ -145,9 +142,9 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
             else:
                 if pid == 0:
                     os.setsid()
-                    for descriptor in (led, leads, begins):
+                    for descriptor in (lead_read, lead_write, begin_write):
                         os.close(descriptor)
-                    return request, list(descriptors), begin
+                    return request, list(descriptors), begin_read
                 answer["pid"] = pid
                 count += 1
             for descriptor in descriptors:
@@ -190,7 +187,7 @@ def _open_stream(name: str) -> None:
         setattr(sys, attribute, wrapper)
 
 
-def _leave_whole(shared: dict[str, Any]) -> None:
+def _keep_modules(shared: dict[str, Any]) -> None:
     """Remove preloaded modules from `sys.modules`: the interpreter would clear them at its end.
 
     Their memory is shared with other workers; clearing would copy nearly all of it. The script and

@@ -1,4 +1,4 @@
-"""What only the processes of a job can reach: its private directory, and its secret.
+"""The private directory and the secret of a job, which only its processes can reach.
 
 The directory has a random name and mode 0700. It is locked while the job lives, and removed when
 stale. The secret comes from an inherited descriptor, a file or a variable.

@@ -68,14 +68,14 @@ class KeyValueStore:
         return info
 
     def put(self, key: str, text: str) -> None:
-        """Put an entry that all ranks can read after the next `turn`."""
+        """Put an entry that all ranks can read after the next `fence`."""
         raise NotImplementedError
 
     def read(self, key: str, owner: str) -> str:
         """Return an entry once it is there; `owner` names the rank that puts it, for messages."""
         raise NotImplementedError
 
-    def turn(self) -> None:
+    def fence(self) -> None:
         """Wait until all ranks have put their entries."""
 
     def done(self) -> None:
@@ -86,7 +86,7 @@ class KeyValueStore:
 
 
 class FolderStore(KeyValueStore):
-    """Entries as files in a private folder. Readers wait for a file, so there are no turns."""
+    """Entries as files in a private folder. Readers wait for a file, so there are no fences."""
 
     def __init__(self, environ: Mapping[str, str], run: str, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s
@@ -119,7 +119,7 @@ class FolderStore(KeyValueStore):
                     return file.read(_ENTRY_MAX).decode("ascii", "replace")
             if time.monotonic() > self._until:
                 raise RendezvousError(
-                    f"{owner} has put nothing down in {self._path} for {self._timeout_s:g} s; do "
+                    f"{owner} has written nothing to {self._path} for {self._timeout_s:g} s; do "
                     f"all ranks run, and do all hosts have this folder? {_VARIABLE} names "
                     "another; or set MASTER_ADDR and MASTER_PORT to a free port of rank 0's "
                     "host, and SYNCVAR_KEY_FILE"
@@ -164,12 +164,12 @@ class ProcessManager(KeyValueStore):
             f"put kvsname={self.name} key=syncvar-{key} value={text.encode().hex()}", "put_result"
         )
 
-    def turn(self) -> None:
+    def fence(self) -> None:
         """Wait until all ranks have come here."""
         self._ask("barrier_in", "barrier_out")
 
     def read(self, key: str, owner: str) -> str:
-        """Return an entry that was put before the last turn."""
+        """Return an entry that was put before the last fence."""
         try:
             return bytes.fromhex(
                 self._ask(f"get kvsname={self.name} key=syncvar-{key}", "get_result")["value"]
@@ -207,7 +207,7 @@ class ProcessManager(KeyValueStore):
             answer = self._line(until)
         except OSError as error:
             raise RendezvousError(
-                f"the process manager (PMI_FD={self._descriptor}) is not to be spoken to: "
+                f"the process manager (PMI_FD={self._descriptor}) cannot be reached: "
                 f"{error.strerror}"
             ) from error
         fields = dict(part.partition("=")[::2] for part in answer.split())
@@ -230,7 +230,8 @@ class ProcessManager(KeyValueStore):
             more = os.read(self._descriptor, _LINE_MAX)
             if not more or len(self._rest) > _LINE_MAX:
                 raise RendezvousError(
-                    f"the process manager (PMI_FD={self._descriptor}) is gone, or not understood"
+                    f"the process manager (PMI_FD={self._descriptor}) has ended, or its answer is "
+                    "invalid"
                 )
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
@@ -251,7 +252,7 @@ def _is_mpi_in_use() -> bool:
 
 
 class MpiStore(KeyValueStore):
-    """Key-value entries that MPI collectives exchange; all ranks take part in each turn."""
+    """Key-value entries that MPI collectives exchange; all ranks take part in each fence."""
 
     info: LaunchInfo  # identity of this process, by MPI
 
@@ -266,14 +267,14 @@ class MpiStore(KeyValueStore):
         """Put an entry."""
         self._own[key] = text
 
-    def turn(self) -> None:
+    def fence(self) -> None:
         """Exchange the entries of all ranks."""
-        for kv_store in self.exchange(self._own):
-            self._all |= kv_store
+        for entries in self.exchange(self._own):
+            self._all |= entries
         self._own = {}
 
     def read(self, key: str, owner: str) -> str:
-        """Return an entry that was put before the last turn."""
+        """Return an entry that was put before the last fence."""
         if key not in self._all:
             raise RendezvousError(f"{owner} has put no entry {key!r}, by MPI")
         return self._all[key]
@@ -284,7 +285,7 @@ class MpiStore(KeyValueStore):
         own_bytes = json.dumps(own).encode().ljust(_RECORD_NBYTES)
         found = bytearray(_RECORD_NBYTES * comm.size)
         request = comm.Iallgather([own_bytes, byte], [found, byte])
-        failure = f"process {comm.rank} of MPI waited {self._timeout_s:g} s to hear of all"
+        failure = f"process {comm.rank} of MPI waited {self._timeout_s:g} s for the entries of all"
         _await(request, self._until, f"{failure} {comm.size} of them")
         starts = range(0, len(found), _RECORD_NBYTES)
         return [json.loads(found[start : start + _RECORD_NBYTES]) for start in starts]

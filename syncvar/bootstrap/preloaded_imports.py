@@ -70,7 +70,7 @@ class Preloaded:
             # restores all, would otherwise execute the module again.
             module.__spec__ = spec = copy.copy(module.__spec__)
             assert spec is not None
-            spec.loader = _Again(self, module, spec.loader)  # type: ignore[assignment]  # it has what the protocol asks
+            spec.loader = _LoaderOfLoaded(self, module, spec.loader)  # type: ignore[assignment]  # it has what the protocol asks
             parent, _, child = name.rpartition(".")
             if parent and parent not in self._modules:
                 self._attributes.append((sys.modules[parent], child, module))
@@ -93,11 +93,11 @@ class Preloaded:
             return None
         if sys.path != self._path:
             self._path = list(sys.path)
-            self._let_go()
+            self._drop_moved()
         module = self._modules.get(name)
         return None if module is None else module.__spec__
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Restore the modules in `sys.modules`, and update what a fresh import would have read."""
         with self._lock:
             if self not in sys.meta_path:
@@ -131,8 +131,8 @@ class Preloaded:
                 stacklevel=4,
             )
 
-    def _let_go(self) -> None:
-        """Forget modules that `sys.path` no longer leads to, and users; NumPy loads only once."""
+    def _drop_moved(self) -> None:
+        """Drop all modules if one has moved; NumPy stays unless it has moved itself."""
         modules = self._modules.items()
         moved = {name for name, module in modules if "." not in name and _is_moved(name, module)}
         if moved:
@@ -143,7 +143,7 @@ class Preloaded:
             }
 
 
-class _Again:
+class _LoaderOfLoaded:
     """Loader of a loaded module; other attributes are those of the original loader."""
 
     def __init__(self, preloaded: Preloaded, module: ModuleType, first: Any) -> None:
@@ -152,7 +152,7 @@ class _Again:
         self._first = first
 
     def create_module(self, _spec: object) -> ModuleType:
-        self._preloaded.bring_back()
+        self._preloaded.restore()
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:

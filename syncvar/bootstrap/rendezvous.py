@@ -47,18 +47,18 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.settings import RuntimeConfig
 
-_log = logging.getLogger("syncvar")
-_met: dict[LaunchInfo, Met] = {}  # kept, because a process joins again after `shutdown`
-_hosts: list[HostService] = []
-
 READY = "ready"  # file in the private folder that says that the services are up
 _PAUSE_S = 0.02
 _LOOK_MS = 200
 _ENDED = "its process ended without leaving"
 
+_log = logging.getLogger("syncvar")
+_identities: dict[LaunchInfo, JobIdentity] = {}  # a process joins again after `shutdown`
+_hosts: list[HostService] = []
+
 
 class HostService:
-    """The services of a host's first rank: shared memory and, on rank 0, the rendezvous (`store`).
+    """The services of a host's first rank: shared memory and, on rank 0, the rendezvous (`server`).
 
     They run in a thread until `end`, which also runs when the process ends. The system may choose
     the port of `endpoint`. Rank 0 removes `kv_store` when all ranks have come.
@@ -82,9 +82,9 @@ class HostService:
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._watched: set[int] = set()
         self._ends = threading.Event()
-        self._handing: FdServer | None = None
+        self._fd_server: FdServer | None = None
         self._thread: threading.Thread | None = None
-        self.store: RendezvousServer | None = None
+        self.server: RendezvousServer | None = None
         umask = os.umask(0o077)
         try:
             if info.rank == 0:
@@ -92,9 +92,9 @@ class HostService:
 
                 is_open = secret is None or config.encryption == "off"
                 keys = None if secret is None or is_open else link_keys(secret, job_id)
-                self.store = RendezvousServer(endpoint, info.world_size, job_id, config, keys=keys)
+                self.server = RendezvousServer(endpoint, info.world_size, job_id, config, keys=keys)
             if info.local_world_size > 1 and config.shares_memory:
-                self._handing = FdServer(
+                self._fd_server = FdServer(
                     fd_socket_path(str(directory.path)), job_id, info.local_world_size, self._make
                 )
         except BaseException:
@@ -104,8 +104,10 @@ class HostService:
             os.umask(umask)
         # Without services there is no thread: polling nothing would not wait, and take the GIL
         # from calls.
-        if self.store is not None or self._handing is not None:
-            self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
+        if self.server is not None or self._fd_server is not None:
+            self._thread = threading.Thread(
+                target=self._serve, name="syncvar-rendezvous", daemon=True
+            )
             self._thread.start()
         (directory.path / READY).touch()
         register_exit(self.end)  # registered before the context's, so it runs after it
@@ -117,20 +119,20 @@ class HostService:
         """
         if os.getpid() != self._process:
             return
-        if self.store is not None:
+        if self.server is not None:
             if patience_s is None:
                 patience_s = 0.0 if is_failing() else self._config.rendezvous_timeout_s
             until = time.monotonic() + patience_s
-            while time.monotonic() < until and self._others(self.store):
+            while time.monotonic() < until and self._others(self.server):
                 time.sleep(_PAUSE_S)
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
         self._close()
 
-    def _others(self, store: RendezvousServer) -> set[int]:
+    def _others(self, server: RendezvousServer) -> set[int]:
         """Return the other ranks that have joined, and have neither left nor failed."""
-        coordinator = store.coordinator
+        coordinator = server.coordinator
         return (
             set(coordinator.handshake.members)
             - {self._info.rank}
@@ -140,29 +142,29 @@ class HostService:
         )
 
     def _serve(self) -> None:
-        store, handing = self.store, self._handing
+        server, fd_server = self.server, self._fd_server
         while not self._ends.is_set():
             poller = zmq.Poller()
-            if store is not None:
-                poller.register(store.socket, zmq.POLLIN)
-            handed = handing.descriptors() if handing is not None else []
-            for descriptor in (*handed, *self._pidfds):
+            if server is not None:
+                poller.register(server.socket, zmq.POLLIN)
+            fd_sockets = fd_server.descriptors() if fd_server is not None else []
+            for descriptor in (*fd_sockets, *self._pidfds):
                 poller.register(descriptor, zmq.POLLIN)
             ready = [item for item, _ in poller.poll(_LOOK_MS)]
-            if store is not None:
+            if server is not None:
                 self._serve_rendezvous(
-                    store, [item for item in ready if item in self._pidfds], time.monotonic()
+                    server, [item for item in ready if item in self._pidfds], time.monotonic()
                 )
-            if handing is not None:
+            if fd_server is not None:
                 for item in ready:
-                    if isinstance(item, int) and item in handed:
-                        handing.readable(item)
-                _warn(handing.take_messages())
+                    if isinstance(item, int) and item in fd_sockets:
+                        fd_server.readable(item)
+                _warn(fd_server.take_messages())
 
-    def _serve_rendezvous(self, store: RendezvousServer, ended: list[int], now: float) -> None:
+    def _serve_rendezvous(self, server: RendezvousServer, ended: list[int], now: float) -> None:
         """Handle messages of the rendezvous and ended processes; `ended` are descriptors."""
-        store.serve(now)
-        coordinator = store.coordinator
+        server.serve(now)
+        coordinator = server.coordinator
         for rank, member in coordinator.handshake.members.items():
             is_other = member.host_index == self._info.host_index and rank != self._info.rank
             if is_other and member.pid not in self._watched:  # no launcher watches them
@@ -176,22 +178,22 @@ class HostService:
             self._kv_store.remove()
             self._kv_store = None
         # No link reports these during the handshake, or after this rank has left.
-        for rank, reason in store.take_lost(now).items():
+        for rank, reason in server.take_lost(now).items():
             is_member = rank in coordinator.handshake.members and rank not in coordinator.left
             if rank != self._info.rank and (
                 is_member or rank in coordinator.next_handshake.members
             ):
-                store.ended(rank, reason, now)
+                server.ended(rank, reason, now)
         for descriptor in ended:
             rank = self._pidfds.pop(descriptor)
             os.close(descriptor)
             if rank not in coordinator.left:
-                if self._handing is not None:
-                    self._handing.abort()
-                store.ended(rank, _ENDED, now)
-        if coordinator.broken_by is not None and self._handing is not None:
-            self._handing.abort(coordinator.handshake.generation)
-        _warn(store.take_messages())
+                if self._fd_server is not None:
+                    self._fd_server.abort()
+                server.ended(rank, _ENDED, now)
+        if coordinator.broken_by is not None and self._fd_server is not None:
+            self._fd_server.abort(coordinator.handshake.generation)
+        _warn(server.take_messages())
 
     def _make(self, generation: int) -> tuple[CreatedSegment | None, str]:
         reason = unsupported_machine(os.uname().machine)
@@ -203,15 +205,15 @@ class HostService:
         return create(self._config.shm_bytes, size, cores, generation, folder, host)
 
     def _close(self) -> None:
-        if self.store is not None:
+        if self.server is not None:
             linger_s = 0.0
             # Inform them before the server closes.
-            if self._ends.is_set() and self._others(self.store):
-                self.store.ended(self._info.rank, exit_error_text() or _ENDED, time.monotonic())
+            if self._ends.is_set() and self._others(self.server):
+                self.server.ended(self._info.rank, exit_error_text() or _ENDED, time.monotonic())
                 linger_s = self._config.shutdown_timeout_s
-            self.store.close(linger_s)
-        if self._handing is not None:
-            self._handing.close()
+            self.server.close(linger_s)
+        if self._fd_server is not None:
+            self._fd_server.close()
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds.clear()
@@ -225,8 +227,8 @@ def _warn(sentences: list[str]) -> None:
         _log.warning("%s", sentence)
 
 
-class Met(NamedTuple):
-    """The variables that syncvar-launch would have set, and the secret of the job, if any."""
+class JobIdentity(NamedTuple):
+    """The identity that syncvar-launch would have set, and the secret of the job, if any."""
 
     environment: RankEnvironment
     secret: bytes | None
@@ -238,7 +240,7 @@ def meet(
     environ: Mapping[str, str],
     secret: bytes | None,
     kv_store: KeyValueStore | None = None,
-) -> Met:
+) -> JobIdentity:
     """Return the identity of this process; start the services that syncvar-launch would provide.
 
     `environ` is read for XDG_RUNTIME_DIR, TMPDIR and HOME. `secret` is that of the user, if any.
@@ -248,14 +250,14 @@ def meet(
         ConfigError: Several hosts have no secret, or another job has the same variables.
         RendezvousError: Rank 0 cannot listen, or the first rank of this host does not come.
     """
-    if info not in _met:
-        _met[info] = _Rendezvous(info, config, environ, secret, kv_store).meet()
-    return _met[info]
+    if info not in _identities:
+        _identities[info] = _Rendezvous(info, config, environ, secret, kv_store).meet()
+    return _identities[info]
 
 
 def leave(patience_s: float) -> None:
     """End the services of this process now, instead of at its end; `patience_s` as for `end`."""
-    _met.clear()
+    _identities.clear()
     while _hosts:
         host = _hosts.pop()
         unregister_exit(host.end)
@@ -280,7 +282,7 @@ class _Rendezvous:
         self.kv_store = kv_store
         self.name = environ.get("SLURMD_NODENAME") or socket.gethostname()
 
-    def meet(self) -> Met:
+    def meet(self) -> JobIdentity:
         info = self.info
         if info.way == PMI and (info.host_count != 1 or not info.run):
             self.kv_store = ProcessManager(self.environ, self.config.rendezvous_timeout_s)
@@ -292,9 +294,9 @@ class _Rendezvous:
             return self._begin("")
         if info.rank == 0 and self.config.exposure_warning:
             _log.warning("%s", self.config.exposure_warning)
-        return self._meet_at_address() if is_addressed else self._meet_by_cards()
+        return self._meet_at_address() if is_addressed else self._meet_by_kv_store()
 
-    def _meet_at_address(self) -> Met:
+    def _meet_at_address(self) -> JobIdentity:
         info = self.info
         if self.secret is None and self.config.encryption != "off":
             raise ConfigError(
@@ -311,22 +313,22 @@ class _Rendezvous:
             tcp_endpoint(resolve_host(info.address, self.config.rendezvous_timeout_s), port)
         )
 
-    def _meet_by_cards(self) -> Met:
+    def _meet_by_kv_store(self) -> JobIdentity:
         info = self.info
         kv_store = self.kv_store or FolderStore(
             self.environ, info.run, self.config.rendezvous_timeout_s
         )
         if info.local_rank == 0:
             kv_store.put(f"host-{info.rank}", f"{info.local_world_size} {self.name}")
-        kv_store.turn()
+        kv_store.fence()
         names = self._walk(kv_store)
         if info.rank:
-            kv_store.turn()
+            kv_store.fence()
             endpoint, nonce, text = kv_store.read("meet", "rank 0").split(" ")
             if text == "given" and self.secret is None:
                 raise ConfigError(
-                    "rank 0 was given a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank "
-                    "was not: give all ranks the same"
+                    "rank 0 has a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank has "
+                    "none: give all ranks the same"
                 )
             kv_store.done()
             if text not in ("given", "none"):
@@ -343,11 +345,11 @@ class _Rendezvous:
         else:
             address = address_towards_any(names)
         self._agree(address, nonce)
-        met = self._begin(tcp_endpoint(address, "*"), kv_store)
-        kv_store.put("meet", f"{met.environment.rendezvous} {nonce} {text}")
-        kv_store.turn()
+        identity = self._begin(tcp_endpoint(address, "*"), kv_store)
+        kv_store.put("meet", f"{identity.environment.rendezvous} {nonce} {text}")
+        kv_store.fence()
         kv_store.done()
-        return met
+        return identity
 
     def _walk(self, kv_store: KeyValueStore) -> list[str]:
         """Read the entries of all hosts; set this host's index and return the others' names."""
@@ -375,7 +377,7 @@ class _Rendezvous:
         """Add rank 0's address, and its nonce, which distinguishes this run from earlier ones."""
         self.info = self.info._replace(address=address, run=f"{self.info.run} {nonce}")
 
-    def _begin(self, endpoint: str, kv_store: KeyValueStore | None = None) -> Met:
+    def _begin(self, endpoint: str, kv_store: KeyValueStore | None = None) -> JobIdentity:
         """Start the services on the first rank of a host; on other ranks, wait for them.
 
         `endpoint` is the address of the rendezvous server, empty on one host.
@@ -391,7 +393,7 @@ class _Rendezvous:
             host = HostService(directory, info, endpoint, self.config, job_id, secret, kv_store)
             _hosts.append(host)
             path = directory.path
-            endpoint = endpoint if host.store is None else host.store.endpoint
+            endpoint = endpoint if host.server is None else host.server.endpoint
         else:
             path = self._await_directory(name)
             endpoint = endpoint or f"ipc://{path}/store"
@@ -410,7 +412,7 @@ class _Rendezvous:
             host_address="" if info.host_count == 1 else self._own_address(),
             restarts=info.restarts,
         )
-        return Met(environment, secret)
+        return JobIdentity(environment, secret)
 
     def _own_address(self) -> str:
         """Return the address of this host on the route to rank 0."""
@@ -419,7 +421,7 @@ class _Rendezvous:
             return address_towards(address, self.info.port)
         except OSError as error:
             raise RendezvousError(
-                f"there is no way to rank 0 at {self.info.address}: {error}"
+                f"there is no route to rank 0 at {self.info.address}: {error}"
             ) from error
 
     def _await_directory(self, name: str) -> Path:

@@ -36,11 +36,12 @@ class RendezvousServer:
     """Rendezvous and control channels of one job.
 
     Attributes:
-        stalls: Those of the messages to show that report a long wait.
         endpoint: Address with the real port.
+        messages: Messages to show.
+        stalls: Those of them that report a long wait.
         seen: Returns the visible state of a rank's process, for instance ", CPU busy".
         servers: Locations of the parameter servers; `serve` publishes changes.
-        location: Returns the program line of an unresponsive rank, for instance "in user code,
+        place: Returns the program line of an unresponsive rank, for instance "in user code,
             train.py:49".
         absent: Returns what ranks do that have not joined while others wait for them.
     """
@@ -192,12 +193,12 @@ class RendezvousServer:
     def _handle_servers(self, peer: bytes, message: Message) -> None:
         """Handle a message of a server, or a request for the list of servers."""
         if message["kind"] == "holds":
-            self.servers.holds(message)
+            self.servers.add_replica(message)
             return
         if message["kind"] not in ("serve", "find_servers"):
-            raise WireError(f"{message['kind']!r} came where servers are asked for")
+            raise WireError(f"{message['kind']!r} is no message about servers")
         refused = self.servers.refusal(message) or (
-            self.servers.serves(message) if message["kind"] == "serve" else ""
+            self.servers.add_server(message) if message["kind"] == "serve" else ""
         )
         if refused:
             self._refuse(peer, refused)
@@ -229,9 +230,9 @@ class RendezvousServer:
                     f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
                 )
                 self.coordinator.stalls.record_silent(action.rank, words)
-                location = self.place(action.rank)
+                place = self.place(action.rank)
                 text = f"rank {action.rank}: {words}"
-                self.messages.append(f"{text}, {location}" if location else text)
+                self.messages.append(f"{text}, {place}" if place else text)
             elif isinstance(action, AbortJob):
                 reason = self._with_absent(action.reason, action.absent)
                 self.failure = self.failure or action._replace(reason=reason)

@@ -1,8 +1,7 @@
 """Entry point of every process of a job.
 
-`python …/worker_entry.py syncvar.bootstrap.worker_main script.py …`.
-
-It runs by its path, so that every process imports the launcher's package. `python -m` would search
+The command is `python …/worker_entry.py syncvar.bootstrap.worker_main script.py …`. It names this
+file by its path, so that every process imports the launcher's package. `python -m` would search
 the working directory first. Neither that nor PYTHONPATH can replace the package, because this
 module puts it into `sys.modules`.
 """

@@ -1,6 +1,4 @@
-"""Main program of a worker.
-
-`worker_entry.py syncvar.bootstrap.worker_main script.py …` or `… -m module …`.
+"""Main program of a worker; its arguments are `script.py …` or `-m module …`.
 
 It runs the user's script as `__main__`, and reports to the launcher how the script ended: normally,
 by an exception (with its traceback), or by exit. The script itself joins the job when it first uses
@@ -56,8 +54,8 @@ def main() -> None:
 
 def work(run: Callable[[list[str]], None] | None = None) -> None:
     """Run the script or module of the arguments; its folder is on the path already."""
-    word = StatusPipe(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
-    set_status_pipe(word)
+    pipe = StatusPipe(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
+    set_status_pipe(pipe)
     process = os.getpid()
     claim_rank(os.environ)
     enable_fault_handler()
@@ -67,27 +65,27 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     if threading.current_thread() is threading.main_thread():
         handle_signal(signal.SIGTERM, _terminate)
         directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
-        if word.is_open and directory:
+        if pipe.is_open and directory:
             with contextlib.suppress(OSError):  # then the launcher cannot request its stack
                 rank = int(os.environ["SYNCVAR_RANK"])
                 stack_dump.answer_signals(
                     stack_dump.stack_path(directory, rank if run is None else server_number(rank))
                 )
-    word.announce_start()
+    pipe.announce_start()
     # Registered first, so it runs last, after the user's handlers and shutdown.
-    register_exit(word.announce_end)
+    register_exit(pipe.announce_end)
     try:
         _settled(run or _run)
     except SystemExit as request:
         if os.getpid() == process:
             failure = failure_of(request)
-            _let_go(f"SystemExit: {failure.message}", request)
+            _abandon_job(f"SystemExit: {failure.message}", request)
             message, text, written = (
                 failure.message,
                 failure.text,
                 failure.text and f"{failure.text}\n",
             )
-            word.failed("SystemExit", message, text, failure.exit_code, written=written)
+            pipe.failed("SystemExit", message, text, failure.exit_code, written=written)
             if isinstance(request.code, int) and failure.text:
                 sys.stderr.write(written)
                 raise SystemExit(failure.exit_code) from None
@@ -95,7 +93,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     except BaseException as error:  # noqa: BLE001  (the last frame that sees it)
         if os.getpid() != process:
             raise
-        _fail(word, error)
+        _fail(pipe, error)
 
 
 def _settled(run: Callable[[list[str]], None]) -> None:
@@ -185,11 +183,11 @@ def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _let_go(reason: str, error: BaseException) -> None:
-    joining = sys.modules.get("syncvar.bootstrap.process")
-    if joining is not None:
+def _abandon_job(reason: str, error: BaseException) -> None:
+    process = sys.modules.get("syncvar.bootstrap.process")
+    if process is not None:
         try:
-            joining.abandon(reason, stack_dump.frames_before(error.__traceback__))
+            process.abandon(reason, stack_dump.frames_before(error.__traceback__))
         except Exception as another:  # noqa: BLE001  (the script's own failure is what matters now)
             sys.stderr.write(f"syncvar: leaving the job failed: {another}\n")
 
@@ -227,15 +225,15 @@ def failure_of(error: BaseException) -> WorkerFailure:
     return WorkerFailure(name, _message(error), text, brief, code)
 
 
-def _fail(word: StatusPipe, error: BaseException) -> NoReturn:
+def _fail(pipe: StatusPipe, error: BaseException) -> NoReturn:
     name, message, text, brief, code = failure_of(error)
     written = text
     if sys.excepthook is not sys.__excepthook__:
         written = ""  # the script's own hook writes something unknown
     elif _is_ours(error) and name in _CONSEQUENCES:
         written = f"{name}: {message}\n"  # every surviving rank has the same traceback
-    word.failed(name, message, text, code, brief=brief, written=written)
-    _let_go(f"uncaught {name}: {message}"[:2000], error)
+    pipe.failed(name, message, text, code, brief=brief, written=written)
+    _abandon_job(f"uncaught {name}: {message}"[:2000], error)
     if sys.excepthook is not sys.__excepthook__:
         _call_hook(error)
     else:

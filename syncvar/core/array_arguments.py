@@ -20,6 +20,23 @@ if TYPE_CHECKING:
 
 NUMBERS = (bool, int, float, complex, np.generic)
 
+_NO_INPUT = (
+    "write np.zeros(shape) on a rank that has no input. If the gradient of a PyTorch parameter is "
+    "None, write p.grad = torch.zeros_like(p), or leave out parameters whose p.requires_grad is "
+    "False, on all ranks"
+)
+_AS_OBJECTS = "texts travel as objects, sv.broadcast_object(x.tolist()) for instance"
+# By dtype.kind: replacement for an array whose dtype cannot be communicated.
+_REMEDIES = {
+    "c": "x.astype('complex128'), for instance",
+    "U": _AS_OBJECTS,
+    "S": _AS_OBJECTS,
+    "M": "x.astype('int64') sends dates as integers of their unit",
+    "m": "x.astype('int64') sends durations as integers of their unit",
+    "T": _AS_OBJECTS,
+    "V": "send each field, x['name'], in a dict of arrays",
+}
+
 
 def as_array(value: Any, argument: str = "the value") -> NDArray[Any]:
     """Return `value` as a NumPy array in native byte order, without a copy if possible.
@@ -61,24 +78,6 @@ def _refuse_other_types(value: Any, argument: str) -> None:
             f"{argument} is a masked array, and syncvar would lose its mask: pass x.filled(0), or "
             f"another neutral value"
         )
-
-
-_NO_INPUT = (
-    "write np.zeros(shape) on a rank that has no input. If the gradient of a PyTorch parameter is "
-    "None, write p.grad = torch.zeros_like(p), or leave out parameters whose p.requires_grad is "
-    "False, on all ranks"
-)
-_AS_OBJECTS = "texts travel as objects, sv.broadcast_object(x.tolist()) for instance"
-# By dtype.kind: replacement for an array whose dtype cannot be communicated.
-_REMEDIES = {
-    "c": "x.astype('complex128'), for instance",
-    "U": _AS_OBJECTS,
-    "S": _AS_OBJECTS,
-    "M": "x.astype('int64') sends dates as integers of their unit",
-    "m": "x.astype('int64') sends durations as integers of their unit",
-    "T": _AS_OBJECTS,
-    "V": "send each field, x['name'], in a dict of arrays",
-}
 
 
 @lru_cache(maxsize=256)

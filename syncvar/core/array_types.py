@@ -26,6 +26,7 @@ DTYPE_NAMES = (
     *("float16", "float32", "float64", "complex64", "complex128", "bfloat16"),
 )
 _INDEX = {name: index for index, name in enumerate(DTYPE_NAMES)}
+_HOST_MEMORY = (1, 3, 11, 13)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged
 
 
 @lru_cache(maxsize=64)
@@ -201,7 +202,6 @@ def _refuse_device(value: Any, kind: str | None) -> None:
         )
 
 
-_HOST_MEMORY = (1, 3, 11, 13)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged
 _TORCH = Library("torch", _take_from_torch, _give_to_torch, _wrote_to_torch)
 _JAX = Library("jax", _take_by_dlpack, _give_to_jax, lambda _: None)
 NAMED = (_TORCH, _JAX)

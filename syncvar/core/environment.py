@@ -1,8 +1,8 @@
-"""A process's place in its job: environment variables, hosts of all ranks, and who is the rank.
+"""A process's place in its job: its environment variables, and the hosts of all ranks.
 
 `RankEnvironment.from_mapping` is the only reader and `to_mapping` the only writer, so both sides
 agree. Runtime settings are in `syncvar.core.settings`. Programs that a rank starts inherit its
-variables, but are not the rank (`environment_of`).
+variables but are no ranks (`environment_of`).
 """
 
 from __future__ import annotations

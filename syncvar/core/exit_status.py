@@ -48,7 +48,7 @@ class Severity(IntEnum):
     CONSEQUENCE = 2
 
 
-_OF_ERRORS = {
+_ERROR_CODES = {
     "PeerLost": INTERNAL,
     "GroupBroken": INTERNAL,
     "DeadlineExceeded": INTERNAL,
@@ -61,25 +61,25 @@ _OF_ERRORS = {
     "HandshakeError": MISMATCH,
 }
 
-_WEIGHTS = {
+_SEVERITIES = {
     "DeadlineExceeded": Severity.DISAGREEMENT,
     "MismatchError": Severity.DISAGREEMENT,
     "RendezvousError": Severity.DISAGREEMENT,
     "PeerLost": Severity.CONSEQUENCE,
     "GroupBroken": Severity.CONSEQUENCE,
 }
-ERRORS_ABOUT_OTHERS = tuple(_WEIGHTS)  # names of errors that are about other ranks
+ERRORS_ABOUT_OTHERS = tuple(_SEVERITIES)  # names of errors that are about other ranks
 
 
 def severity_of(error: str) -> Severity:
     """Return how likely an exception, by its name, is the cause of other failures."""
-    return _WEIGHTS.get(error, Severity.OWN)
+    return _SEVERITIES.get(error, Severity.OWN)
 
 
 def error_exit_code(error: BaseException) -> int:
     """Return the exit code of a process that this exception ends; 1 for foreign exceptions."""
     kind = type(error)
-    return _OF_ERRORS.get(kind.__name__, 1) if kind.__module__ == "syncvar.core.errors" else 1
+    return _ERROR_CODES.get(kind.__name__, 1) if kind.__module__ == "syncvar.core.errors" else 1
 
 
 def is_interactive() -> bool:
@@ -125,13 +125,15 @@ def is_failing() -> bool:
     return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
 
 
+# -- records of a worker for its launcher ----------------------------------------------------------
+
 STARTED = "begun"  # first record: the process runs Python and starts its script next
 
 _TEXT_MAX = 200_000
 
 
 class StatusPipe:
-    """Write end of the pipe, a descriptor or -1."""
+    """The write end of the pipe: a descriptor, or -1 without a launcher."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,4 +1,4 @@
-"""Handlers and hooks of syncvar that forked children undo, and children that end with a parent.
+"""Handlers and hooks of syncvar, which forked children undo; and children that end with a parent.
 
 A child that the program forks (`os.fork`, `multiprocessing` with "fork") behaves as under plain
 `python`: syncvar's signal and exit handlers and its fault handler are off. So syncvar sets all of
@@ -33,21 +33,13 @@ _PR_SET_PDEATHSIG = 1
 _SIGSET_BYTES = 128  # sizeof(sigset_t) on Linux
 _STDERR = 2
 
+libc = ctypes.CDLL(None, use_errno=True)
+
 # (signal, our handler, handler before), oldest first
 _handlers: list[tuple[int, Any, Any]] = []
 _exit_handlers: list[Callable[..., None]] = []
 _exception_hooks: list[tuple[ExceptionHook, ExceptionHook]] = []  # ours, and the one before
 _fault_dumps: list[int] = []  # signals to which the fault handler writes stacks
-
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def end_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends, or exit now if that has happened."""
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before the call above took effect
-        os._exit(1)
 
 
 class _Stderr:
@@ -115,6 +107,13 @@ def register_fault_dump(number: int, descriptor: int) -> None:
     """Have the fault handler write the main thread's stack at a signal; not in forked children."""
     faulthandler.register(number, descriptor, all_threads=False)
     _fault_dumps.append(number)
+
+
+def end_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends, or exit now if that has happened."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent ended before the call above took effect
+        os._exit(1)
 
 
 def _undo_signal(number: int) -> None:

@@ -1,7 +1,7 @@
-"""Names that are looked up late, and hints for those of other libraries: what to write instead.
+"""Hints for names of other libraries (what to write instead), and imports at first use.
 
-A package imports its attributes at first use (`attributes_of`). If a name is not found, the error
-says what to write instead of a name of tf.distribute, Horovod, mpi4py or torch.distributed. The
+A package imports its attributes at first use (`attributes_of`). If it lacks a name that
+tf.distribute, Horovod, mpi4py or torch.distributed has, the error says what to write instead. The
 table of these names is `migration_hints.txt`: attributes, keywords, ops and options of launchers.
 It is read when a name is not found, and by `syncvar coming-from words`.
 """
@@ -32,6 +32,12 @@ _MODEL = (
     "a strategy takes no model, and makes none equal: keep your model and optimizer, and write the "
     'lines of "A module of PyTorch" or "A model of Keras" in docs/migrating.md'
 )
+_PLACES = {
+    "op": "op",
+    "option": "option of the launcher",
+    "keyword": "keyword",
+    "coming-from": "`syncvar coming-from`",
+}
 
 
 class ForeignName(NamedTuple):
@@ -61,14 +67,6 @@ def foreign_names() -> tuple[ForeignName, ...]:
             place = place.removesuffix(" (accepted)")
             rows.append(ForeignName(place, tuple(names.split()), hint, is_accepted))
     return tuple(rows)
-
-
-_PLACES = {
-    "op": "op",
-    "option": "option of the launcher",
-    "keyword": "keyword",
-    "coming-from": "`syncvar coming-from`",
-}
 
 
 @cache

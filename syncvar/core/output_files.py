@@ -1,12 +1,10 @@
-"""New files: private ones, flight records, and those that a user requests.
+"""New files: private ones, those that a user requests, and flight records.
 
-Nothing here follows links of other users. `PRIVATE` files belong to this user only.
+Nothing here follows links of other users. Only this user can read `PRIVATE` files.
 
-Requested files are logs, traces, events and statistics.
-
-At the start, `check_folder` and `check_file` raise an error if a file cannot be written. Code that
-later fails to write one passes a `LostFile` to `report_lost_file`, and the launcher lists them all
-at the end of the job.
+Requested files are logs, traces, events and statistics. At the start, `check_folder` and
+`check_file` raise an error if one cannot be written. Code that later fails to write one passes a
+`LostFile` to `report_lost_file`, and the launcher lists them all at the end of the job.
 
 Flight records of the last jobs are in the user's state folder: `$XDG_STATE_HOME/syncvar`, else
 `~/.local/state/syncvar`, else a private temporary folder. Each job has one folder in it, created

@@ -55,7 +55,7 @@ def failover_order(server: int, hosts: Sequence[int], replicas: int) -> tuple[in
 
 
 def replica_holders(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
-    """Return the servers that hold replicas of a server's state while all live: its first heirs."""
+    """Return the servers that hold replicas of a server's state while all live."""
     return failover_order(server, hosts, replicas)[:replicas]
 
 

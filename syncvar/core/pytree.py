@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_ENDLESS = "the value contains itself or is nested too deeply: pass finite lists and dicts"
+
 
 class TreeDef(NamedTuple):
     """Structure of a pytree without its leaves; ranks can compare it.
@@ -80,9 +82,6 @@ def is_structure(value: Any) -> bool:
         except RecursionError:
             raise ConfigError(_ENDLESS) from None
     return is_dataclass(value)
-
-
-_ENDLESS = "the value contains itself or is nested too deeply: pass finite lists and dicts"
 
 
 def is_dataclass(value: Any) -> bool:

@@ -33,6 +33,8 @@ _UFUNCS: dict[str, np.ufunc] = {
     "xor": np.bitwise_xor,
 }
 _LOCATING = ("minloc", "maxloc")
+_ELEMENT_BYTES_MAX = 64 << 10
+_ELEMENT = "element"  # field of a record that holds one element of a registered op
 
 
 def quiet() -> np.errstate:
@@ -104,8 +106,6 @@ class _RegisteredOp(NamedTuple):
 
 
 _registered: dict[str, _RegisteredOp] = {}
-_ELEMENT_BYTES_MAX = 64 << 10
-_ELEMENT = "element"
 
 
 def register_op(

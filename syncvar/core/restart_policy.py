@@ -5,8 +5,8 @@ The rules, in order:
 1. After a request to end (a signal to the launcher, a closed output pipe, the time limit): no.
 2. After a failure that would repeat: no. See `HOPELESS_CODES` and `HOPELESS_ERRORS`; also if the
    ranks have never all joined.
-3. If all ranks stopped as asked (exit code 75): yes, and it does not count, unless they
-   stop within `SHORT_S`. Otherwise a program that does only that would loop forever.
+3. If all ranks stopped on request (exit code 75): yes. The restart does not count, unless they
+   stopped within `SHORT_S`. Otherwise a program that does only that would loop forever.
 4. Otherwise yes, while fewer than `--max-restarts` have counted.
 
 Without `--max-restarts` the answer is always no.
@@ -125,7 +125,7 @@ class Restarting:
         """Return why there is no further restart, or an empty text."""
         code, reason = ending.exit_code, ""
         if ending.was_end_requested:
-            reason = "the launcher was told to end"
+            reason = "the launcher got a request to end"
         elif code in HOPELESS_CODES:
             reason = f"exit code {code} ({HOPELESS_CODES[code]}) would come again"
         elif ending.error in HOPELESS_ERRORS:

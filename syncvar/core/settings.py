@@ -20,7 +20,7 @@ _INTERNAL = frozenset(
     PREFIX + name
     for name in (
         *("KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE"),
-        *("RESULT_DIR", "CALL_FD", "PROCESS", "FORK_FD", "FULL_TRACEBACK", "MEETING_DIR"),
+        *("RESULT_DIR", "CALL_FD", "PROCESS", "FORK_FD", "FULL_TRACEBACK", "RENDEZVOUS_DIR"),
     )
 )
 

@@ -93,7 +93,7 @@ def answer_signals(path: str) -> None:
 
     def answer(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(Exception):  # it interrupts the program, which must not notice
-            os.write(descriptor, _dump(_of_program(frame), all_threads=number == ALL_THREADS))
+            os.write(descriptor, _dump(_program_frame(frame), all_threads=number == ALL_THREADS))
 
     for number in (MAIN_THREAD, ALL_THREADS):
         handle_signal(number, answer)
@@ -105,15 +105,15 @@ def answer_signals(path: str) -> None:
     os.write(descriptor, b"%d\n" % descriptor)
 
 
-def _of_program(frame: FrameType | None) -> FrameType | None:
+def _program_frame(frame: FrameType | None) -> FrameType | None:
     """Return the program's frame; a signal may interrupt the answer to an earlier one."""
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return frame
 
 
-def _of_no_answer(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
-    """Return a stack without frames of this module, in which the fault handler may find it."""
+def _without_handler(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
+    """Return a stack without frames of this module: the fault handler may interrupt an answer."""
     last = max((i for i, frame in enumerate(frames) if frame.file == __file__), default=-1)
     return frames[last + 1 :]
 
@@ -262,7 +262,7 @@ def visible_frames(frames: Sequence[StackFrame]) -> list[StackFrame]:
     if _loop_of_server(frames) is not None:
         return [frame for frame in frames if not frame.file.startswith(_AROUND)]
     visible: list[StackFrame] = []
-    for frame in _of_no_answer(frames):
+    for frame in _without_handler(frames):
         is_repeated = bool(visible) and _is_ours(frame.file) and _is_ours(visible[-1].file)
         if not is_repeated and not frame.file.startswith(_AROUND):
             visible.append(frame)

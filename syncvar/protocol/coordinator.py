@@ -213,7 +213,7 @@ class Coordinator:
         member = self.handshake.members.get(rank)
         return member.host if member else ""
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- one handler for each kind of message ------------------------------------------------------
 
     def _wait_report(self, rank: int, message: Message, now: float) -> list[Action]:
         report = WaitReport(
@@ -242,6 +242,24 @@ class Coordinator:
     def _status(self, rank: int, message: Message, now: float) -> list[Action]:
         self.stalls.record_answer(rank, message, now)
         return []
+
+    def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
+        group, call = message["group"], message["call"]
+        table = {rank: f"{message['description']}: {message['reason']}"}
+        for (other, other_group, other_call), report in self._reports.items():
+            if (other_group, other_call) == (group, call):
+                table[other] = report.describe()
+        data = pack_message(
+            "decision",
+            group=group,
+            call=call,
+            last_call=call,
+            text=f"rank {rank} refused its own call",
+            table=table,
+            has_waiting_ranks=False,
+            is_deadlock=False,
+        )
+        return self._send(message["members"], data, but=rank)
 
     def _abort_step(self, rank: int, message: Message, _now: float) -> list[Action]:
         data = pack_message(
@@ -283,6 +301,8 @@ class Coordinator:
         data = pack_message("leave_notice", rank=rank, **counts)
         return [*map(ShowMessage, texts), *self._send_to_others(rank, data)]
 
+    # -- inside ------------------------------------------------------------------------------------
+
     def _judge(self, now: float) -> list[Action]:
         reports = list(self._reports.values())
         findings = find_mismatch(reports, now) or find_deadlock(reports)
@@ -317,24 +337,6 @@ class Coordinator:
     def _may_answer(self, rank: int) -> bool:
         is_over = rank in self.left or rank in self.failed_ranks
         return rank in self.handshake.members and not is_over
-
-    def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
-        group, call = message["group"], message["call"]
-        table = {rank: f"{message['description']}: {message['reason']}"}
-        for (other, other_group, other_call), report in self._reports.items():
-            if (other_group, other_call) == (group, call):
-                table[other] = report.describe()
-        data = pack_message(
-            "decision",
-            group=group,
-            call=call,
-            last_call=call,
-            text=f"rank {rank} refused its own call",
-            table=table,
-            has_waiting_ranks=False,
-            is_deadlock=False,
-        )
-        return self._send(message["members"], data, but=rank)
 
     def _members_data(self, receiver: Member) -> bytes:
         members = self.handshake.members.items()

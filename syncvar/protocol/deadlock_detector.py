@@ -1,8 +1,8 @@
-"""Find mismatches, deadlocks and stalls in the reports of waiting ranks; word and time warnings.
+"""Find mismatches, deadlocks and stalls in the reports of waiting ranks, and warn of stalls.
 
-The coordinator collects the reports, and calls `Stalls.tick` for the warnings. Both certain
-findings rest on one proved property of all schedules, the entry property: no rank finishes a call
-before all ranks of the group enter it.
+The coordinator collects the reports, and calls `Stalls.tick` for the warnings. Mismatches and
+deadlocks are certain: they rest on one proved property of all schedules, the entry property. It
+says that no rank finishes a call before all ranks of the group enter it.
 
 * Mismatch: two ranks report different fingerprints for the same call of the same group.
 * Deadlock: a waiting rank waits for each member that has not entered its call. If these edges
@@ -31,44 +31,12 @@ _NO_THREAD_ANSWERS = "no Python thread answers"
 
 _GROUPS_MAX = 4
 _TEXT_MAX = 400
+# Times of the warnings, in multiples of `after_s`; later ones follow at the last interval.
+_WARN_AT = (1, 6, 30)
+# Each rank has a thread that answers, so a longer silence means that Python does not run there.
+_ANSWER_S = 1.0
 
-
-def _stall_sentence(
-    waiting: list[int], waited_s: float, call: str, late: list[int], other_calls: dict[int, str]
-) -> str:
-    """Return which ranks wait in a call, for how long, and for which ranks.
-
-    `other_calls` has the text of the call for each late rank that waits in another one.
-    """
-    waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in {call}: "
-    if late:
-        waits += f"{rank_list(late)} {_have(late)} not entered it"
-    else:
-        waits += "all ranks have entered it, and data are missing"
-    return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in other_calls.items())
-
-
-def _have(ranks: list[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-def _last_activity(answer: Message) -> str:
-    """Return a late rank's last call and its stack, from its answer to "ping"."""
-    text = "no call yet"
-    if answer["last_call"]:
-        age = f"{answer['age_s']:.0f} s"
-        when = f"{age} ago" if answer["is_finished"] else f"under way for {age}"
-        text = f"last call {answer['last_call'][:_TEXT_MAX]}, {when}"
-    return text + (f", now {answer['stack'][:_TEXT_MAX]}" if answer["stack"] else "")
-
-
-def _late_ranks_text(activity: dict[int, str]) -> str:
-    """Return the activity of late ranks; ranks with equal texts share one."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in activity.items():
-        groups.setdefault(text, []).append(rank)
-    texts = [f"; {rank_list(ranks)}: {text}" for text, ranks in groups.items()]
-    return "".join(texts[:_GROUPS_MAX]) + ("; …" if len(texts) > _GROUPS_MAX else "")
+_Key = tuple[int, int]
 
 
 class WaitReport(NamedTuple):
@@ -228,12 +196,23 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
     return result
 
 
-# Times of the warnings, in multiples of `after_s`; later ones follow at the last interval.
-_WARN_AT = (1, 6, 30)
-# Each rank has a thread that answers, so a longer silence means that Python does not run there.
-_ANSWER_S = 1.0
+def _stall_sentence(
+    waiting: list[int], waited_s: float, call: str, late: list[int], other_calls: dict[int, str]
+) -> str:
+    """Return which ranks wait in a call, for how long, and for which ranks.
 
-_Key = tuple[int, int]
+    `other_calls` has the text of the call for each late rank that waits in another one.
+    """
+    waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in {call}: "
+    if late:
+        waits += f"{rank_list(late)} {_have(late)} not entered it"
+    else:
+        waits += "all ranks have entered it, and data are missing"
+    return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in other_calls.items())
+
+
+def _have(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 class StallActions(NamedTuple):
@@ -320,3 +299,22 @@ class Stalls:
         count = self._warnings.get(key, 0)
         later = max(0, count - len(_WARN_AT) + 1)
         return self._after_s * (_WARN_AT[min(count, len(_WARN_AT) - 1)] + later * _WARN_AT[-1])
+
+
+def _last_activity(answer: Message) -> str:
+    """Return a late rank's last call and its stack, from its answer to "ping"."""
+    text = "no call yet"
+    if answer["last_call"]:
+        age = f"{answer['age_s']:.0f} s"
+        when = f"{age} ago" if answer["is_finished"] else f"under way for {age}"
+        text = f"last call {answer['last_call'][:_TEXT_MAX]}, {when}"
+    return text + (f", now {answer['stack'][:_TEXT_MAX]}" if answer["stack"] else "")
+
+
+def _late_ranks_text(activity: dict[int, str]) -> str:
+    """Return the activity of late ranks; ranks with equal texts share one."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in activity.items():
+        groups.setdefault(text, []).append(rank)
+    texts = [f"; {rank_list(ranks)}: {text}" for text, ranks in groups.items()]
+    return "".join(texts[:_GROUPS_MAX]) + ("; …" if len(texts) > _GROUPS_MAX else "")

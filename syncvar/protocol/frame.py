@@ -7,9 +7,10 @@ completely, so a frame is never taken for one of another call.
 The limits keep an unauthenticated peer from making a process use much memory. ZeroMQ compares the
 announced length of a frame with the socket's limit before it allocates memory, and the limit cannot
 change once a peer has authenticated. So all frames of syncvar are short: a longer message travels
-in several frames. Unauthenticated peers have two more limits. `transports.unauthenticated_peers`
-closes a connection after `UNPROVED_NBYTES_MAX` bytes without authentication. On a stream with our
-own framing the first message has at most `HELLO_NBYTES_MAX` bytes.
+in several frames. Unauthenticated peers have two more limits. `UnauthenticatedPeers`
+(`transports/curve.py`) closes a connection after `UNPROVED_NBYTES_MAX` bytes without
+authentication. On a stream with our own framing the first message has at most `HELLO_NBYTES_MAX`
+bytes.
 """
 
 from __future__ import annotations

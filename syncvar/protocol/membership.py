@@ -1,4 +1,4 @@
-"""Who is in a job: the handshake of its ranks, and the failure detector, as pure state machines.
+"""Membership of a job: the handshake of its ranks and the failure detector; pure state machines.
 
 Each worker joins with its address and `about`, a map of short texts and numbers. When all have
 joined, the coordinator compares them and sends everyone all addresses. If ranks differ in package,
@@ -51,7 +51,7 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     Example:
         >>> about = {0: {"syncvar": "1"}, 1: {"syncvar": "2"}}
         >>> print(compare_abouts(about)[0])
-        the ranks differ in what all must have alike:
+        the ranks differ in what must be equal:
           syncvar: '1' (rank 0), '2' (rank 1)
         install the same syncvar everywhere, and give all ranks the same settings
     """
@@ -66,7 +66,7 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
     refusal = ""
     if lines:
         rest = [f"  ({len(lines) - _LINES_MAX} more)"] if len(lines) > _LINES_MAX else []
-        first = "the ranks differ in what all must have alike:"
+        first = "the ranks differ in what must be equal:"
         last = "install the same syncvar everywhere, and give all ranks the same settings"
         refusal = "\n".join((first, *lines[:_LINES_MAX], *rest, last))
     parts = [
@@ -134,7 +134,7 @@ class Handshake:
     interval_s: float  # interval of the messages that name missing ranks, in seconds
     members: dict[int, Member] = field(default_factory=dict)
     began: float | None = None
-    named: float = 0.0
+    last_report: float = 0.0  # time of the last message that names missing ranks
     failed: str = ""
     # Ranks that ended before they joined, each with the way it ended.
     absent: dict[int, str] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class Handshake:
                             "Set SYNCVAR_HOST_ADDRESS on its host"
                         )
         if self.began is None:
-            self.began = self.named = now
+            self.began = self.last_report = now
         self.members[member.rank] = member
         return ""
 
@@ -202,8 +202,8 @@ class Handshake:
                 f"does every rank reach sv.init() or its first collective?"
             )
             return "", self.failed
-        if now - self.named >= self.interval_s:
-            self.named = now
+        if now - self.last_report >= self.interval_s:
+            self.last_report = now
             return f"still waiting for {absent} to join after {waited:.0f} s (joined: {joined})", ""
         return "", ""
 
@@ -229,13 +229,13 @@ class Suspicion(NamedTuple):
     """A rank's new state."""
 
     rank: int  # the rank
-    is_lost: bool  # true if it has failed, False if it is suspected
+    is_lost: bool  # True if it has failed, False if it is suspected
     reason: str  # reason, as text
 
 
 @dataclass(slots=True)
 class Health:
-    """Signs of life of the ranks of one host or job."""
+    """The failure detector: signs of life of the ranks of one host or job."""
 
     suspect_after_s: float  # silence after which a rank is suspected, in seconds
     lost_after_s: float  # silence after which a rank has failed, in seconds

@@ -184,7 +184,7 @@ def _zone(data: bytes) -> dt.tzinfo | None:
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
 # 11 to 14 are STANDARD_CODES.
-_MOMENT = 16  # first of one code for each type in DATETIME_TYPES
+_DATETIME = 16  # first of one code for each type in DATETIME_TYPES
 DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
 _VERSIONS = "_metadata"  # attribute of PyTorch's state dicts, with the versions of modules
@@ -196,7 +196,7 @@ _KINDS = (
 )
 _LIBRARIES = {"numpy", "ml_dtypes", "torch", "jax", "jaxlib"}
 _LIBRARIES |= {"typing", "collections", "pathlib", "os", "decimal", "_decimal"}
-_OF_FRAMES = {
+_DATAFRAME_REMEDIES = {
     "pandas.DataFrame": "df.to_dict('list')",
     "polars.DataFrame": "df.to_dict(as_series=False)",
     "pandas.Series": "x.to_numpy()",
@@ -362,7 +362,7 @@ def _plain(value: Any, place: str, depth: int) -> Any:  # noqa: C901, PLR0911, P
         return _extension(_SET if kind is set else _FROZEN_SET, parts)
     if kind in DATETIME_TYPES:
         try:
-            return msgpack.ExtType(_MOMENT + DATETIME_TYPES.index(kind), pack_datetime(value))
+            return msgpack.ExtType(_DATETIME + DATETIME_TYPES.index(kind), pack_datetime(value))
         except ValueError as error:  # for instance a time zone whose name is no valid text
             raise ConfigError(f"{place}: {error}") from None
     if isinstance(value, enum.Enum) and isinstance(value, int | str):
@@ -413,7 +413,7 @@ def _remedy(value: Any) -> str:
         return "tuple(x)"
     if hasattr(kind, "__dataclass_fields__"):
         return "dataclasses.asdict(x)"
-    return _OF_FRAMES.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}", "")
+    return _DATAFRAME_REMEDIES.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}", "")
 
 
 def _array_bytes(value: NDArray[Any], place: str) -> bytes:
@@ -447,8 +447,8 @@ def _restore(code: int, data: bytes, depth: int) -> Any:  # noqa: C901, PLR0911 
     if code in (_SET, _FROZEN_SET):
         parts = (_unpack(part, depth + 1) for part in _list(data, depth))
         return set(parts) if code == _SET else frozenset(parts)
-    if _MOMENT <= code < _MOMENT + len(DATETIME_TYPES):
-        return unpack_datetime(code - _MOMENT, data)
+    if _DATETIME <= code < _DATETIME + len(DATETIME_TYPES):
+        return unpack_datetime(code - _DATETIME, data)
     if code in STANDARD_CODES:
         return unpack_standard(code, data)
     if code == _TENSOR:

@@ -47,7 +47,7 @@ class ServerTable:
             return f"the processes of generation {generation} have been replaced by those of {now}"
         return ""
 
-    def serves(self, message: Message) -> str:
+    def add_server(self, message: Message) -> str:
         """Record where a server listens; return the reason if it is refused, else ""."""
         number = SERVER_0 + message["server"]
         if number in self._ended:
@@ -65,7 +65,7 @@ class ServerTable:
         self.version += 1
         return ""
 
-    def holds(self, message: Message) -> None:
+    def add_replica(self, message: Message) -> None:
         """Record that a server holds a replica of another server's state."""
         if not self.refusal(message):
             self._copies.append((message["server"], message["of"]))
@@ -87,7 +87,7 @@ class ServerTable:
             return f"ended: {self._ended[number]}" if self._ended[number] else "finished"
         return SERVING if number in self._places else "not serving yet"
 
-    def begins_again(self, number: int, incarnation: int) -> None:
+    def restarted(self, number: int, incarnation: int) -> None:
         """Record that a new process replaces one that has ended."""
         self._ended.pop(number, None)
         self._incarnations[number] = incarnation

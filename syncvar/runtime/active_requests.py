@@ -16,6 +16,7 @@ from syncvar.core.process_ids import rank_list
 from syncvar.protocol.frame import FrameType
 from syncvar.runtime.call_record import call_site
 from syncvar.runtime.request import RequestState
+from syncvar.runtime.sequence import local_decision
 from syncvar.runtime.state import SKIPPED_CALL
 
 if TYPE_CHECKING:
@@ -409,14 +410,6 @@ class Verdicts:
         """
         self._core.abort_step(group, block.members, last, block.following, reason)
         rank = self._core.rank
-        self._apply_decision(
-            {
-                "group": group,
-                "call": block.epoch_end + 1,
-                "last_call": block.following,
-                "text": f"another rank made a call before it that rank {rank} did not make",
-                "table": {rank: reason},
-                "has_waiting_ranks": False,
-                "is_deadlock": False,
-            }
-        )
+        text = f"another rank made a call before it that rank {rank} did not make"
+        calls = block.epoch_end + 1, block.following
+        self._apply_decision(local_decision(group, calls, text, {rank: reason}))

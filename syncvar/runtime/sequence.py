@@ -16,7 +16,7 @@ from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import ENTERED_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from syncvar.protocol.control_messages import Message
     from syncvar.runtime.recorder import CallNumbers
@@ -59,6 +59,21 @@ class SkippedCall(NamedTuple):
     last: int  # last call of the block made on this rank
     epoch_end: int  # last number of the block
     following: int  # first call after the block that is running or comes next
+
+
+def local_decision(
+    group: int, calls: tuple[int, int], text: str, table: Mapping[int, str]
+) -> Message:
+    """Return a "decision" of this rank itself about the first to the last of some calls."""
+    return {
+        "group": group,
+        "call": calls[0],
+        "last_call": calls[1],
+        "text": text,
+        "table": table,
+        "has_waiting_ranks": False,
+        "is_deadlock": False,
+    }
 
 
 class SequenceTracker:
@@ -240,9 +255,7 @@ class SequenceTracker:
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
-        calls = {"group": group, "call": following, "last_call": following}
-        kind = {"has_waiting_ranks": False, "is_deadlock": False}
-        self._decisions.append({**calls, **kind, "text": text, "table": table})
+        self._decisions.append(local_decision(group, (following, following), text, table))
         return True
 
     def skipped_block(

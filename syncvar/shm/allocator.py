@@ -5,8 +5,8 @@ or more begins one cache line into a page. NumPy's large arrays begin 16 bytes i
 target begins less than 32 bytes behind its source modulo a page, AMD processors copy ten times
 slower.
 
-Freed pages stay populated up to a reserve, so loops that make and drop arrays make no system calls.
-`RegionAllocator` only computes: its caller populates, clears and gives back the pages.
+Freed pages stay populated up to a reserve, so loops that create and drop arrays need no system
+calls. `RegionAllocator` only computes: its caller populates, clears and gives back the pages.
 
 With `check_shm` on, each use of shared memory is checked against the ranks' allocation maps. Each
 rank keeps one at the end of its region (`AllocationMap`): one byte for each cache line, 1 if the
@@ -203,7 +203,7 @@ class RegionAllocator:
         return ranges
 
     def retire(self) -> None:
-        """Stop to reuse memory; callers must free nothing any more."""
+        """Never allocate freed memory again; callers must not call `free` any more."""
         for start, stop in list(self._populated):
             self._free.remove(start, stop)
         self._populated = Ranges()

@@ -60,14 +60,11 @@ from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.shm.segment_file import ABORT, PAGE_BYTES, TABLE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.shm.segment import SharedSegment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
     Waiter = Callable[..., bool]
 
@@ -246,10 +243,10 @@ class ProcessReader:
     Example:
         >>> import os
         >>> import numpy as np
-        >>> spot, here = ProbeCell(), np.zeros(1, np.uint64)
-        >>> ProcessReader([os.getpid()]).read(0, spot.address, here)
+        >>> probe, here = ProbeCell(), np.zeros(1, np.uint64)
+        >>> ProcessReader([os.getpid()]).read(0, probe.address, here)
         True
-        >>> int(here[0]) == spot.number
+        >>> int(here[0]) == probe.number
         True
     """
 
@@ -385,11 +382,11 @@ class ChannelTable:
         shm.populate(self._table * 8, PAGE_BYTES)
         self.words[self._table + _RUNNER] = self.is_native  # before others find an entry
         if reaches:
-            self._spot = ProbeCell()
-            self._spot.permit_reading()
-            self.words[self._table + _ADDRESS] = self._spot.address
-            self.words[self._table + _NUMBER] = self._spot.number
-            self.words[self._table + _PROCESS] = self._spot.process  # last, as above
+            self._probe = ProbeCell()
+            self._probe.permit_reading()
+            self.words[self._table + _ADDRESS] = self._probe.address
+            self.words[self._table + _NUMBER] = self._probe.number
+            self.words[self._table + _PROCESS] = self._probe.process  # last, as above
 
     def reach(self, regions: Sequence[int]) -> ProcessReader | None:
         """Return a reader for the memory of these ranks, or None if one of them is not readable."""

@@ -1,4 +1,4 @@
-"""Passes the segment's descriptor from the launcher to the workers of its job over a unix socket.
+"""Pass the segment's descriptor from the launcher to the workers of its job over a unix socket.
 
 A worker sends one request; the answer is the descriptor, or the reason why there is none. The
 server runs in the launcher's loop and never blocks, whatever a client sends. Each generation has
@@ -99,7 +99,7 @@ class FdServer:
         messages, self._messages = self._messages, []
         return messages
 
-    def prepare(self, generation: int) -> tuple[CreatedSegment | None, str]:
+    def segment_of(self, generation: int) -> tuple[CreatedSegment | None, str]:
         """Return a generation's segment, created on the first call, or the reason for none."""
         found = self._segments.get(generation)
         if found is None:
@@ -180,7 +180,7 @@ class FdServer:
             return -1, f"there is no local rank {local_rank} among {self._local_world_size}"
         if generation < self._newest and generation not in self._segments:
             return -1, f"generation {generation} has ended; the current one is {self._newest}"
-        shm, reason = self.prepare(generation)
+        shm, reason = self.segment_of(generation)
         self._fetched[generation].add(local_rank)
         if len(self._fetched[generation]) == self._local_world_size:
             self._forget_before(generation)

@@ -315,7 +315,7 @@ class SharedSegment:
     # -- ends --------------------------------------------------------------------------------------
 
     def quarantine(self) -> None:
-        """Stop to free and reuse memory, from any thread: other ranks may still write to it."""
+        """Stop freeing and reusing memory, from any thread: other ranks may still write to it."""
         self._is_quarantined = True
 
     def close(self) -> None:

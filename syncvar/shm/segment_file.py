@@ -149,20 +149,6 @@ class CreatedSegment:
             self.fd = -1
 
 
-def unsupported_machine(machine: str) -> str:
-    """Return why this machine type cannot use shared memory, or an empty text.
-
-    Example:
-        >>> unsupported_machine("x86_64"), "aarch64" in unsupported_machine("aarch64")
-        ('', True)
-    """
-    if machine in ("x86_64", "AMD64"):
-        return ""
-    return (
-        f"other cores of {machine} may see stores out of order, so shared memory is for x86-64 only"
-    )
-
-
 def create(
     shm_bytes: int,
     local_world_size: int,
@@ -240,6 +226,23 @@ def _open_unlinked(folder: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+# -- checks of a segment from the launcher ---------------------------------------------------------
+
+
+def unsupported_machine(machine: str) -> str:
+    """Return why this machine type cannot use shared memory, or an empty text.
+
+    Example:
+        >>> unsupported_machine("x86_64"), "aarch64" in unsupported_machine("aarch64")
+        ('', True)
+    """
+    if machine in ("x86_64", "AMD64"):
+        return ""
+    return (
+        f"other cores of {machine} may see stores out of order, so shared memory is for x86-64 only"
+    )
 
 
 def check_machine() -> None:

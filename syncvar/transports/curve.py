@@ -54,6 +54,17 @@ UNPROVED_NBYTES = 256
 UNPROVED_PLAIN_NBYTES = 96
 _COUNTERS = struct.Struct("=120xQQ")  # tcp_info: bytes acked and received, since Linux 4.1
 
+_ENDPOINT = "inproc://zeromq.zap.01"
+_DOMAIN = b"syncvar"
+_VERSION = b"1.0"
+_TEST_MS = 5000
+_LOG_EVERY_S = 60.0
+_DIGITS_MAX = 9  # of a rank
+
+_log = logging.getLogger("syncvar")
+
+# -- unauthenticated connections -------------------------------------------------------------------
+
 
 class UnauthenticatedPeers:
     """The unauthenticated connections at one tcp port of this process.
@@ -144,13 +155,7 @@ class UnauthenticatedPeers:
             one.detach()
 
 
-_log = logging.getLogger("syncvar")
-_ENDPOINT = "inproc://zeromq.zap.01"
-_DOMAIN = b"syncvar"
-_VERSION = b"1.0"
-_TEST_MS = 5000
-_LOG_EVERY_S = 60.0
-_DIGITS_MAX = 9  # of a rank
+# -- keys and tickets ------------------------------------------------------------------------------
 
 
 class LinkKeys(NamedTuple):
@@ -213,25 +218,7 @@ def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
     return LinkKeys(pairs[0], pairs[1], derive(secret, b"syncvar link tickets " + job_id.encode()))
 
 
-def gate_for_hosts(
-    context: zmq.Context[Any],
-    socket: Any,
-    keys: LinkKeys | None,
-    config: RuntimeConfig,
-    number: int,
-    name: str,
-) -> Gate:
-    """Make a socket's later tcp addresses accept processes of other hosts; return the gate.
-
-    `number` is that of this process, for its tickets. Raises ConfigError if encryption needs keys
-    and there are none.
-    """
-    if keys is None and config.encryption != "off":
-        raise ConfigError(f"{name} may not listen for other hosts without the job's secret")
-    gate = Gate(context, keys, rank=number if config.encryption == "control-only" else None)
-    if keys is not None:
-        (keys.listen if config.encryption == "required" else keys.listen_for_tickets)(socket)
-    return gate
+# -- the gate --------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -399,3 +386,24 @@ class Gate:
             raise HandshakeError(
                 "the gate for links between hosts does not answer: nothing may listen"
             )
+
+
+def gate_for_hosts(
+    context: zmq.Context[Any],
+    socket: Any,
+    keys: LinkKeys | None,
+    config: RuntimeConfig,
+    number: int,
+    name: str,
+) -> Gate:
+    """Make a socket's later tcp addresses accept processes of other hosts; return the gate.
+
+    `number` is that of this process, for its tickets. Raises ConfigError if encryption needs keys
+    and there are none.
+    """
+    if keys is None and config.encryption != "off":
+        raise ConfigError(f"{name} may not listen for other hosts without the job's secret")
+    gate = Gate(context, keys, rank=number if config.encryption == "control-only" else None)
+    if keys is not None:
+        (keys.listen if config.encryption == "required" else keys.listen_for_tickets)(socket)
+    return gate

@@ -1,8 +1,9 @@
 """Links of a rank: DEALERs to other ranks and to the launcher, and the connections of a ROUTER.
 
-A `SendLink` sends frames in order, at once or later. `Connections` knows the peers of a ROUTER, why
-their connections ended, and the number of unauthenticated ones. `ZeromqControl` is the control
-channel to the launcher, or to rank 0 without a launcher.
+A `SendLink` sends frames in order, at once or later; `Delivery` finds out whether all have arrived.
+`Connections` knows the peers of a ROUTER, why their connections ended, and the number of
+unauthenticated ones. `ZeromqControl` is the control channel to the launcher, or to rank 0 without a
+launcher.
 """
 
 from __future__ import annotations
@@ -43,14 +44,13 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # combining pyzmq flags takes a microsec
 # Bytes of heartbeats between two looks. With more to send ZeroMQ writes 8192 at once.
 _HEARTBEAT_NBYTES_MAX = 4096
 _DONE = zmq.MessageTracker()
-_EVENTS = (
+_LINK_EVENTS = (
     zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 )
 
-
-_IDENTITY = struct.Struct("<cI8s")
+_IDENTITY = struct.Struct("<cI8s")  # of a control channel: kind, rank, random bytes
 _POLLIN = int(zmq.POLLIN)
-_REFUSED = (
+_REFUSED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -90,7 +90,7 @@ class SendLink:
 
     def __init__(self, context: zmq.Context[Any], socket: Any, address: str) -> None:
         self.socket = socket
-        self.monitor = monitor_of(context, socket, _EVENTS)
+        self.monitor = monitor_of(context, socket, _LINK_EVENTS)
         self.opened = time.monotonic()
         self.is_connected = self.is_answered = False
         self._copy: ConnectionCopy | None = None
@@ -328,7 +328,7 @@ class ZeromqControl:
         self._config = config
         self.keeper = keeper
         self._is_up = self._has_reported = False
-        self._end = ""  # why the keeper has failed
+        self._end = ""  # reason of the keeper's failure
         self._copy: ConnectionCopy | None = None
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
         limit_frames(self.socket, CONTROL_NBYTES_MAX)
@@ -338,7 +338,7 @@ class ZeromqControl:
             set_family(self.socket, endpoint)
             if keys is not None:
                 keys.connect(self.socket)
-            events = _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            events = _REFUSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED
             if keeper is not None:
                 ask_for_signs_of_life(self.socket, config)
                 events |= zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
@@ -393,7 +393,7 @@ class ZeromqControl:
         for event, value in events_of(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_up = True
-            elif event & _REFUSED:
+            elif event & _REFUSED_EVENTS:
                 self._refused(event, value)
             elif event == zmq.EVENT_CONNECTED:
                 self._copy_connection(value)

@@ -1,4 +1,4 @@
-"""Addresses of hosts, options and events of all ZeroMQ sockets, and reasons of disconnections.
+"""Options and events of all ZeroMQ sockets, reasons of disconnections, and addresses of hosts.
 
 ZeroMQ only says that a connection has ended. A copy of its descriptor (`ConnectionCopy`) outlives
 ZeroMQ's own, and the system tells from it whether the other process closed the connection, or was
@@ -113,9 +113,9 @@ def close_monitor(socket: Any, monitor: Any) -> None:
 def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
     """Make both ends close a tcp connection that is silent for longer than `lost_after_s`.
 
-    The connecting end sends heartbeats, and tells the other end how long to wait for one. If a
-    heartbeat, then another message, then silence follows, the other end has no time limit (libzmq
-    4.3.5). So there the system probes the connection.
+    The connecting end sends heartbeats, each with a time limit for the next one. After a heartbeat,
+    another message and silence, the other end has no time limit (libzmq 4.3.5). So there the system
+    probes the connection.
     """
     silence = milliseconds(config.link_silence_s)
     socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))

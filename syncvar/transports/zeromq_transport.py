@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.zeromq_links import ZeromqControl
 
-_IDENTITY = struct.Struct("<c8sII8s")
+_IDENTITY = struct.Struct("<c8sII8s")  # b"s", job, generation, rank, incarnation
 _CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, on unencrypted links
 _POLLIN = int(zmq.POLLIN)  # combining pyzmq flags takes a microsecond
 _BRIEF_MS = 2
@@ -215,16 +215,6 @@ class ZeromqTransport:
         self._watch_links(time.monotonic())
         return self._is_control(ready)
 
-    def _is_control(self, ready: list[tuple[Any, int]]) -> bool:
-        seen = False
-        for item, _ in ready:
-            if item == self._wakeup.driver:
-                self._wakeup.take()
-                seen = True
-            elif item in self._control_items:
-                seen = True
-        return seen
-
     def wake(self) -> None:
         """Make `wait` and `wait_idle` return, from any thread."""
         self._wakeup.wake()
@@ -248,12 +238,22 @@ class ZeromqTransport:
         self._connections.close(min(linger_ms, _BYE_LINGER_MS))  # its ROUTER sends only BYE
         self._wakeup.close()
 
-    # -- inside ------------------------------------------------------------------------------------
-
     @property
     def refused_peers(self) -> int:
         """Number of tcp clients that are no members of the job."""
         return 0 if self._connections.gate is None else self._connections.gate.refused_peers
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _is_control(self, ready: list[tuple[Any, int]]) -> bool:
+        seen = False
+        for item, _ in ready:
+            if item == self._wakeup.driver:
+                self._wakeup.take()
+                seen = True
+            elif item in self._control_items:
+                seen = True
+        return seen
 
     @staticmethod
     def _with_checksum(header: bytes, payload: memoryview | None = None) -> bytes:
@@ -345,7 +345,11 @@ class ZeromqTransport:
         if not self._router.getsockopt(zmq.RCVMORE):
             self.refused_frames += 1
             return None
-        source, data = self._first_part(identity, source)
+        source, data = (
+            self._first_part(identity)
+            if source is None
+            else (source, self._router.recv(zmq.NOBLOCK))
+        )
         payload: bytes | memoryview = b""
         checksum = None
         if source in self._checksummed:
@@ -375,10 +379,8 @@ class ZeromqTransport:
             self._closing[source] = time.monotonic() + _MORE_S
         return Frame(header, payload)
 
-    def _first_part(self, identity: bytes, source: int | None) -> tuple[int | None, bytes]:
-        """Return the sender of a frame, None for a stranger, and the frame's first part."""
-        if source is not None:
-            return source, self._router.recv(zmq.NOBLOCK)
+    def _first_part(self, identity: bytes) -> tuple[int | None, bytes]:
+        """Return the sender of a new identity, None for a stranger, and its frame's first part."""
         first = self._router.recv(zmq.NOBLOCK, copy=False)
         source = self._meet(identity, first)
         if source is None:

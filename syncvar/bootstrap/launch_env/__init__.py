@@ -220,8 +220,8 @@ def assume_equal_hosts(info: LaunchInfo) -> LaunchInfo:
     if not each or first % each or info.world_size % each:
         raise ConfigError(
             f"{info.source}: {each} of {info.world_size} ranks are on this host, the first is "
-            f"rank {first}, and nobody says how many are on the others; give each host as many, "
-            "in order, or unset MASTER_PORT: the ranks meet in a folder that all hosts have"
+            f"rank {first}, and no variable says how many are on the others; give each host as "
+            "many, in order, or unset MASTER_PORT: the ranks meet in a folder that all hosts have"
         )
     return info._replace(host_index=first // each, host_count=info.world_size // each)
 

@@ -1,12 +1,9 @@
-"""Decides who a process is that syncvar-launch has not started, and which launcher counts.
+"""Find the identity of a process that syncvar-launch has not started: which launcher counts.
 
 Launchers nest: srun starts mpirun's daemons, these start the ranks, all in pods of Kubernetes. All
-set variables, and the innermost counts. The variables of torchrun and TF_CONFIG may have been set
-by hand, so they must agree with each other, with syncvar-launch and with the launcher that started
-the process.
-
-The two classes here read variables that a user may have set by hand: those of torchrun and
-TF_CONFIG, the cluster and this process's task in it as JSON.
+set variables, and the innermost counts. A user may have set the variables of torchrun and
+TF_CONFIG by hand, so these two have their classes here. They must agree with each other, with
+syncvar-launch and with the launcher that started the process.
 
 A process that takes itself for a world of one by mistake would compute wrong results silently. So
 if the variables are not sufficient to meet, that is an error.
@@ -51,7 +48,7 @@ _KINDS = ("chief", "master", "worker")
 
 
 class TfConfig(LaunchEnvironment):
-    """The variable TF_CONFIG."""
+    """The variable TF_CONFIG: the cluster, and this process's task in it, as JSON."""
 
     name = "TF_CONFIG"
     rank = "TF_CONFIG"
@@ -226,10 +223,10 @@ def _check_torchrun(info: LaunchInfo) -> None:
         )
 
 
-BY_HAND: tuple[type[LaunchEnvironment], ...] = (Torchrun, TfConfig)
+SETTABLE_BY_HAND: tuple[type[LaunchEnvironment], ...] = (Torchrun, TfConfig)
 # The innermost first, for instance mpirun under srun in a pod of Kubernetes.
-ENGINES: tuple[type[LaunchEnvironment], ...] = (
-    *BY_HAND,
+LAUNCHERS: tuple[type[LaunchEnvironment], ...] = (
+    *SETTABLE_BY_HAND,
     Horovod,
     OpenMpi,
     Mvapich,
@@ -267,12 +264,12 @@ def launcher_info(
         True
     """
     around = _present(environ)
-    by_hand = [one for one in around if isinstance(one, BY_HAND)]
+    by_hand = [one for one in around if isinstance(one, SETTABLE_BY_HAND)]
     found = [info for info in (one.info() for one in by_hand) if info is not None]
     if len(found) == 2:
         _compare(found[0].source, found[0], found[1].source, found[1], ("rank", "world_size"))
     if own is not None:
-        ours = "SYNCVAR_RANK and its like, of syncvar-launch,"
+        ours = "syncvar-launch (SYNCVAR_RANK, SYNCVAR_WORLD_SIZE)"
         for info in found:
             _compare(info.source, info, ours, own, ("rank", "world_size"))
         return found[0] if found else None
@@ -324,14 +321,14 @@ def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | No
 
     None without such a launcher; variables that a program may have set by hand do not count.
     """
-    outer = next((one for one in _present(environ) if not isinstance(one, BY_HAND)), None)
+    outer = next((one for one in _present(environ) if not isinstance(one, SETTABLE_BY_HAND)), None)
     seen = None if outer is None else outer.seen()
     return None if outer is None or seen is None else (*seen, outer.remedy)
 
 
 def _present(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
     """Return the launchers that are present, the innermost first."""
-    return [one for one in (engine(environ) for engine in ENGINES) if one.is_present()]
+    return [one for one in (launcher(environ) for launcher in LAUNCHERS) if one.is_present()]
 
 
 def _refusal(seen: str, workers: str, remedy: str) -> str:
@@ -340,8 +337,8 @@ def _refusal(seen: str, workers: str, remedy: str) -> str:
         f"({', '.join((*_TORCH, 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'))})"
     )
     return (
-        f"{seen}, and it is not said how they meet: each would be a world of one, with numbers of "
-        f"its own. Start them instead with\n    syncvar-launch --workers {workers} "
+        f"{seen}, and no variable says how they meet: each would be a world of one, with results "
+        f"of its own. Start them instead with\n    syncvar-launch --workers {workers} "
         f"script.py\n{others}. Where each is alone on purpose, set {OWN_SIZE}=1, or call "
         "sv.init(alone=True)"
     )

@@ -19,7 +19,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
 _PORT = 29500
 _STEP_MAX = 0xFFFFFFF0  # larger step numbers are Slurm's own: batch, interactive, extern, pending
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")

@@ -427,7 +427,7 @@ def test_a_task_whose_others_do_not_come_says_where_it_looks_and_a_folder_of_oth
         [alone, slurm(1, 1, 0, (1, 1), HOME=tmp_path / "open")]
     )
     assert (code, other_code) == (3, 3), out + other
-    assert "RendezvousError rank 0, the first of its host, has put nothing down in" in out
+    assert "RendezvousError rank 0, the first of its host, has written nothing to" in out
     assert "SYNCVAR_RENDEZVOUS_DIR names another; or set MASTER_ADDR and MASTER_PORT" in out
     assert "open to others (mode 755); set SYNCVAR_RENDEZVOUS_DIR" in other
 
@@ -733,6 +733,6 @@ def test_ranks_that_differ(start):
     for code, out in refused:
         assert code == 3, out
         assert (
-            "HandshakeError the ranks differ in what all must have alike:\n  check_finite: 'off' (rank 0), 'raise' (rank 1)\n"
+            "HandshakeError the ranks differ in what must be equal:\n  check_finite: 'off' (rank 0), 'raise' (rank 1)\n"
             in out
         )

@@ -438,7 +438,7 @@ def test_a_process_of_several_that_is_not_told_how_to_meet_is_no_world_of_one(en
     assert launcher_info(environ) is None
     assert (
         started_with_others(environ)[0]
-        == unknown_identity_reason(environ).partition(", and it is not said")[0]
+        == unknown_identity_reason(environ).partition(", and no variable says")[0]
     )
     reason = unknown_identity_reason(environ)
     assert reason.startswith(words)

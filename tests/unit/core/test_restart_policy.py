@@ -105,7 +105,7 @@ def test_who_was_told_to_end_has_ended(ending):
         was_end_requested=True,
     )
     assert Restarting(9, 1.0).after(told) == Decision(
-        restarts=False, reason="the launcher was told to end"
+        restarts=False, reason="the launcher got a request to end"
     )
 
 

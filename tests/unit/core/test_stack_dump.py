@@ -14,7 +14,7 @@ from syncvar.core.stack_dump import (
     STOPPED,
     StackFrame,
     Thread,
-    _of_program,
+    _program_frame,
     activity_text,
     parse_stacks,
     stack_text,
@@ -257,4 +257,4 @@ def test_a_second_question_finds_the_program_and_not_the_answer_to_the_first():
     exec(compile("def answer():\n    return frame_here()", stack_dump.__file__, "exec"), names)  # noqa: S102  (a frame of that file)
     frame = names["answer"]()
     assert frame.f_code.co_filename == stack_dump.__file__
-    assert _of_program(frame).f_code.co_filename == __file__
+    assert _program_frame(frame).f_code.co_filename == __file__

@@ -37,8 +37,8 @@ def serve(server, job="job", generation=2, host_index=0):
 
 def test_who_asks_is_told_where_servers_are_reached_from_its_host():
     table = ServerTable("job", 2)
-    assert table.serves(serve(0)) == ""
-    assert table.serves(serve(1, host_index=1)) == ""
+    assert table.add_server(serve(0)) == ""
+    assert table.add_server(serve(1, host_index=1)) == ""
     told = [parse_message(table.message_for(host)) for host in (0, 1)]
     assert [one["addresses"] for one in told] == [
         {0: "ipc://s0", 1: "tcp://h1:1"},
@@ -59,19 +59,19 @@ def test_another_job_and_another_start_of_it_are_refused():
 
 def test_a_place_is_taken_once_and_not_after_it_was_given_up():
     table = ServerTable("job", 2)
-    table.serves(serve(0))
-    assert table.serves(serve(0)) == "server 0 is already process 100 on h0"
+    table.add_server(serve(0))
+    assert table.add_server(serve(0)) == "server 0 is already process 100 on h0"
     table.ended(SERVER_0 + 1, "signal 9")
-    assert table.serves(serve(1)) == "server 1 was given up: signal 9"
+    assert table.add_server(serve(1)) == "server 1 was given up: signal 9"
 
 
 def test_every_change_is_a_new_version_and_the_first_reason_stays():
     table = ServerTable("job", 2)
     versions = [table.version]
     for step in (
-        lambda: table.serves(serve(0)),
+        lambda: table.add_server(serve(0)),
         lambda: table.ended(3, "signal 9"),
-        lambda: table.begins_again(3, 1),
+        lambda: table.restarted(3, 1),
         lambda: table.ended(SERVER_0, "its process is stopped"),
     ):
         step()
@@ -88,7 +88,7 @@ def test_every_change_is_a_new_version_and_the_first_reason_stays():
 def test_what_is_known_of_a_server_is_told():
     table = ServerTable("job", 2)
     told = [table.position(SERVER_0)]
-    table.serves(serve(0))
+    table.add_server(serve(0))
     told.append(table.position(SERVER_0))
     table.ended(SERVER_0, "")
     table.ended(SERVER_0 + 1, "signal 9")
@@ -104,7 +104,7 @@ def test_a_server_that_has_a_copy_is_noted_once_and_one_of_another_start_is_not(
     table = ServerTable("job", 2)
     holds = {"kind": "holds", "server": 2, "job": "job", "generation": 2, "of": 0}
     for message in (holds, {**holds, "generation": 1}, {**holds, "job": "other"}):
-        table.holds(parse_message(pack_message(**message)))
+        table.add_replica(parse_message(pack_message(**message)))
     assert [table.take_copies(), table.take_copies()] == [[(2, 0)], []]
 
 
