@@ -1,7 +1,7 @@
 """A worker's session with the servers, and servers inside this process.
 
-`Session` is a client with a lock; subclasses move the messages. The strategies of a worker share one
-`ServerConnection`. `LocalServers` serve one worker without a launcher, or ranks as threads.
+`Session` is a client with a lock; subclasses move the messages. All strategies of a worker share
+one `ServerConnection`. `LocalServers` serve one worker without a launcher, or ranks as threads.
 """
 
 from __future__ import annotations
