@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # by default; they kill a process without handler
 _SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID")
-_SPARE_S = 2.0  # a step with a deadline of its own meets that first
+_SPARE_S = 2.0  # added to the limit of the clock, so that a step meets its own deadline first
 
 
 def program() -> NoReturn:
@@ -134,7 +134,7 @@ def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
 
 
 def _find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the job of a scheduler in which the launcher runs, or None."""
+    """Return the scheduler's job in which the launcher runs, or None."""
     if not any(name in environ for name in _SCHEDULER_VARIABLES):
         return None
     from syncvar_launcher.schedulers.allocation import find_allocation

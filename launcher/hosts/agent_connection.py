@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 AGENT = "syncvar_launcher.hosts.agent_main"
 """The module that serves a host."""
 
-# No terminal, no display and no agent of ssh, no question, no long wait; they hold whatever `--ssh`
-# or the user's own file says.
+# ssh opens no terminal, display or key agent, asks nothing and does not wait long, whatever `--ssh`
+# or the user's own file asks for.
 _SETTINGS = ("BatchMode=yes", "ConnectTimeout=10", "ClearAllForwardings=yes")
 SSH_OPTIONS = ("-T", "-x", "-a", *(word for one in _SETTINGS for word in ("-o", one)))
 
@@ -46,7 +46,7 @@ _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _LINES_SHOWN = 3
 
-_INSTALL = "install"  # `describe_installation` has the words
+_INSTALL = "install"  # stands for the text of `describe_installation`
 _MEANINGS = (
     (
         r"could not resolve|name or service not known|temporary failure in name",
@@ -142,10 +142,10 @@ class RemoteHost:
         self.process = process
         self.known = dict(known or {})
         self.began = time.monotonic()  # when the login began, in seconds of the monotonic clock
-        self.facts: dict[str, Any] = {}  # the facts that the agent has sent; empty before
+        self.facts: dict[str, Any] = {}  # what the agent has reported about its host; empty before
         self.heard = time.monotonic()  # when a message last came, in seconds of the monotonic clock
         self.loss_reason = ""  # why no more messages will come; empty while they may
-        # Whether the launcher ended the connection, so that the exit status tells nothing.
+        # Whether the launcher ended the connection, so that the exit status explains nothing.
         self.is_ended = False
         self.staged = ""  # the folder with the copy of the script's folder; empty without one
         self._words = bytearray()
@@ -220,7 +220,7 @@ class RemoteHost:
         self.facts = {**checked_facts(facts), **self.known}
 
     def words(self) -> str:
-        """Return the last text of ssh, the remote shell and the agent on standard error."""
+        """Return the last text that ssh, the remote shell and the agent wrote to standard error."""
         for _ in range(_READS_AT_ONCE):
             if self._err in self._open:
                 self.readable(self._err)
@@ -377,17 +377,18 @@ def ssh_error_text(
 
 def describe_installation(python: str, host: str) -> str:
     """Return how to install the syncvar of this host for an interpreter of another one."""
-    return remedy(python, host, _origin())
+    return installation_text(python, host, _origin())
 
 
-def remedy(python: str, host: str, origin: dict[str, Any]) -> str:
-    """Return the advice for a package from a given origin.
+def installation_text(python: str, host: str, origin: dict[str, Any]) -> str:
+    """Return how to install a package of a given origin.
 
     `origin` is pip's direct_url.json, or empty.
 
     Example:
-        >>> words = remedy("python3", "n1", {"url": "file:///opt/syncvar", "dir_info": {}})
-        >>> words.removeprefix(f"install syncvar {syncvar.__version__} as on this host: ")
+        >>> origin = {"url": "file:///opt/syncvar", "dir_info": {}}
+        >>> text = installation_text("python3", "n1", origin)
+        >>> text.removeprefix(f"install syncvar {syncvar.__version__} as on this host: ")
         'copy /opt/syncvar to n1 and run there: python3 -m pip install /opt/syncvar'
     """
     begin = f"install syncvar {syncvar.__version__} as on this host: "

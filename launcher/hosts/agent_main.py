@@ -2,7 +2,7 @@
 
 ssh starts the agent, and nothing of the job is on its command line: all orders arrive on standard
 input. The end of that input ends its workers. If the launcher is silent for longer than
-`lost_after_s`, the network is cut. Then the agent ends its workers, as the launcher ends the
+`lost_after_s`, the agent takes the network for cut and ends its workers, as the launcher ends the
 others; they may raise PeerLost before. If the agent is killed, its cleanup process kills the
 workers' sessions and removes the private folder.
 """
@@ -49,6 +49,23 @@ _UNSENT_MAX = 8 << 20
 _PAUSE_S = 0.005
 _IDLE_S = 300.0  # without workers: the launcher logs in to other hosts, or pauses
 
+# Orders about the ranks of an attempt; without an attempt the agent ignores them.
+_ATTEMPT_ORDERS: dict[str, Callable[[HostRanks, Message], None]] = {
+    "signal": lambda ranks, order: ranks.processes.send(order["ranks"], order["signal_number"]),
+    "kill": lambda ranks, order: ranks.processes.kill(order["ranks"]),
+    "get_stack": lambda ranks, order: ranks.ask(
+        order["request_id"], order["rank"], all_threads=order["all_threads"]
+    ),
+    "abort": lambda ranks, order: ranks.shm.abort(order["generation"]),
+    "credit": lambda ranks, order: ranks.add_credit(
+        order["rank"], order["stream"], order["nbytes"]
+    ),
+    "input": lambda ranks, order: ranks.feed(order["data"]),
+    "window_size": lambda ranks, order: ranks.resize(
+        order["rank"], checked_list(order["size"], int, 2)
+    ),
+}
+
 
 def main() -> int:
     """Serve one launcher on standard input and output until it has gone."""
@@ -65,26 +82,8 @@ def main() -> int:
         agent.close()
 
 
-# Orders about the ranks of an attempt; without an attempt the agent ignores them.
-_ATTEMPT_ORDERS: dict[str, Callable[[HostRanks, Message], None]] = {
-    "signal": lambda ranks, order: ranks.agent.send(order["ranks"], order["signal_number"]),
-    "kill": lambda ranks, order: ranks.agent.kill(order["ranks"]),
-    "get_stack": lambda ranks, order: ranks.ask(
-        order["request_id"], order["rank"], all_threads=order["all_threads"]
-    ),
-    "abort": lambda ranks, order: ranks.sharing.abort(order["generation"]),
-    "credit": lambda ranks, order: ranks.add_credit(
-        order["rank"], order["stream"], order["nbytes"]
-    ),
-    "input": lambda ranks, order: ranks.feed(order["data"]),
-    "window_size": lambda ranks, order: ranks.resize(
-        order["rank"], checked_list(order["size"], int, 2)
-    ),
-}
-
-
 class HostAgent:
-    """The orders of one launcher on this host."""
+    """Serves one launcher on this host: follows its orders, and reports on the ranks."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source = source
@@ -106,7 +105,7 @@ class HostAgent:
         self._copy = HostCopy()
         self._call = bytearray()
         self._is_stopped = False
-        self._notices, self._is_forwarded = 0, False  # requests to release this host
+        self._notices, self._is_forwarded = 0, False  # of requests to release this host
         self._handlers: dict[str, Callable[[Message], None]] = {
             "get_facts": self._send_facts,
             "listen": self._listen,
@@ -264,7 +263,7 @@ class HostAgent:
     def _signal_groups(self, message: Message) -> None:
         if self._ranks is not None:
             number = message["signal_number"]
-            ranks = self._ranks.agent.send_groups(number)
+            ranks = self._ranks.processes.send_groups(number)
             if ranks:
                 self._send("not_signalled", signal_number=number, ranks=ranks)
 
@@ -275,12 +274,12 @@ class HostAgent:
     def _stop(self, _: Message) -> None:
         self._is_stopped = True
         if self._ranks is not None:
-            self._ranks.stop()
+            self._ranks.processes.stop()
 
     def _resume(self, _: Message) -> None:
         self._is_stopped = False
         if self._ranks is not None:
-            self._ranks.resume()
+            self._ranks.processes.resume()
 
     def _end_attempt(self, _: Message) -> None:
         ranks, self._ranks = self._ranks, None
@@ -310,11 +309,11 @@ class HostAgent:
             )
             self._cut_at = now
             if self._ranks is not None:
-                self._ranks.sharing.abort()
+                self._ranks.shm.abort()
         if self._cut_at is not None:
             self._end_by_steps(now - self._cut_at)
         if self._ranks is not None:
-            for text in self._ranks.sharing.take_messages():
+            for text in self._ranks.shm.take_messages():
                 self._send("notice", text=text)
             if pids := self._ranks.pop_started():
                 self._send("started", pids=pids)
@@ -328,11 +327,11 @@ class HostAgent:
 
     def _release_host(self) -> None:
         """Forward the notice to the workers; end after them, or at the next notice."""
-        workers = self._ranks.agent.workers if self._ranks is not None else {}
+        workers = self._ranks.processes.workers if self._ranks is not None else {}
         if self._ranks is not None and self._notices == 1 and workers:
             if not self._is_forwarded:
                 self._is_forwarded = True
-                self._ranks.agent.send(list(workers), signal.SIGTERM)
+                self._ranks.processes.send(list(workers), signal.SIGTERM)
         elif self._notices > 1 or not self._outbox.nbytes:
             self._is_over = True
 
@@ -344,7 +343,7 @@ class HostAgent:
             self._is_over = True
         elif since_s >= self._abort_grace_s and not self._has_terminated:
             self._has_terminated = True
-            self._ranks.agent.send(running, signal.SIGTERM)
+            self._ranks.processes.send(running, signal.SIGTERM)
 
     def _send_event(self, event: Event) -> None:
         if isinstance(event, WorkerOutput):

@@ -1,10 +1,10 @@
-"""What the launcher and the agents of hosts send each other. Bytes in, values out.
+"""The messages between the launcher and the agents of hosts, as bytes and as values.
 
 A message of the agent protocol is a length, then MessagePack. The agent sends one line as greeting,
 so output of a login shell before it does no harm. After the greeting only messages may come. Each
-kind has fields with types; a malformed message ends the connection. Both ends trust each other as
-members of the job, not as parsers. They check lengths before they allocate memory, and no value
-ever names code.
+kind has fields with types; a malformed message ends the connection. Both ends check all
+messages, although they trust each other as members of the job: lengths before they allocate memory,
+and no value ever names code.
 
 Between the launcher and a host that joins by itself, these bytes travel in frames: one type byte,
 then the payload. Type bytes and greeting are the same in all versions, so a host of another version
@@ -27,10 +27,16 @@ PROTOCOL_VERSION = 2
 GREETING = b"syncvar-agent %d\n" % PROTOCOL_VERSION
 MESSAGE_NBYTES_MAX = 16 << 20
 FIRST_CREDIT = 1 << 20
-"""Bytes of each stream of each rank that may be sent before the launcher has taken any."""
+"""The bytes of a rank's stream that the agent may send before the launcher grants credit."""
 
 CALL_PART_NBYTES = 4 << 20
-"""Bytes of a call of `sv.run`, or of one of its results, in one message."""
+"""The most bytes of a call of `sv.run`, or of a result, in one message."""
+
+FRAME_NBYTES = 1 << 18
+"""The most bytes of a frame behind its type byte."""
+
+FRAMES_QUEUED = 16
+"""The most frames that wait for each host and direction."""
 
 _BEFORE_GREETING_MAX = 64 << 10
 _LENGTH_NBYTES = 4
@@ -91,6 +97,26 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "attempt_ended": {},
 }
 
+_TEXT_FACTS = ("host", "machine", "python", "syncvar", "numpy", "byte_order", "processor")
+_FACTS: dict[str, type] = {
+    **dict.fromkeys((*_TEXT_FACTS, "launcher_address", "login_address"), str),
+    **dict.fromkeys(("protocol", "cpu_count", "core_count", "pid", "tasks_left"), int),
+    **dict.fromkeys(("cores", "interfaces"), list),
+    **dict.fromkeys(("has_folder", "has_target"), bool),
+}
+_CORES_MAX = 1 << 14
+
+_HELLO_FORMAT = 2
+_TEXT_MAX = 4096
+_NAME_MAX = 253
+_SLOTS_MAX = 1 << 16
+_HELLO_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "address", "syncvar", "python", "byte_order"), (str,)),
+    "slots": (int, type(None)),
+    "cwd": (str, type(None)),
+    "protocol": (int,),
+}
+
 
 def pack(kind: str, **fields: Any) -> bytes:
     r"""Return a message as bytes.
@@ -99,7 +125,7 @@ def pack(kind: str, **fields: Any) -> bytes:
         >>> pack("stop")
         b'\x00\x00\x00\x0b\x81\xa4kind\xa4stop'
     """
-    content = {"kind": kind, **_checked(kind, fields)}
+    content = {"kind": kind, **_check_fields(kind, fields)}
     body: bytes = msgpack.packb(content, use_bin_type=True, unicode_errors="surrogateescape")
     if len(body) > MESSAGE_NBYTES_MAX:
         raise WireError(f"a message {kind!r} of {len(body)} bytes is above {MESSAGE_NBYTES_MAX}")
@@ -107,7 +133,7 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 class RankSpec(NamedTuple):
-    """What one rank or server gets."""
+    """What the agent needs to start one rank or server."""
 
     rank: int  # the number of the process
     environ: dict[str, str]  # its own variables, beside those of all ranks
@@ -130,7 +156,7 @@ class RankSpec(NamedTuple):
 
 
 class StartRequest(NamedTuple):
-    """What the agent of a host starts."""
+    """The order to start the ranks and servers of a host."""
 
     job: str  # the identity of the job
     generation: int  # the first generation of the membership that its ranks may join
@@ -219,20 +245,10 @@ class Reader:
             end = start + _LENGTH_NBYTES + length
             if len(self._data) < end:
                 break
-            messages.append(_parsed(bytes(self._data[start + _LENGTH_NBYTES : end])))
+            messages.append(_parse(bytes(self._data[start + _LENGTH_NBYTES : end])))
             start = end
         del self._data[:start]
         return messages
-
-
-_TEXT_FACTS = ("host", "machine", "python", "syncvar", "numpy", "byte_order", "processor")
-_FACTS: dict[str, type] = {
-    **dict.fromkeys((*_TEXT_FACTS, "launcher_address", "login_address"), str),
-    **dict.fromkeys(("protocol", "cpu_count", "core_count", "pid", "tasks_left"), int),
-    **dict.fromkeys(("cores", "interfaces"), list),
-    **dict.fromkeys(("has_folder", "has_target"), bool),
-}
-_CORES_MAX = 1 << 14
 
 
 def checked_facts(facts: Message) -> Message:
@@ -240,16 +256,16 @@ def checked_facts(facts: Message) -> Message:
     if facts.keys() != _FACTS.keys() or any(
         type(facts[name]) is not kind for name, kind in _FACTS.items()
     ):
-        raise WireError("what it says of its host has other fields than it should")
+        raise WireError("its facts about its host have other fields than they should")
     cores, interfaces = facts["cores"], facts["interfaces"]
     counts = (facts["core_count"], facts["cpu_count"])
     if not all(1 <= count <= _CORES_MAX for count in counts) or len(cores) > _CORES_MAX:
-        raise WireError("what it says of its cores cannot be")
+        raise WireError("its numbers of cores cannot be right")
     if not all(type(one) is int for one in cores) or not all(
         isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one)
         for one in interfaces
     ):
-        raise WireError("what it says of its cores and interfaces has another form than it should")
+        raise WireError("its cores or interfaces have another form than they should")
     own = facts["launcher_address"], facts["login_address"]
     for address in (*own, *(address for _, address in interfaces)):
         _check_address(address)
@@ -261,17 +277,17 @@ def _check_address(text: str) -> None:
         try:
             ipaddress.ip_address(text.partition("%")[0])
         except ValueError:
-            raise WireError("an address that it names is none") from None
+            raise WireError("it sent an address that is none") from None
 
 
 def checked_list(values: Any, kind: type, count: int) -> list[Any]:
     """Return a list of so many values of one type."""
     if not isinstance(values, list) or [*map(type, values)] != [kind] * count:
-        raise WireError(f"a list of {count} values was asked for, and something else came")
+        raise WireError(f"it sent something else than a list of {count} values")
     return values
 
 
-def _parsed(body: bytes) -> Message:
+def _parse(body: bytes) -> Message:
     try:
         found = msgpack.unpackb(
             body,
@@ -289,10 +305,10 @@ def _parsed(body: bytes) -> Message:
     if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
         raise WireError("what came is no message: it has no kind")
     kind = found.pop("kind")
-    return {"kind": kind, **_checked(kind, found)}
+    return {"kind": kind, **_check_fields(kind, found)}
 
 
-def _checked(kind: str, fields: Message) -> Message:
+def _check_fields(kind: str, fields: Message) -> Message:
     wanted = _KINDS.get(kind)
     if wanted is None:
         raise WireError(f"there is no message {kind[:40]!r}")
@@ -347,24 +363,6 @@ class PipeOutbox:
         self.nbytes = 0
 
 
-FRAME_NBYTES = 1 << 18
-"""The most bytes of a frame behind its type byte."""
-
-FRAMES_QUEUED = 16
-"""The most frames that wait for each host and direction."""
-
-_HELLO_FORMAT = 2
-_TEXT_MAX = 4096
-_NAME_MAX = 253
-_SLOTS_MAX = 1 << 16
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "address", "syncvar", "python", "byte_order"), (str,)),
-    "slots": (int, type(None)),
-    "cwd": (str, type(None)),
-    "protocol": (int,),
-}
-
-
 class JoinFrame:
     """The type bytes of the frames between the launcher and a host that joins."""
 
@@ -397,19 +395,19 @@ class Hello(NamedTuple):
         try:
             found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
         except (ValueError, TypeError, msgpack.UnpackException):
-            raise WireError("what it says of itself is no greeting") from None
+            raise WireError("it sent no greeting") from None
         is_known = isinstance(found, dict) and found.pop("format", None) == _HELLO_FORMAT
-        if not is_known or found.keys() != _TYPES.keys():
+        if not is_known or found.keys() != _HELLO_TYPES.keys():
             raise WireError(
-                "what it says of itself has another form than here: it has another version of "
+                "its greeting has another form than here: it has another version of "
                 "syncvar; install the same on all"
             )
         for name, value in found.items():
             is_long = isinstance(value, str) and len(value) > _TEXT_MAX
-            if type(value) not in _TYPES[name] or is_long:
-                raise WireError(f"the {name} that it says of itself cannot be")
+            if type(value) not in _HELLO_TYPES[name] or is_long:
+                raise WireError(f"the {name} in its greeting cannot be right")
         if not found["name"] or not found["name"].isprintable() or len(found["name"]) > _NAME_MAX:
-            raise WireError("the name that it says of itself cannot be")
+            raise WireError("the name in its greeting cannot be right")
         _check_address(found["address"])
         if found["slots"] is not None and not 1 <= found["slots"] <= _SLOTS_MAX:
             raise WireError(

@@ -1,4 +1,4 @@
-"""The agent's side of one attempt: processes, memory, stacks, input and records of its ranks."""
+"""The agent's side of one attempt: processes, memory, stacks, input and files of its ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _STACKS_S = 0.25
 
 
 class CannotFork(ConfigError):
-    """Forking the ranks is not possible; `refusal` has the reason."""
+    """The ranks cannot be forked; `refusal` has the reason."""
 
     def __init__(self, refusal: ForkUnsupported) -> None:
         self.exit_code = exit_code_of(refusal.status or INTERNAL)
@@ -63,8 +63,8 @@ class CannotFork(ConfigError):
 class HostRanks:
     """The ranks of this host in one attempt.
 
-    `tallies` are the counts of pushes that the workers of the attempt before have left. `call` is
-    the call of `sv.run`, with its path; empty without one.
+    `tallies` are the counts of pushes that the workers of the last attempt have left. `call` is the
+    bytes of the call of `sv.run`; empty without one.
     """
 
     def __init__(self, order: StartRequest, tallies: dict[str, bytes], call: bytes) -> None:
@@ -73,7 +73,7 @@ class HostRanks:
         }
         self._order = order
         base = self._base()
-        self._beginning = plan_start(
+        self._start_method = plan_start(
             order.start_method,
             order.kind_of_target,
             order.target,
@@ -81,7 +81,6 @@ class HostRanks:
             order.cwd,
             base,
         )
-        self._stopped: set[int] = set()
         self._started: dict[int, int] = {}
         self.requests: dict[int, tuple[StackRequest, float]] = {}
         self._input = self._input_end = -1
@@ -99,7 +98,7 @@ class HostRanks:
             if call:
                 self._keep_call(call)
             self._server: ForkServer | None = None
-            if self._beginning.is_forked:
+            if self._start_method.is_forked:
                 self._server = ForkServer(self._command(), base, order.cwd, self._call)
                 self._stack.callback(self._server.close)
                 limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
@@ -107,13 +106,13 @@ class HostRanks:
                 self._server.order(
                     worker_arguments(order.kind_of_target, order.target, order.args), base
                 )
-            self.agent = LocalWorkers(directory.path, directory.lock, self._server)
+            self.processes = LocalWorkers(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
             with _private():
-                self.sharing = self._share(order, directory.path)
-            self._stack.callback(self.sharing.close)
+                self.shm = self._make_shm(order, directory.path)
+            self._stack.callback(self.shm.close)
             self._stacks = StackCollector(
-                self.agent,
+                self.processes,
                 lambda _: str(directory.path),
                 order.cwd,
                 is_command=order.kind_of_target == "command",
@@ -124,37 +123,24 @@ class HostRanks:
             self._stack.close()
             raise
 
-    @staticmethod
-    def _share(order: StartRequest, folder: Path) -> ShmService:
-        index = int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"])
-        workers = len(order.ranks) - order.server_count
-        return ShmService(
-            order.job,
-            order.shm_bytes,
-            [ShmHost(index, workers, order.server_count, order.core_count, folder)],
-            unavailable_reason=order.shm_unavailable_reason,
-            generation=order.generation,
-            hands_over=order.requests_shm,
-        )
-
     def writable(self) -> list[int]:
         """Return the descriptors to poll for writing: rank 0's input, if data wait for it."""
         return [self._input_end] if self._unfed and self._input_end >= 0 else []
 
     def descriptors(self, *, is_full: bool) -> list[int]:
         """Return the descriptors to poll for reading."""
-        spoken = self.agent.descriptors(
+        of_workers = self.processes.descriptors(
             lambda rank, stream: not is_full and self.credit[rank, stream] > 0
         )
-        watched = [*spoken, *self.sharing.descriptors()]
+        watched = [*of_workers, *self.shm.descriptors()]
         return watched if self._server is None else [self._server.descriptor(), *watched]
 
     def readable(self, descriptor: int) -> list[Event]:
         """Handle a descriptor that poll reported."""
         if self._server is not None and descriptor == self._server.descriptor():
             return self._take_answer(self._server)
-        self.sharing.readable(descriptor)
-        events = list(self.agent.readable(descriptor))
+        self.shm.readable(descriptor)
+        events = list(self.processes.readable(descriptor))
         for event in events:
             if isinstance(event, WorkerOutput):
                 self.credit[event.rank, event.stream] -= len(event.data)
@@ -162,20 +148,24 @@ class HostRanks:
 
     def look(self) -> dict[int, list[Any]]:
         """Return the state and the processor time of each worker that runs."""
-        self.agent.look()
+        self.processes.look()
         return {
-            rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)]
+            rank: [self.processes.state(rank), self.processes.busy_s(rank), self._stacks.pid(rank)]
             for rank in self.running()
         }
 
     def running(self) -> list[int]:
         """Return the ranks whose processes have not ended."""
-        return [rank for rank, worker in self.agent.workers.items() if worker.status is None]
+        return [rank for rank, worker in self.processes.workers.items() if worker.status is None]
 
     def pop_started(self) -> dict[int, int]:
-        """Return, once, the process of each rank that has started."""
+        """Return the process of each rank that has started since the last call."""
         started, self._started = self._started, {}
         return started
+
+    def restart_rank(self, one: RankSpec) -> None:
+        """Start one rank again, alone."""
+        self._start([one], is_fresh=True)
 
     def ask(self, number: int, rank: int, *, all_threads: bool) -> None:
         """Request the stack of a rank."""
@@ -204,7 +194,7 @@ class HostRanks:
         """Set rows and columns of the terminal of the debugged rank."""
         if self._input_end >= 0:
             resize(self._input_end, size)
-        self.agent.send([rank], signal.SIGWINCH)
+        self.processes.send([rank], signal.SIGWINCH)
 
     def add_credit(self, rank: int, stream: str, nbytes: int) -> None:
         """Let a rank write more."""
@@ -234,23 +224,12 @@ class HostRanks:
         self._stacks.read_noted()
         return {rank: line for rank, line in self._stacks.places.items() if rank in ranks}
 
-    def stop(self) -> None:
-        """Stop the sessions of all workers."""
-        self._stopped |= self.agent.stop()
-
-    def resume(self) -> None:
-        """Continue what `stop` has stopped."""
-        for pid in self._stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self._stopped.clear()
-
     def finish(self) -> list[Event]:
         """Kill what still runs, and return what it wrote; nothing the second time."""
         if self._is_finished:
             return []
         self._is_finished = True
-        events = list(self.agent.close())
+        events = list(self.processes.close())
         for descriptor in (self._input, self._input_end):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -272,6 +251,29 @@ class HostRanks:
         """Yield results for the caller of `sv.run`; see `result_parts`."""
         return iter(()) if self._results is None else result_parts(self._results)
 
+    def tallies(self) -> dict[str, bytes]:
+        """Return the workers' counts of pushes, for the workers that replace them."""
+        return take_tallies(self._folder)
+
+    def close(self) -> None:
+        """Remove the private folder."""
+        self._stack.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _make_shm(order: StartRequest, folder: Path) -> ShmService:
+        index = int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"])
+        workers = len(order.ranks) - order.server_count
+        return ShmService(
+            order.job,
+            order.shm_bytes,
+            [ShmHost(index, workers, order.server_count, order.core_count, folder)],
+            unavailable_reason=order.shm_unavailable_reason,
+            generation=order.generation,
+            hands_over=order.requests_shm,
+        )
+
     def _keep_call(self, call: bytes) -> None:
         """Store a call where ranks read it, and make the folder for their results."""
         descriptor = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
@@ -282,16 +284,8 @@ class HostRanks:
         self._results = self._folder / "results"
         self._results.mkdir(mode=0o700)
 
-    def tallies(self) -> dict[str, bytes]:
-        """Return the workers' counts of pushes, for the workers that replace them."""
-        return take_tallies(self._folder)
-
-    def close(self) -> None:
-        """Remove the private folder."""
-        self._stack.close()
-
     def _base(self) -> dict[str, str]:
-        """Return the variables of all ranks: the order's, and the login's of no other job."""
+        """Return the variables of all ranks: the order's, and the login's without SYNCVAR_."""
         own = inherited_variables(os.environ, is_clear=self._order.env_clear)
         return {
             **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
@@ -300,15 +294,11 @@ class HostRanks:
 
     def _command(self) -> list[str]:
         order = self._order
-        return self._beginning.command(order.kind_of_target, order.target, order.args)
-
-    def restart_rank(self, one: RankSpec) -> None:
-        """Start one rank again, alone."""
-        self._start([one], is_fresh=True)
+        return self._start_method.command(order.kind_of_target, order.target, order.args)
 
     def _start_all(self) -> None:
-        if not self._beginning.is_forked:
-            self.agent.start_fresh()
+        if not self._start_method.is_forked:
+            self.processes.start_fresh()
         self._start(self._order.ranks)
 
     def _start(self, ranks: Sequence[RankSpec], *, is_fresh: bool = False) -> None:
@@ -325,7 +315,7 @@ class HostRanks:
                 is_program = order.kind_of_target == "command" and not serves
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
-                self.agent.start(
+                self.processes.start(
                     WorkerSpec(
                         one.rank,
                         argv,
@@ -340,7 +330,7 @@ class HostRanks:
                         is_fresh=is_fresh or serves,
                     )
                 )
-                self._started[one.rank] = self.agent.workers[one.rank].process.pid
+                self._started[one.rank] = self.processes.workers[one.rank].process.pid
         except OSError as error:
             raise cannot_start(argv[0], error) from error
         finally:
@@ -388,9 +378,9 @@ class HostRanks:
         self._server = None
         with server:
             refusal = server.refusal()
-            if refusal is not None and self._beginning.may_change:
+            if refusal is not None and self._start_method.may_change:
                 server.close()
-                self._beginning = StartMethod(is_forked=False, reason=refusal.reason)
+                self._start_method = StartMethod(is_forked=False, reason=refusal.reason)
                 refusal = None
             if refusal is None or not refusal.is_certain:
                 try:

@@ -5,7 +5,8 @@ follows links. A link within the folder stays a link. It leaves out links that l
 folder, and names them. The copy ends with the agent; if the agent is killed, its cleanup process
 removes the copy.
 
-A call of `sv.run` travels to the hosts, and its results back, in parts.
+A call of `sv.run` travels to the hosts in parts, and its results travel back in parts. Flight
+records and totals of calls come back whole.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Collection(NamedTuple):
             yield {"kind": "stage", **fields}
             if kind == "file":
                 try:
-                    with open(self.folder / path, "rb", opener=_opened) as file:
+                    with open(self.folder / path, "rb", opener=_open_no_follow) as file:
                         while data := file.read(_CHUNK):
                             yield {"kind": "stage_data", "data": data}
                 except OSError as error:
@@ -86,25 +87,8 @@ class Collection(NamedTuple):
         yield {"kind": "stage_end"}
 
 
-def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _source_of(options: LaunchOptions) -> Path:
-    if options.program.kind == "module":
-        return options.program.cwd
-    path = options.program.cwd / options.program.target
-    is_searched = options.program.kind == "command" and "/" not in options.program.target
-    if is_searched or not path.is_file():
-        raise ConfigError(
-            "--stage copies the folder of a script, and there is no file "
-            f"{options.program.target} in {options.program.cwd}"
-        )
-    return path.parent
-
-
 def collect_files(options: LaunchOptions) -> Collection:
-    """Return what `--stage` copies; the key file never is."""
+    """Return the files that `--stage` copies, which never include the key file."""
     return _FileCollector(_source_of(options), os.path.realpath(options.join.key_file)).collect()
 
 
@@ -178,6 +162,23 @@ class _FileCollector:
             )
 
 
+def _open_no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _source_of(options: LaunchOptions) -> Path:
+    if options.program.kind == "module":
+        return options.program.cwd
+    path = options.program.cwd / options.program.target
+    is_searched = options.program.kind == "command" and "/" not in options.program.target
+    if is_searched or not path.is_file():
+        raise ConfigError(
+            "--stage copies the folder of a script, and there is no file "
+            f"{options.program.target} in {options.program.cwd}"
+        )
+    return path.parent
+
+
 def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, str]:
     """Send the copy to hosts; return the reason for each host, by name, that has none.
 
@@ -222,7 +223,7 @@ def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, 
 
 
 class HostCopy:
-    """The copy that the launcher sends, on the side of the agent."""
+    """The copy on a host: its agent makes it from messages of the launcher, and removes it."""
 
     def __init__(self) -> None:
         self._directory: JobDirectory | None = None
@@ -362,7 +363,7 @@ def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: 
 
 
 class ReceivedFiles:
-    """Writes what the ranks of other hosts leave, and names files that it cannot write."""
+    """Writes files that ranks of other hosts leave, and reports those that it cannot write."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._job = job

@@ -1,4 +1,4 @@
-"""Decides whether a job can run on hosts, and by which addresses they reach each other.
+"""Decides whether a job can run on hosts, how many workers each gets, and at which addresses.
 
 The checks return the reason and the remedy if a host cannot be used. For the addresses, each agent
 listens for a moment, and all others try to connect with a token.
@@ -31,21 +31,20 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
 _IS_UP = 1
 _PROOF_NBYTES = 32
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "flannel", "lxc", "podman")
 _ADDRESSES_MAX = 4  # of each host that are tried
-_FILES, _FILES_OF_A_HOST = 32, 4
+_FILES, _FILES_OF_A_HOST = 32, 4  # descriptors of the launcher, and for each host
 
 
 def version_mismatch(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
     """Return why the ranks of two hosts cannot understand each other; empty if they can.
 
-    `version`, `protocol`, `byte_order` and `python` are those of the other host. `remedy` says how
-    to get another Python there.
+    `version`, `protocol`, `byte_order` and `python` are those of the other host. `remedy` advises
+    how to get another Python there.
 
     Example:
         >>> ours = (syncvar.__version__, PROTOCOL_VERSION, sys.byteorder)
@@ -124,8 +123,11 @@ def refusal_text(reasons: Mapping[Host, str]) -> str:
     return "\n".join(lines)
 
 
+# -- workers on each host --------------------------------------------------------------------------
+
+
 class HostCapacity(NamedTuple):
-    """The slots of a host."""
+    """A host with its slots."""
 
     name: str  # the name for messages
     slots: int  # the slots, at least 1
@@ -178,6 +180,9 @@ def _deal(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
             sizes[index] += share
             workers -= share
     return sizes
+
+
+# -- addresses of hosts ----------------------------------------------------------------------------
 
 
 class Interface(NamedTuple):
@@ -299,7 +304,7 @@ def host_candidates(
 ) -> list[str]:
     """Return the addresses of a host that others should try, the best first.
 
-    `are_all_near` says whether all agents are on the launcher's machine.
+    `are_all_near` tells whether all agents are on the launcher's machine.
     """
     if host.addr is not None:
         return [host.addr]
@@ -367,6 +372,9 @@ def _for_links(address: str) -> str:
     return "" if is_local else address
 
 
+# -- connections on trial --------------------------------------------------------------------------
+
+
 def _proof(token: bytes, address: str, port: int) -> bytes:
     return hmac.new(token, f"{address} {port}".encode(), hashlib.sha256).digest()
 
@@ -375,9 +383,7 @@ class Listeners:
     """Listens on addresses, and proves to clients that this is the right host.
 
     The same private address may belong to another machine elsewhere. Only a process with the token
-    of the job can answer.
-
-    It leaves out addresses of other hosts.
+    of the job can answer. At addresses of other hosts it does not listen.
     """
 
     def __init__(self, addresses: Sequence[str], token: bytes) -> None:
@@ -428,7 +434,7 @@ def reachable(
 ) -> list[bool]:
     """Return for each address and port whether a process with the token answers there.
 
-    Port 0 is not reachable. `listeners` answer meanwhile: the other hosts ask at the same time.
+    Port 0 is not reachable. `listeners` answer meanwhile, because other hosts connect at that time.
     """
     answers = [False] * len(targets)
     waiting: dict[int, tuple[int, socket.socket]] = {}

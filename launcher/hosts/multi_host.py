@@ -1,4 +1,4 @@
-"""A job on several hosts, from the command line to the exit code.
+"""Runs a job on several hosts, from the command line to the exit code.
 
 It logs in to all hosts at once, checks them, places the workers, and tests the links. Nothing
 starts before every host has answered: one message then names all problems of all hosts.
@@ -103,7 +103,7 @@ def _show(sentence: str) -> None:
 
 
 class JobHosts:
-    """The hosts of one job."""
+    """The hosts of one job: the launcher reaches them, checks them, and gives them workers."""
 
     def __init__(self, options: LaunchOptions, show: Callable[[str], None]) -> None:
         # When the job began, in seconds of the monotonic clock; the time limit counts from it.
@@ -116,8 +116,8 @@ class JobHosts:
         self.address = ""  # the address at which the launcher listens
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
-        self._job = options.hosts.scheduled
-        self._is_started_by_job = self._job is not None and self._job.starter.joins
+        self._allocation = options.hosts.scheduled
+        self._is_started_by_job = self._allocation is not None and self._allocation.starter.joins
         self._joined: JoinGroup | None = None
         self._started: StartedHosts | None = None
         self._collection: Collection | None = None
@@ -184,7 +184,7 @@ class JobHosts:
 
     def command(self, host: Host) -> list[str]:
         """Return the command line that leads to the agent of a host."""
-        options, job = self._options, self._job
+        options, job = self._options, self._allocation
         python = options.hosts.remote_python
         if self._is_without_ssh(host) and not self._is_started_by_job:
             own = host.python or python
@@ -234,11 +234,11 @@ class JobHosts:
                 self._refuse({one.remote.host: f"{now}; start the job again"})
             self.sites[place] = one._replace(facts=one.remote.facts)
 
-    # -- how the launcher reaches the agents ------------------------------------------------------
+    # -- how the launcher reaches the agents -------------------------------------------------------
 
     def _gather(self, meanwhile: Callable[[], object]) -> None:
         """Wait for hosts that join, started by people or by the scheduler."""
-        # Other jobs do not need these sockets.
+        # An import of sockets that other jobs do not need.
         from syncvar_launcher.join.join_rendezvous import JoinGroup, StartedHosts
 
         if self._options.join.listen is not None:
@@ -279,13 +279,13 @@ class JobHosts:
     def _is_without_ssh(self, host: Host) -> bool:
         if self._options.hosts.ssh_always:
             return False
-        if self._job is not None:
-            return host.name == self._job.here
+        if self._allocation is not None:
+            return host.name == self._allocation.here
         return is_here(host, self._own_interfaces)
 
     def _is_near(self, one: RemoteHost) -> bool:
         """Return whether an agent, and so its listening address, is on this machine."""
-        if self._job is not None and self._joined is None:
+        if self._allocation is not None and self._joined is None:
             return self._is_without_ssh(one.host)  # its facts do not name the starting machine
         return one.facts["launcher_address"] in ("", "127.0.0.1", "::1")
 
@@ -293,10 +293,10 @@ class JobHosts:
         """Return the environment of the program that leads to a host; None for our own."""
         if self._is_without_ssh(host):
             return inherited_variables(os.environ, is_clear=True)
-        if self._job is None:
+        if self._allocation is None:
             return None
         inherited = inherited_variables(os.environ, is_clear=False)
-        unset = self._job.starter.unset
+        unset = self._allocation.starter.unset
         return {name: value for name, value in inherited.items() if name not in unset}
 
     def _start(self, host: Host) -> RemoteHost:
@@ -309,7 +309,7 @@ class JobHosts:
                 raise LimitTooLow(
                     f"a limit of the system is too low to log in to {count} hosts: {error.strerror}"
                 ) from error
-            job = self._job
+            job = self._allocation
             program = self._options.hosts.ssh[0] if job is None else job.starter.program
             raise HostUnreachable(
                 f"{program} cannot be started: {error.strerror}; give --ssh"
@@ -370,7 +370,7 @@ class JobHosts:
         limit_s: float = _ANSWER_S,
         listeners: Listeners | None = None,
     ) -> list[Any]:
-        """Return what `read` makes of each agent's answer; raise for agents without one."""
+        """Return what `read` returns for each agent's answer; raise HostUnreachable without one."""
         found: dict[int, Any] = {}
 
         def take(one: RemoteHost, message: Message) -> None:
@@ -401,9 +401,9 @@ class JobHosts:
         if one.loss_reason.startswith(NOT_UNDERSTOOD):
             return f"{one.loss_reason}; install the same syncvar on all"
         program = "ssh"
-        if self._job is not None:
+        if self._allocation is not None:
             is_own = self._is_without_ssh(one.host)
-            program = "the agent here" if is_own else self._job.starter.program
+            program = "the agent here" if is_own else self._allocation.starter.program
         status = one.status() if one.loss_reason and not one.is_ended else None
         python = self._options.hosts.remote_python or sys.executable
         return ssh_error_text(one.host, status, one.words(), python, program)
@@ -524,14 +524,14 @@ def _dry_run_placement(chosen: LaunchOptions) -> Iterator[str]:
     else:
         yield (
             f"workers: {ranks.workers or 'one for each core'}, placed by "
-            f"{chosen.hosts.map_by} when the hosts have told their cores"
+            f"{chosen.hosts.map_by} when the hosts have reported their cores"
         )
     if ranks.servers:
         copies = ""
         if ranks.server_replicas:
             word = "copies" if ranks.server_replicas > 1 else "copy"
             copies = f", {ranks.server_replicas} {word} of each on others"
-        yield f"servers: {ranks.servers}, in turns on the hosts that have workers{copies}"
+        yield f"servers: {ranks.servers}, one after another on the hosts that have workers{copies}"
 
 
 def _dry_run_network(chosen: LaunchOptions) -> Iterator[str]:
@@ -546,7 +546,7 @@ def _dry_run_network(chosen: LaunchOptions) -> Iterator[str]:
         network = "by which all reach each other"
     if chosen.hosts.iface:
         network = f"by --iface {chosen.hosts.iface}"
-    yield f"addresses: asked for when the job starts, {network}"
+    yield f"addresses: found when the job starts, {network}"
     yield f"workers are {ON_HOSTS[chosen.ranks.start_method]}"
     yield f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"
     if chosen.runtime.exposure_warning:

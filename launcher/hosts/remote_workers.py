@@ -1,7 +1,8 @@
 """The workers of all hosts of a job, through the agents there; implements `job.workers.Workers`.
 
-Messages do what `LocalWorkers`, the shared memory and the stacks do on one host. An agent sends no
-more output than the launcher has granted credit for, so a rank that writes much blocks.
+Messages replace the calls of `LocalWorkers`, `ShmService` and `StackCollector` on one host. An
+agent sends no more output than the launcher has granted credit for, so a rank that writes much
+blocks.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _GRANT = 1 << 18  # bytes that the launcher uses before it grants as many again
 _MOMENT_S = 0.3
 _CODE_MAX = 255
 _BEATS_MISSED = 3
-_BEYOND = 1 << 18  # an agent may exceed its credit by one read
+_EXCESS = 1 << 18  # an agent may exceed its credit by one read
 _WORDS_SHOWN = 10
-_WORDS_OF_A_FAILURE = {"error", "message", "traceback", "exit_code"}
+_FAILURE_FIELDS = {"error", "message", "traceback", "exit_code"}
 
 
 class _RemoteProcess(NamedTuple):
@@ -68,7 +69,7 @@ _UNKNOWN = _RemoteProcess()
 
 
 class AgentHosts(Protocol):
-    """What the workers need of the hosts of a job."""
+    """The hosts of a job, as their workers need them."""
 
     secret: bytes
     sites: list[HostSlot]
@@ -83,8 +84,8 @@ class AgentHosts(Protocol):
 class RemoteWorkers:
     """The workers of one attempt, each started by the agent of its host.
 
-    `here` are the processes of this machine, of which there are none; its cleanup process removes
-    `folder`, which gets the totals of calls, if the launcher is killed.
+    `folder` gets the totals of calls. `here` starts no worker: its cleanup process removes `folder`
+    if the launcher is killed.
     """
 
     def __init__(
@@ -457,8 +458,8 @@ class RemoteWorkers:
             key = rank, stream
             self._owed[key] = self._owed.get(key, 0) + len(data)
             self._received[key] = self._received.get(key, 0) + len(data)
-            if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
-                raise WireError("it sends more output than it was asked for")
+            if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _EXCESS:
+                raise WireError("it sends more output than the launcher has granted")
             yield WorkerOutput(rank, stream, data)
 
     def _report_started(self, message: Message, site: HostSlot) -> Iterator[Event]:
@@ -473,9 +474,9 @@ class RemoteWorkers:
         is_flat = all(
             isinstance(name, str) and isinstance(value, str | int) for name, value in record.items()
         )
-        is_whole = record.get("event") != "failed" or record.keys() >= _WORDS_OF_A_FAILURE
+        is_whole = record.get("event") != "failed" or record.keys() >= _FAILURE_FIELDS
         if is_flat and not is_whole:
-            raise WireError("a failure without its words")
+            raise WireError("it reports a failure without its fields")
         if is_flat:
             yield WorkerStatus(message["rank"], record)
 

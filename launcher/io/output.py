@@ -63,7 +63,7 @@ class Writable(Protocol):
 
 
 class Sink(NamedTuple):
-    """Where forwarded lines go."""
+    """A file to which forwarded lines go."""
 
     file: Writable  # flushed after each write
     is_terminal: bool = False  # progress and prompts stay, and colours of the programs pass
@@ -109,8 +109,8 @@ class OutputForwarder:
 
     `shown` are the ranks whose lines it forwards, None for all. `clock` is the wall clock for the
     local time before each line. `log_dir` gets the raw bytes, one file for each rank and stream;
-    the files of `ranks` are made at once, to replace those of an earlier job. `is_one` says whether
-    both sinks lead to the same place, where a reader sees both in order.
+    the files of `ranks` are made at once, to replace those of an earlier job. With `is_one` both
+    sinks lead to the same place, where a reader sees both in order.
 
     Example:
         >>> import io
@@ -291,8 +291,7 @@ class OutputForwarder:
     def _consume(self, source: _Source, data: bytes) -> None:
         segments: list[tuple[bytes, bytes]] = []
         if source.returned is not None:
-            # The carriage return at the end of the last piece may have been the first
-            # half of a line end.
+            # The carriage return at the end of the last piece may be half of a line end.
             if data.startswith(b"\n"):
                 self._finish_progress(source)
                 data = data[1:]
@@ -431,8 +430,7 @@ class OutputForwarder:
         if live is None or (live is source and not live.shown):
             return b""
         if live.shown:
-            # The whole line will be written again: when it ends, or when it has been
-            # idle once more.
+            # The whole line will be written again: when it ends, or when it has been idle again.
             live.shown = b""
             live.changed = self._now
         if live.stream == stream:
@@ -531,7 +529,7 @@ class _Logs:
         if file is not None:
             try:
                 os.close(file)
-            except OSError as error:  # some file systems tell a full disk only here
+            except OSError as error:  # some file systems report a full disk only here
                 self._failed(rank, stream, error)
 
     def lost_files(self) -> list[LostFile]:

@@ -1,4 +1,4 @@
-"""The standard streams and the signals of the launcher, which never block its loop.
+"""The standard streams and the signals of the launcher: reading and writing never block its loop.
 
 A reader of the output may stop for good: a pager, a terminal after Ctrl-S, a stuck collector of
 logs. The loop that supervises the ranks must not stop with it. So each writer keeps a queue for
@@ -6,7 +6,7 @@ bytes that it does not take at once, and the loop polls it for writing. While th
 launcher does not read the pipes of the ranks, and a rank that writes much waits in its own `write`.
 
 O_NONBLOCK belongs to an open file, which we share with the shell and other programs on the
-terminal, so we never set it on an inherited descriptor. Each kind of file needs another way:
+terminal, so we never set it on an inherited descriptor. Each kind of file needs another method:
 
 pipe, terminal
     We open it again through /proc, which makes an open file of our own. `poll` alone is not
@@ -60,9 +60,9 @@ class NonblockingWriter:
         self.dropped = 0  # bytes given up since `renew`
         self._queue = bytearray()
         self._is_abandoned = False
-        # How many bytes had been written, and since when no more.
+        # The value of `written` when the reader last took bytes, and that time.
         self._seen: tuple[int, float] | None = None
-        self._most = _PIECE_NBYTES
+        self._piece_nbytes = _PIECE_NBYTES
         self._polls = False
         self._socket: socket.socket | None = None
         self._inherited = self._own = descriptor
@@ -70,9 +70,10 @@ class NonblockingWriter:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode) or os.isatty(descriptor):
-            self._own = _opened_again(descriptor)
+            self._own = _reopen(descriptor)
             if self._own < 0:
-                self._own, self._most, self._polls = descriptor, select.PIPE_BUF, True
+                self._own, self._polls = descriptor, True
+                self._piece_nbytes = select.PIPE_BUF
 
     def close(self) -> None:
         """Close our own open file. Idempotent."""
@@ -108,7 +109,7 @@ class NonblockingWriter:
         """Write as much as the reader takes now. Raises the errors of `write`."""
         try:
             while self._queue:
-                with memoryview(self._queue) as view, view[: self._most] as piece:
+                with memoryview(self._queue) as view, view[: self._piece_nbytes] as piece:
                     count = self._put(piece)
                 del self._queue[:count]
                 self.written += count
@@ -243,7 +244,7 @@ def await_readers(
 
 
 def wait(forwarder: OutputForwarder, outlets: Outlets, watch: SignalWatch, seconds: float) -> None:
-    """Wait for a signal or a reader, at most so many seconds, and write waiting bytes."""
+    """Wait at most so many seconds for a signal or a reader, and write waiting bytes."""
     poller = select.poll()
     for descriptor in outlets.descriptors():
         poller.register(descriptor, select.POLLOUT)
@@ -257,7 +258,7 @@ def wait(forwarder: OutputForwarder, outlets: Outlets, watch: SignalWatch, secon
     forwarder.flush()
 
 
-def _opened_again(descriptor: int) -> int:
+def _reopen(descriptor: int) -> int:
     """Return a non-blocking descriptor of our own on the same pipe or terminal, or -1."""
     flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(OSError):  # another user's, or a pipe that nobody can read any more
@@ -288,9 +289,9 @@ class SignalWatch:
     """
 
     def __init__(self, environ: Mapping[str, str], forwarded: Sequence[int] = ()) -> None:
-        # The signals to end that no code has handled yet, oldest first.
+        # Signals that ask the job to end and are not handled yet, oldest first.
         self.pending: deque[int] = deque()
-        # The signals that still have to be forwarded, oldest first.
+        # Signals to forward, oldest first.
         self.passing: deque[int] = deque()
         self._forwarded = forwarded
         self.is_to_stop = False  # after Ctrl-Z (SIGTSTP): the owner should call `stop`
@@ -304,8 +305,8 @@ class SignalWatch:
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # A hangup that was ignored at the start, as under nohup, stays ignored, and so
-        # does all but the plain request to end.
+        # A signal that was ignored at the start stays ignored, such as SIGHUP under nohup; SIGINT
+        # and SIGTERM do not.
         for number in (*_SIGNALS, *self._forwarded):
             if number in _NEVER_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._signalled)

@@ -1,8 +1,8 @@
 """The loop of one attempt: it starts all ranks of a job, and runs until the last one has ended.
 
 With `--max-restarts` a job may need several attempts. Each has its own private directory with its
-own rendezvous and shared memory. A message of a rank of an earlier attempt reaches nothing, or the
-rendezvous server rejects it because of its generation.
+own rendezvous and shared memory. Messages of ranks of an earlier attempt get lost, or the
+rendezvous server rejects them because of their generation.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ from syncvar.protocol.membership import Health
 from syncvar_launcher.io.standard_streams import await_readers, patience_s
 from syncvar_launcher.job.attempt_report import StatusSocket
 from syncvar_launcher.job.attempt_workers import WorkerSet
-from syncvar_launcher.job.failure_report import (
-    ending_sentence,
-    mask_arguments,
-)
+from syncvar_launcher.job.failure_report import ending_sentence, mask_arguments
 from syncvar_launcher.job.start_progress import clock
-from syncvar_launcher.local.local_workers import (
-    Spared,
-)
+from syncvar_launcher.local.local_workers import Spared
 
 if TYPE_CHECKING:
     from syncvar.bootstrap.job_private import JobDirectory
@@ -35,9 +30,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.attempt_report import JobConsole
     from syncvar_launcher.job.attempt_workers import AttemptStart
     from syncvar_launcher.job.job import Job
-    from syncvar_launcher.job.supervisor import (
-        JobOutcome,
-    )
+    from syncvar_launcher.job.supervisor import JobOutcome
     from syncvar_launcher.local.worker_start import ForkServer
 
 _PAUSE_S = 0.01

@@ -1,7 +1,8 @@
-"""What the ranks of an attempt do: for its report, stall reports and questions from outside.
+"""Reports on an attempt: to the user, to the waiting ranks, and to other programs.
 
-`AttemptReport` says why the job failed and what helps. `RankStates` describes processes that others
-wait for. `StatusSocket` answers `syncvar ps` and `syncvar stacks`.
+`JobConsole` shows sentences of the launcher. `AttemptReport` shows why the job failed and what
+helps. `RankStates` describes processes that others wait for. `StatusSocket` answers `syncvar ps`
+and `syncvar stacks`.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.local.stack_requests import StackRequest
 
+SOCKET = "inquiries"
+"""The name of the status socket in the private folder of a job."""
+
 _OUTCOME_FILE = "SYNCVAR_OUTCOME_FILE"  # `sv.run` reads the failure from this file
 _LOST_PEER = ("PeerLost", "GroupBroken")  # errors that follow from the failure of another rank
 _BUSY_SHARE = 0.2  # of a core
 _SHOWN_RANKS = 4  # ranks that a sentence names
-SOCKET = "inquiries"
 _REQUEST_MAX = 4096
 _OPEN_MAX = 8
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
@@ -85,7 +88,7 @@ class AttemptReport:
     """Collects what the ranks were doing, and reports the outcome of an attempt.
 
     Attributes:
-        is_restart: Whether an attempt went before.
+        is_restart: Whether this is not the first attempt.
         has_notice: Whether the launcher has shown a sentence about stalls or shared memory.
     """
 

@@ -1,4 +1,4 @@
-"""The set of workers of one attempt: their start, their events, and actions of the supervisor."""
+"""The set of workers of one attempt: starts them, handles their events, obeys the supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from syncvar_launcher.job.supervisor import (
     Action,
     DropServer,
     NotifyPeerLost,
-    RestartServer,
+    RestartWorker,
     Supervisor,
     Terminate,
 )
@@ -56,17 +56,17 @@ class _Interrupted(Exception):  # noqa: N818  (no error)
 
 
 class AttemptStart(NamedTuple):
-    """How an attempt begins."""
+    """What an attempt needs at its start."""
 
     generation: int  # first generation of the membership that ranks may join
     restarts: int  # how often the launcher has started all ranks again before
     job_began: float  # when the job began, in seconds of the clock
-    has_met: bool  # whether all ranks have met in an earlier attempt
+    has_met: bool  # whether all ranks met in an earlier attempt
     make_workers: WorkersFactory  # makes the workers
 
 
 class WorkerSet:
-    """The workers of an attempt: starts them, handles their events, obeys the supervisor."""
+    """The workers of one attempt, with their rendezvous server and supervisor."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class WorkerSet:
         self.console, self.watch = console, console.watch
         self.restarts, self.began = start.restarts, console.watch.now()
         self.has_met = start.has_met
-        self._met: int | None = None  # the generation that has met last
+        self._met: int | None = None  # the last generation of which all ranks have met
         self.server = server
         self._open(directory, start)
         ranks, limits = self.options.ranks, self.options.limits
@@ -156,7 +156,7 @@ class WorkerSet:
             text = f"syncvar {syncvar.__version__} | {job.summary()} | {transport}{bound}\n"
             self.console.forwarder.write_text(text)
         if is_local and is_verbose:
-            self.console.show(f"workers are {job.beginning}")
+            self.console.show(f"workers are {job.start_method}")
         self.handle_all(self.workers.start())
 
     def handle_fork_server(self) -> None:
@@ -184,10 +184,10 @@ class WorkerSet:
         job = self.job
         try:
             refusal = server.refusal()
-            if refusal is not None and job.beginning.may_change:
+            if refusal is not None and job.start_method.may_change:
                 server.close()
-                job.beginning = StartMethod(is_forked=False, reason=refusal.reason)
-                self.console.events.add("notice", text=f"workers are {job.beginning}")
+                job.start_method = StartMethod(is_forked=False, reason=refusal.reason)
+                self.console.events.add("notice", text=f"workers are {job.start_method}")
                 refusal = None
             if refusal is None or not refusal.is_certain:
                 refusal = None
@@ -214,12 +214,12 @@ class WorkerSet:
             self.console.events.add("server_copy", server=server, of=of)
             self.console.show(f"server {server} has a new copy of the variables of server {of}")
         coordinator = self.store.coordinator
-        roll = coordinator.handshake
-        if roll.is_complete and roll.generation != self._met:
-            self.has_met, self._met = True, roll.generation
+        handshake = coordinator.handshake
+        if handshake.is_complete and handshake.generation != self._met:
+            self.has_met, self._met = True, handshake.generation
             self.console.events.add("met", generation=self._met, after_s=now - self.began)
         if coordinator.broken_by is not None:  # a rank gave up; the server has sent that to all
-            self.workers.abort(roll.generation)
+            self.workers.abort(handshake.generation)
 
     def handle_all(self, events: Iterable[Event]) -> None:
         """Handle events of workers."""
@@ -325,7 +325,7 @@ class WorkerSet:
                 self._notify_peer_lost(action)
             elif isinstance(action, DropServer):
                 self._drop_server(action)
-            elif isinstance(action, RestartServer):
+            elif isinstance(action, RestartWorker):
                 self._restart_rank(action)
             elif self.server is not None:  # no rank has begun
                 self.server = None
@@ -361,7 +361,7 @@ class WorkerSet:
             "its variables and takes its place"
         )
 
-    def _restart_rank(self, action: RestartServer) -> None:
+    def _restart_rank(self, action: RestartWorker) -> None:
         rank, reason = action.rank, action.reason
         count = self.supervisor.restarted[rank]
         self.console.events.add("rank_restart", rank=rank, why=reason, number=count)

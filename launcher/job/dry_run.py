@@ -60,7 +60,7 @@ def dry_run(job: Job) -> str:
             job.binding.reason,
             transport,
             _native.runner_text(options.runtime.call_runner),
-            f"workers: {_checked_start(job.beginning)}",
+            f"workers: {_checked_start(job.start_method)}",
         ),
         servers=[
             (job.host_name(one), mirrors, job.server_command(one))

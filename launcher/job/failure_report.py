@@ -1,9 +1,7 @@
 """The text of a failure: what happened, the evidence, the other ranks, what to try.
 
-Text in, text out.
-
-One block shows one failure, for any number of ranks. All text of a rank is escaped, and values of
-variables that look like secrets are masked.
+One block shows one failure, for any number of ranks. It escapes all text of a rank, and masks
+values of variables that look like secrets. These functions take values and return text.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _HEAD_LINES = 6
 _OTHER_LINES = 8
 _WHOLE_LINES = 1000
 _TRACEBACK = "Traceback (most recent call last):"
-_FURTHER = 2  # errors that are not the first one's, each with a traceback
+_FURTHER = 2  # tracebacks other than that of the first failure
 _FURTHER_LINES = 12
 _MESSAGES = 3
 _COMMANDS = 2
@@ -106,7 +104,7 @@ def failure_block(
           syncvar-launch --debug 2 -n 3 a.py
           syncvar-launch --log-dir logs -n 3 a.py
     """
-    alike, further = _groups(raised, failure)
+    alike, further = _split_first(raised, failure)
     lines = [f"syncvar: {failure_sentence(failure)}"]
     lines += _evidence(failure, alike, is_whole=is_whole)
     shown = {one.rank for one in alike}
@@ -170,7 +168,7 @@ def interrupted_block(
     lines = [f"syncvar: interrupted by {name}; all ranks have ended"]
     if places:
         lines += ["where they were:", *_others(places)]
-    for group in _grouped(raised):
+    for group in _group_by_calls(raised):
         lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole=is_whole))
     return "".join(f"{line}\n" for line in lines)
 
@@ -260,28 +258,28 @@ def _evidence(
     process = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
     if failure.stands_above:
         return [f"evidence: {title}{process}, above"]
-    return [f"evidence: {title}{process}", *_shown(lines)]
+    return [f"evidence: {title}{process}", *_indent_lines(lines)]
 
 
-def _groups(
+def _split_first(
     raised: Sequence[WorkerTraceback], failure: FailureReport
 ) -> tuple[list[WorkerTraceback], list[list[WorkerTraceback]]]:
     """Return the exceptions with the traceback of the first failure, and the others."""
     first = [WorkerTraceback(failure.rank, failure.traceback)] if failure.traceback.strip() else []
-    groups = _grouped([*first, *(one for one in raised if one.rank != failure.rank)])
+    groups = _group_by_calls([*first, *(one for one in raised if one.rank != failure.rank)])
     alike = groups.pop(0) if first else []
     return alike, [group for group in groups if group[0].is_own]
 
 
-def _grouped(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
+def _group_by_calls(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
     groups: dict[str, list[WorkerTraceback]] = {}
     for one in raised:
         if one.traceback.strip():
-            groups.setdefault(_split(_impersonal(one))[0], []).append(one)
+            groups.setdefault(_split(_without_own_name(one))[0], []).append(one)
     return list(groups.values())
 
 
-def _impersonal(one: WorkerTraceback) -> str:
+def _without_own_name(one: WorkerTraceback) -> str:
     """Return a traceback without the rank's own name, so that ranks can be compared."""
     return re.sub(rf"\b{process_name(one.rank)}\b", "this rank", one.traceback)
 
@@ -301,7 +299,7 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     calls, message = _split(group[0].traceback)
     by_message: dict[str, list[WorkerTraceback]] = {}
     for one in group:
-        by_message.setdefault(_split(_impersonal(one))[1], []).append(one)
+        by_message.setdefault(_split(_without_own_name(one))[1], []).append(one)
     alike, *different = by_message.values()
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:
@@ -325,14 +323,14 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
             lines.append(
                 f"{_ranks([one for some in different[_MESSAGES:] for one in some])}: other messages"
             )
-    return [title, *_shown(lines)]
+    return [title, *_indent_lines(lines)]
 
 
 def _ranks(raised: Sequence[WorkerTraceback]) -> str:
     return process_list(one.rank for one in raised)
 
 
-def _shown(lines: Sequence[str]) -> list[str]:
+def _indent_lines(lines: Sequence[str]) -> list[str]:
     return [f"  {escape(line)}".rstrip() for line in lines]
 
 

@@ -114,7 +114,7 @@ class Job:
             self.binding = plan_binding(
                 ranks.workers, self.usable, online, ranks.bind, ranks.cores_per_worker
             )
-        self.beginning = plan_start(
+        self.start_method = plan_start(
             ranks.start_method,
             program.kind,
             program.target,
@@ -128,7 +128,7 @@ class Job:
     def command(self) -> list[str]:
         """Return the command line of a worker, or of the fork server."""
         program = self.options.program
-        return self.beginning.command(program.kind, program.target, program.args)
+        return self.start_method.command(program.kind, program.target, program.args)
 
     def fresh_command(self) -> list[str]:
         """Return the command line of a worker that is not forked."""
@@ -273,10 +273,10 @@ class Job:
     def fork_server(self, ahead: ForkServer | None = None) -> ForkServer | None:
         """Start the fork server; None for fresh processes and for hosts with agents.
 
-        `ahead` is as in `run`; a server that does not fit ends.
+        `ahead` is a server from `start_early`. If it does not fit, this method ends it.
         """
         program = self.options.program
-        is_needed = self.host_group is None and self.beginning.is_forked
+        is_needed = self.host_group is None and self.start_method.is_forked
         environ: dict[str, str] = {}
         if is_needed:
             environ = {**self.base_environment(), **self._settings(), **program.env}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TICK_S = 1.0
 _NOTICE_S, _LIMIT_S = 5.0, 300.0  # the defaults of missing_report_s and rendezvous_timeout_s
-_EXIT_CODE = 69  # exit_codes.RENDEZVOUS
+_EXIT_CODE = 69  # `exit_status.RENDEZVOUS`
 _SHOWN_MISSING = 8
 
 

@@ -93,23 +93,14 @@ class DropServer:
 
 
 @dataclass(frozen=True, slots=True)
-class RestartServer:
+class RestartWorker:
     """Start a worker again, alone; the others do not wait for it."""
 
     rank: int
     reason: str
 
 
-Action = NotifyPeerLost | Terminate | Kill | DropServer | RestartServer
-
-
-def _notice(cause: FailureCause) -> NotifyPeerLost:
-    """Return the news of a failure; an uncaught exception says more than the status after it."""
-    if cause.error:
-        status = cause.exit_code if cause.error == "SystemExit" else None
-    else:
-        status = cause.status
-    return NotifyPeerLost(cause.rank, cause.reason, status)
+Action = NotifyPeerLost | Terminate | Kill | DropServer | RestartWorker
 
 
 class JobOutcome(NamedTuple):
@@ -432,7 +423,7 @@ class Supervisor:
                 self.restarted[rank] = self.restarted.get(rank, 0) + 1
                 self.running.add(rank)
                 self._save_first.discard(rank)
-                actions.append(RestartServer(rank, reason))
+                actions.append(RestartWorker(rank, reason))
         return actions
 
     def _fail(self, cause: FailureCause, now: float) -> list[NotifyPeerLost]:
@@ -473,3 +464,12 @@ class Supervisor:
         self._awaited.clear()
         self._kill_at = None
         return [Kill(tuple(sorted(self.running)))]
+
+
+def _notice(cause: FailureCause) -> NotifyPeerLost:
+    """Return the action for a failure; an uncaught exception explains more than a later status."""
+    if cause.error:
+        status = cause.exit_code if cause.error == "SystemExit" else None
+    else:
+        status = cause.status
+    return NotifyPeerLost(cause.rank, cause.reason, status)

@@ -1,14 +1,12 @@
-"""What an attempt needs of its workers, whether the launcher or agents on hosts start them.
+"""The workers of an attempt: the protocol `Workers`, and those that the launcher starts itself.
 
-`DirectWorkers` starts the workers of this machine. `hosts.remote_workers` starts those of other
-hosts through agents.
+`DirectWorkers` starts the workers of this machine. `RemoteWorkers` in `hosts.remote_workers` starts
+those of other hosts through agents.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -168,7 +166,6 @@ class DirectWorkers:
         self._rendezvous = rendezvous
         self._generation = generation
         self._restarts = restarts
-        self._stopped: set[int] = set()
         self._secret = b""  # shared by the hosts as which this machine poses
         self._folders = [folder]
         if len(job.hosts.sizes) > 1:
@@ -176,7 +173,7 @@ class DirectWorkers:
             for one in self._folders:
                 one.mkdir(mode=0o700)
         program = job.options.program
-        self._sharing = make_shm_service(
+        self._shm = make_shm_service(
             job.options, job.job_id, job.core_count, self._folders, generation=generation
         )
         self._stacks = StackCollector(
@@ -185,13 +182,13 @@ class DirectWorkers:
             str(program.cwd),
             is_command=program.kind == "command",
         )
-        # Its parts do the rest of the protocol.
+        # These methods of its parts complete the protocol.
         self.unsent, self.look = processes.unsent, processes.look
         self.state, self.busy_s = processes.state, processes.busy_s
         self.send, self.send_groups = processes.send, processes.send_groups
-        self.kill = processes.kill
-        self.describe, self.take_messages = self._sharing.describe, self._sharing.take_messages
-        self.abort = self._sharing.abort
+        self.kill, self.stop, self.resume = processes.kill, processes.stop, processes.resume
+        self.describe, self.take_messages = self._shm.describe, self._shm.take_messages
+        self.abort = self._shm.abort
         self.note, self.await_noted = self._stacks.note, self._stacks.await_noted
         self.ask, self.answer = self._stacks.ask, self._stacks.answer
         self.place_now, self.pid = self._stacks.place_now, self._stacks.pid
@@ -209,12 +206,12 @@ class DirectWorkers:
     @property
     def is_complete(self) -> bool:
         """Whether all ranks share one memory."""
-        return self._sharing.is_complete
+        return self._shm.is_complete
 
     def start(self) -> Iterator[Event]:
         """Start all servers and workers."""
         ranks = self._job.options.ranks
-        if not self._job.beginning.is_forked:
+        if not self._job.start_method.is_forked:
             self._processes.start_fresh()
         torch = _torch_environment() if ranks.torch_env else {}
         if len(self._job.hosts.sizes) > 1:
@@ -277,29 +274,18 @@ class DirectWorkers:
 
     def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return [*self._processes.descriptors(takes), *self._sharing.descriptors()]
+        return [*self._processes.descriptors(takes), *self._shm.descriptors()]
 
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported; ignore others."""
         yield from self._processes.readable(descriptor)
-        self._sharing.readable(descriptor)
-
-    def stop(self) -> None:
-        """Stop the sessions of all workers."""
-        self._stopped |= self._processes.stop()
-
-    def resume(self) -> None:
-        """Continue what `stop` has stopped."""
-        for pid in self._stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self._stopped.clear()
+        self._shm.readable(descriptor)
 
     def close(self) -> Iterator[Event]:
         """Kill what still runs, and yield what it wrote."""
         self._stacks.read_noted()
         yield from self._processes.close()
-        self._sharing.close()
+        self._shm.close()
 
 
 def _torch_environment() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """`syncvar-launch --join HOST:PORT`: this host joins a job, and runs an agent for it.
 
-The agent reads and writes its pipes as always. One encrypted ZeroMQ connection carries their bytes
-to the launcher, which turns them into pipes again. When the connection ends, so does the agent's
-input, and with it the workers here.
+The agent reads and writes its pipes as under ssh. One encrypted ZeroMQ connection carries their
+bytes to the launcher, which turns them into pipes again. When the connection ends, so does the
+agent's input, and with it the workers here.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def join(chosen: LaunchOptions) -> int:
 
 
 class _Host:
-    """This host, before and after it has joined."""
+    """The connection of this host to the launcher, before and after it has joined."""
 
     def __init__(
         self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: SignalWatch
@@ -116,7 +116,7 @@ class _Host:
         bound_messages(self._socket, FRAME_NBYTES + 1, FRAMES_QUEUED)
         set_family(self._socket, place)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Not IMMEDIATE: with it a lost connection takes along the frames that had arrived.
+        # Not IMMEDIATE: with it a lost connection drops the frames that have arrived.
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         link_keys(secret).connect(self._socket)
         self._monitor = monitor_of(self._context, self._socket, _EVENTS)
@@ -237,7 +237,7 @@ class _Host:
         elif kind == JoinFrame.JOB_ENDED:
             self._code = int(data) if data.isdigit() and len(data) < 4 else exit_status.INTERNAL
             if self._code:
-                _show(f"the job has ended with {self._code}; the launcher says why")
+                _show(f"the job has ended with {self._code}; the launcher shows the reason")
 
     def _handle_events(self) -> None:
         for event, _ in events_of(self._monitor):
@@ -251,7 +251,7 @@ class _Host:
                 self._failures += 1
                 if self._failures >= _TRIES and not self._has_joined:
                     _show(
-                        f"whoever listens at {self._place} does not take the key of "
+                        f"the program that listens at {self._place} does not accept the key of "
                         f"{self._chosen.join.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
@@ -269,7 +269,9 @@ class _Host:
         """
         if number == signal.SIGTERM and self._agent is not None and not self._notice:
             self._notice = number
-            _show("SIGTERM goes on to the workers here, which may save; the next one ends them")
+            _show(
+                "SIGTERM is forwarded to the workers here, which may save; the next one ends them"
+            )
             self._agent.send(number)
         else:
             self._leave(number)
@@ -355,7 +357,7 @@ class _Agent:
         try:
             return self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)  # its guardian kills the workers
+            self._process.send_signal(signal.SIGKILL)  # its cleanup process kills the workers
             return self._process.wait()
 
 

@@ -1,8 +1,8 @@
 """The hosts that join a job: waits for them, and admits or rejects each until there are enough.
 
-People start `syncvar-launch --join` on these hosts, with the same key file. Some schedulers start
-processes without pipes to the launcher, as pbsdsh does. There `StartedHosts` starts that command on
-each host, with a key of its own in a folder that all hosts have.
+People start `syncvar-launch --join` on these hosts, with the same key file. Schedulers such as PBS
+start processes that have no pipes to the launcher. There `StartedHosts` starts that command on each
+host, with a new key in a folder that all hosts share.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.join.listener import AgentPipe, JoinedHost
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-_SHOWN = "--key-file "
+_KEY_OPTION = "--key-file "
 _ANSWER_S = 30.0
 _BEAT_S = 5.0
 _END_S = 10.0
@@ -75,7 +75,7 @@ def make_key_file(path: Path) -> bool:
 
 def join_secret(path: Path) -> bytes:
     """Return the secret that protects the connections of hosts that join."""
-    return derive(secret_of_file(str(path), _SHOWN), b"syncvar join")
+    return derive(secret_of_file(str(path), _KEY_OPTION), b"syncvar join")
 
 
 def listen_address(text: str) -> tuple[str, int]:
@@ -128,7 +128,7 @@ def join_lines(options: LaunchOptions) -> list[str]:
 class JoinGroup:
     """The hosts that join one job.
 
-    `ask` asks an agent for facts about its host. `starter` is the command that makes the hosts
+    `ask` requests an agent's facts about its host. `starter` is the command that makes the hosts
     join; empty if people start it. `start_failure` returns why hosts will not join; empty while all
     may.
     """
@@ -173,7 +173,7 @@ class JoinGroup:
                 f"{self._command}"
             )
         joined = self._await(self._has_enough, self._rejection_of, awaited)
-        self._listener.fill(len(joined))
+        self._listener.set_places(len(joined))
         self._rename_twins(joined)
         return sorted(joined, key=_natural_order)
 
@@ -267,8 +267,8 @@ class JoinGroup:
             return
         joined.append(one)
         if not self._starter:
-            slots = _slots(one)
-            self._show(f"{_shown(one)} has joined with {slots} slot{'s' * (slots != 1)}")
+            slots = _slot_count(one)
+            self._show(f"{_host_text(one)} has joined with {slots} slot{'s' * (slots != 1)}")
 
     def _accept(self, new: JoinedHost) -> RemoteHost | None:
         """Ask a new host for its facts; None if its greeting is enough to reject it."""
@@ -310,7 +310,7 @@ class JoinGroup:
         twins = [each for each in joined if each.facts["machine"] == one.facts["machine"]]
         if len(twins) >= self._options.ranks.fake_hosts:
             return (
-                f"this machine has joined already, as {_shown(twins[0])}: start --join once on "
+                f"this machine has joined already, as {_host_text(twins[0])}: start --join once on "
                 "each host, with --slots K for K workers"
                 f" (--fake-hosts N beside --listen lets one machine pose as N)"
             )
@@ -320,7 +320,7 @@ class JoinGroup:
         count = self._options.join.host_count
         if count is not None:
             return len(joined) >= count
-        return sum(map(_slots, joined)) >= self._options.ranks.workers
+        return sum(map(_slot_count, joined)) >= self._options.ranks.workers
 
     def _check_start(self, joined: list[RemoteHost], awaited: str, *, is_late: bool) -> None:
         """Raise HostUnreachable if the time has passed, or if hosts will not join."""
@@ -335,7 +335,7 @@ class JoinGroup:
                 f"{awaited} did not join within {self._limit_s:g} s; nothing was started. "
                 f"{each} runs: {self._command}"
             ),
-            *(f"  {_shown(one)}: has joined, with {_slots(one)} slots" for one in joined),
+            *(f"  {_host_text(one)}: has joined, with {_slot_count(one)} slots" for one in joined),
             *([] if joined else ["  nobody has joined"]),
             *(f"  {reason}" for reason in dict.fromkeys(self._rejections)),
         ]
@@ -353,7 +353,7 @@ class JoinGroup:
                 one.host = one.host._replace(name=address)
 
 
-def _shown(one: RemoteHost) -> str:
+def _host_text(one: RemoteHost) -> str:
     return f"{one.host.name} ({one.host.origin})"
 
 
@@ -362,7 +362,7 @@ def _natural_order(one: RemoteHost) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in parts]
 
 
-def _slots(one: RemoteHost) -> int:
+def _slot_count(one: RemoteHost) -> int:
     return int(one.host.slots or one.facts["core_count"])
 
 

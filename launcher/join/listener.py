@@ -40,7 +40,7 @@ from syncvar_launcher.hosts.agent_protocol import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
-_PING_S = 0.25  # a host that is lost is noticed by frames that cannot be sent to it
+_PING_S = 0.25  # a lost host shows when a frame cannot be sent to it
 _RETRY_S = 0.005
 _HELD_MAX = 16 << 20
 _MESSAGES_MAX = 16  # in _REPEAT_S
@@ -110,7 +110,7 @@ class AgentPipe:
 
 
 class _HostLink:
-    """A host that has joined, on the side of the thread."""
+    """A host that has joined, as the thread of the listener sees it."""
 
     def __init__(self, identity: bytes, name: str) -> None:
         self.identity = identity
@@ -158,7 +158,7 @@ class _HostLink:
         return data
 
     def end(self, status: int) -> None:
-        """Note that the agent has ended; its output still goes on."""
+        """Note that the agent has ended; the rest of its output is still forwarded."""
         if self.pipe is not None and self._status is None:
             self._status = status
             self._close_source()
@@ -245,14 +245,14 @@ class Listener:
         """Return the hosts that have joined since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._news[0], 4096)
-        return list(_emptied(self._arrived))
+        return list(_drain(self._arrived))
 
     def take_messages(self) -> list[str]:
         """Return the sentences to show since the last call."""
-        return list(_emptied(self._messages))
+        return list(_drain(self._messages))
 
-    def fill(self, places: int) -> None:
-        """Set how many hosts may be connected at once."""
+    def set_places(self, places: int) -> None:
+        """Set the most hosts that may be connected at once."""
         self._places = places
 
     def close(self, exit_code: int | None) -> None:
@@ -290,7 +290,7 @@ class Listener:
             ready = self._poll(ping_at)
             if self._wake[0] in ready:
                 os.read(self._wake[0], 4096)
-            for action in _emptied(self._actions):
+            for action in _drain(self._actions):
                 action()
             if self._socket in ready:
                 self._receive()
@@ -432,11 +432,11 @@ class Listener:
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._lost(link)
+                self._drop_lost(link)
                 return
             link.unsent.popleft()
 
-    def _lost(self, link: _HostLink) -> None:
+    def _drop_lost(self, link: _HostLink) -> None:
         self._links.pop(link.identity, None)
         link.unsent.clear()
         link.write(1, b"the connection to it is lost\n")
@@ -478,6 +478,6 @@ def _peer_of(descriptor: int) -> str:
     return "somewhere"
 
 
-def _emptied(queue: deque[Any]) -> Iterator[Any]:
+def _drain(queue: deque[Any]) -> Iterator[Any]:
     while queue:
         yield queue.popleft()

@@ -1,7 +1,8 @@
 """What workers may use of this host: cores, BLAS threads, memory, open files and processes.
 
-Without binding, workers that share cores make slow small calls. BLAS libraries that each start a
-thread per core slow each other down.
+Without binding, small calls are slow where workers share cores. BLAS libraries that each start a
+thread per core slow each other down. Limits of the system are checked before a job starts, and the
+counters of control groups show whether a worker ran out of memory.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ BLAS_VARIABLES = (
 )
 
 OUT_OF_MEMORY = "out of memory (kernel)"
+OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+"""The errors of system calls that exceed a limit of the system."""
+
 _COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
-# Between the count and the end of a large process, whose memory the system takes back first.
+# The longest time from the count to the end of a process: the system frees its memory first.
 _RECENT_S = 10.0
 _SIGKILL = 9
 
@@ -37,7 +41,6 @@ _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
 _COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.zeromq_sockets`
 _TASKS_OF_A_RANK = 4  # the script, two threads of ZeroMQ, and the one that makes progress
 _TASKS = 5  # the launcher with its threads, the cleanup process, and the fork server
-OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class Binding(NamedTuple):
@@ -45,7 +48,7 @@ class Binding(NamedTuple):
 
     # for each local rank the cores that it may use, or None without binding
     cores: tuple[tuple[int, ...] | None, ...]
-    reason: str  # reason, in one sentence
+    reason: str  # why, in one sentence
 
 
 def plan_binding(
@@ -146,7 +149,7 @@ class OutOfMemory:
         self._of_rank: dict[int, str] = {}
         self._counted: dict[str, int] = {}
         self._unexplained: dict[str, list[float]] = {}
-        # Workers begin in the launcher's own group.
+        # Workers start in the launcher's own group.
         self._count(self._file(read_file("/proc/self/cgroup")), now)
 
     def look(self, pids: Mapping[int, int], now: float) -> None:
@@ -208,8 +211,8 @@ class TimePassed(HostUnreachable):
 def needed_files(workers: int, hosts: int, *, has_logs: bool, are_linked: bool) -> tuple[int, str]:
     """Return the open files that a process of the job needs at most, and which process that is.
 
-    This machine poses as `hosts`. With logs the launcher writes two files for each rank. Linked
-    ranks have connections, because they share no memory.
+    This machine poses as so many `hosts`. With logs the launcher writes two files for each rank.
+    Linked ranks have connections, because they share no memory.
 
     Example:
         >>> needed_files(16, 1, has_logs=False, are_linked=False)

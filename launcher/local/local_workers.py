@@ -48,7 +48,7 @@ _CHUNK = 65536
 _RECORD_MAX = 1 << 20
 _tgkill = getattr(libc, "tgkill", None)  # not in every libc
 _HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
-_FILE_NAME = "key"
+_KEY_FILE_NAME = "key"
 
 
 class WorkerOutput(NamedTuple):
@@ -98,13 +98,12 @@ class Spared(NamedTuple):
 
 Event = WorkerOutput | WorkerStatus | WorkerStarted | WorkerExited | WorkerUnreachable | Spared
 
-
 _Role = Literal["pidfd", "out", "err", "status"]
 _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "status")
 
 
 class WorkerSpec(NamedTuple):
-    """What starts as one worker."""
+    """The program, streams and limits of one worker or server."""
 
     rank: int  # rank, or the number of the server's process
     argv: Sequence[str]  # command line
@@ -133,14 +132,14 @@ class WorkerProcess:
     out: int
     err: int
     status_pipe: int
-    unread: bytearray = field(default_factory=bytearray)  # the begin of a status message
+    unread: bytearray = field(default_factory=bytearray)  # the start of a status message
     status: int | None = None
-    # Whether SIGTERM asks it to save and to end in order, see `syncvar.core.exit_status`.
+    # Whether it saves before it ends on SIGTERM, see `syncvar.core.exit_status`.
     takes_notice: bool = False
 
 
 class LocalWorkers:
-    """The worker processes of this host; `lock` is that of the directory."""
+    """The worker processes of this host; `lock` is the descriptor of the directory's lock."""
 
     def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
         self._server = server
@@ -148,6 +147,7 @@ class LocalWorkers:
         self._pid = os.getpid()
         self._memory = OutOfMemory(time.monotonic())
         self._owner: dict[int, tuple[WorkerProcess, _Role]] = {}
+        self._stopped: set[int] = set()
         read, self._cleanup_pipe = os.pipe2(os.O_CLOEXEC)
         try:
             # By path and isolated: it must start in milliseconds, whatever site-packages hold.
@@ -322,14 +322,21 @@ class LocalWorkers:
                         os.kill(pid, number)
         return sorted(rank for pid, rank in ranks.items() if pid not in reached)
 
-    def stop(self) -> set[int]:
-        """Stop the sessions of all workers; return the processes that were running."""
+    def stop(self) -> None:
+        """Stop the sessions of all workers."""
         alive = {
             worker.process.pid: worker.started
             for worker in self.workers.values()
             if worker.status is None
         }
-        return signal_sessions(alive, signal.SIGSTOP)
+        self._stopped |= signal_sessions(alive, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue what `stop` has stopped."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""
@@ -374,7 +381,7 @@ class LocalWorkers:
             beyond = self._memory.ended(worker.rank, status, time.monotonic())
             # First of all, because the other ranks may be waiting for this one.
             yield WorkerExited(worker.rank, status, beyond)
-            # What the worker started in its session ends with it.
+            # Other processes of the worker's session end with it.
             kill_sessions({worker.process.pid: worker.started})
             self._inform_cleanup(f"-{worker.process.pid}\n")
 
@@ -459,7 +466,7 @@ def write_secret(secret: bytes, directory: Path) -> str:
 
     `directory` is the private folder of the job on this host.
     """
-    path = directory / _FILE_NAME
+    path = directory / _KEY_FILE_NAME
     if not path.exists():
         with os.fdopen(create_file(path, PRIVATE), "w", encoding="ascii") as file:
             file.write(secret.hex() + "\n")

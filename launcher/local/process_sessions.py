@@ -2,10 +2,10 @@
 
 The cleanup process outlives a killed launcher just long enough to clean up after it. The launcher
 starts this file by path, without site-packages, so it imports nothing of the package. The process
-blocks on standard input, a pipe whose write end only the launcher has. Lines: "+pid start" a worker
-began, "-pid" it ended and its session is empty, "." the job is over. If the input ends without ".",
-the launcher was killed. Then the process kills the workers' sessions and removes the private
-directory.
+blocks on standard input, a pipe whose write end only the launcher has. A line "+pid start" means
+that a worker began, "-pid" that it ended and its session is empty, "." that the job is over. If the
+input ends without ".", the launcher was killed. Then the process kills the workers' sessions and
+removes the private directory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
 
 def _fields(pid: int) -> list[str]:
     try:
-        descriptor = os.open(
-            f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC
-        )  # a third of the system calls of open()
+        # Not open(), which makes three times as many system calls.
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return []
     try:
@@ -74,7 +73,7 @@ def _may_be_of(sessions: dict[int, int], pid: int) -> bool:
         return os.getsid(pid) in sessions
     except ProcessLookupError:
         return False
-    except OSError:  # somebody's rules forbid to ask; what /proc shows is shown to all
+    except OSError:  # a security policy forbids the call; /proc still shows the session
         return True
 
 

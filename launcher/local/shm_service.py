@@ -72,7 +72,7 @@ def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> s
 
 
 class ShmHost(NamedTuple):
-    """A host here: this machine, or one of the hosts as which it poses."""
+    """A host with shared memory: this machine, or one of the hosts as which it poses."""
 
     number: int  # index of the host in the job
     size: int  # number of its ranks
@@ -82,10 +82,11 @@ class ShmHost(NamedTuple):
 
 
 class ShmService:
-    """The shared memory of each host here: makes it on request and hands it over.
+    """The shared memory of each host here: makes it on request, and passes it to the ranks.
 
-    After a failure it wakes the ranks that wait in it. `generation` is the first one of the ranks
-    that will ask for it. None will ask without `hands_over`, as with sockets or for `--dry-run`.
+    After a failure it wakes the ranks that wait in it. `generation` is the first generation of the
+    ranks that will request it. Without `hands_over`, as with sockets or for `--dry-run`, no rank
+    will.
     """
 
     def __init__(

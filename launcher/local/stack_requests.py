@@ -1,9 +1,9 @@
 """The Python stacks of ranks: a signal requests them, and ranks write them to files.
 
-A request takes no time. A rank that cannot run Python answers through its fault handler; see
-`syncvar.core.stack_dump`. The signal goes only to a process that has announced in its file that it
-listens, that handles the signal, and that still has the file open. For any other process the signal
-would mean something else, or its end.
+A request does not wait for the answer. A rank that cannot run Python answers through its fault
+handler; see `syncvar.core.stack_dump`. The signal goes only to a process that has announced in its
+file that it listens, that handles the signal, and that still has the file open. For any other
+process the signal would mean something else, or its end.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class StackRequest:
     """A request to one rank."""
 
     rank: int  # rank
-    start: int  # offset of its answer in its file; -1 if no signal was sent
-    instead: str = ""  # why no signal was sent, as text; else empty
+    start: int  # offset of its answer in its file; -1 if it got no signal
+    instead: str = ""  # why it got no signal, as text; else empty
     all_threads: bool = False  # whether the answer has all threads, not only the main thread
     at: float = 0.0  # time of the request, in monotonic seconds
     ticks: int = 0  # processor time of its main thread by then
@@ -62,16 +62,21 @@ class StackCollector:
     """
 
     def __init__(
-        self, agent: LocalWorkers, directory: Callable[[int], str], folder: str, *, is_command: bool
+        self,
+        processes: LocalWorkers,
+        directory: Callable[[int], str],
+        folder: str,
+        *,
+        is_command: bool,
     ) -> None:
-        self._agent = agent
+        self._processes = processes
         self._directory = directory
         self._folder = folder
         self._is_command = is_command
         self._noted: dict[int, StackRequest] = {}
         self.places: dict[int, str] = {}
 
-    # -- at the end of a job -----------------------------------------------------------------------
+    # -- for reports -------------------------------------------------------------------------------
 
     def note(self, ranks: Iterable[int]) -> None:
         """Request the stacks for the report; a rank keeps its first answer."""
@@ -80,7 +85,7 @@ class StackCollector:
                 self._noted[rank] = self.ask(rank)
 
     def await_noted(self, limit_s: float) -> None:
-        """Wait for these stacks: a process that has ended answers no more."""
+        """Wait for these stacks before the processes end, which then answer no more."""
         until = time.monotonic() + limit_s
         while (
             any(self.answer(request) is None for request in self._noted.values())
@@ -105,7 +110,7 @@ class StackCollector:
 
     def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
         """Request the stack of a rank."""
-        worker = self._agent.workers.get(rank)
+        worker = self._processes.workers.get(rank)
         if worker is None or worker.status is not None:
             return StackRequest(rank, -1, NOT_STARTED if worker is None else ENDED)
         pid, number = worker.process.pid, ALL_THREADS if all_threads else MAIN_THREAD
@@ -121,17 +126,17 @@ class StackCollector:
                 rank, -1, "no stack: its script has not begun, or has replaced our signal handler"
             )
         request = StackRequest(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
-        self._agent.send([rank], number)
+        self._processes.send([rank], number)
         return request
 
     def answer(self, request: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
-        """Return the answer to a request; None before it arrives, empty without a request.
+        """Return the answer to a request; None before it arrives, empty if the rank got no signal.
 
         `is_last` matters only for ranks of other hosts (`RemoteWorkers.answer`).
         """
         if request.start < 0:
             return []
-        worker = self._agent.workers[request.rank]
+        worker = self._processes.workers[request.rank]
         text = self._text(request)
         answer, is_whole, _ = text.partition(f"{END}\n")
         threads = parse_stacks(answer)
@@ -149,7 +154,7 @@ class StackCollector:
     def _insist(self, request: StackRequest, pid: int) -> None:
         """Send a signal to the fault handler of a rank in a call that does not return.
 
-        It sleeps although it has a signal, or it has computed for a while without a step of Python.
+        Such a rank sleeps although it got a signal, or computes for long without a step of Python.
         """
         if request.insisted or time.monotonic() - request.at < _INSIST_S:
             return
@@ -161,11 +166,11 @@ class StackCollector:
                 status, "SigPnd", WITHOUT_PYTHON
             ):
                 # Twice: a handler is not interrupted by its own signal.
-                self._agent.send([request.rank, request.rank], WITHOUT_PYTHON)
+                self._processes.send([request.rank, request.rank], WITHOUT_PYTHON)
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process; -1 before it starts."""
-        worker = self._agent.workers.get(rank)
+        worker = self._processes.workers.get(rank)
         return -1 if worker is None else worker.process.pid
 
     def line(self, request: StackRequest) -> str:

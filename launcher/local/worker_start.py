@@ -1,9 +1,9 @@
 """How workers start: forked from one process with NumPy imported, or as fresh processes.
 
-`ForkServer` is the launcher's side of `syncvar.bootstrap.fork_server`. An interpreter takes
-as long to start as the launcher to read its options. So the launcher may start the server first and
-send the order when it knows the options. A server without an order has imported nothing. The code
-that starts it must not wait for imports; later code imports what it needs.
+`ForkServer` is the launcher's side of `syncvar.bootstrap.fork_server`. An interpreter takes as long
+to start as the launcher to read its options. So the launcher may start the server first
+(`start_early`), and send the order when it knows the options. A server without an order has
+imported nothing. The code that starts it must not wait for imports, so functions import the rest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-# The start of workers on hosts, as far as it is known before their agents run.
+# How workers on hosts start, as far as the launcher knows it before their agents run.
 ON_HOSTS = {
     "auto": "forked on each host that has several, where that is possible, else fresh processes",
     "spawn": "fresh processes: --start-method spawn",
     "fork": "forked: --start-method fork",
 }
-_SCRIPT_MAX = 4 << 20
 SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
+
+_SCRIPT_MAX = 4 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
@@ -109,8 +110,8 @@ def plan_start(
 ) -> StartMethod:
     """Decide how the workers of a host start.
 
-    A script or module in the folder `cwd` is searched for variables that NumPy reads only when it
-    is imported.
+    It searches the script or module, in the folder `cwd`, for variables that NumPy reads only when
+    it is imported.
 
     Example:
         >>> print(plan_start("auto", "command", "/bin/true", 4, "/", {}))
@@ -127,7 +128,7 @@ def plan_start(
     for name in SHOW_IMPORTS:
         if environ.get(name):
             return StartMethod(is_forked=False, reason=f"{name} shows what each worker imports")
-    found = _named_in(kind, target, cwd)
+    found = _find_read_once(kind, target, cwd)
     if found:
         return StartMethod(
             is_forked=False,
@@ -140,7 +141,7 @@ def plan_start(
     )
 
 
-def _named_in(kind: str, target: str, cwd: str) -> list[str]:
+def _find_read_once(kind: str, target: str, cwd: str) -> list[str]:
     """Return the variables in a script's text that NumPy reads once, sorted."""
     from syncvar.bootstrap.preloaded_imports import READ_ONCE
 
@@ -174,11 +175,11 @@ def adopt_orphans(*, is_on: bool) -> None:
 
 
 class ServerEnded(Exception):
-    """The server has ended (its status), or does not answer (69), before all were forked."""
+    """The fork server ended, or does not answer (status 69), before all workers were forked."""
 
     def __init__(self, status: int, sentence: str = "") -> None:
         self.status = status
-        self.sentence = sentence or f"{_SERVER} {_ended(status)} before all were forked"
+        self.sentence = sentence or f"{_SERVER} {_end_text(status)} before all were forked"
         super().__init__(self.sentence)
 
 
@@ -186,7 +187,7 @@ class ForkUnsupported(NamedTuple):
     """The reason not to fork workers from a server."""
 
     reason: str  # sentence
-    # whether forking cannot work; else workers might lack something that fresh processes have
+    # whether forking is impossible; else forked workers might lack what fresh processes have
     is_certain: bool
     status: int | None = None  # Status of an ended server, as in `ServerEnded`; None while it runs.
 
@@ -269,21 +270,21 @@ class ForkServer:
         `order` can change variables, except those that the interpreter has already read.
         """
         is_whole = self._environ.keys() <= environ.keys() and not any(
-            name.startswith(_AT_START) for name in self._beyond(environ)
+            name.startswith(_AT_START) for name in self._changes(environ)
         )
         return is_whole and self._cwd == str(cwd)
 
     def order(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Let the server import what workers need, by the arguments of `worker_main`."""
-        order = _packed({"arguments": list(arguments), "environ": self._beyond(environ)})
+        order = _pack({"arguments": list(arguments), "environ": self._changes(environ)})
         self._environ = environ
         message = len(order).to_bytes(_LENGTH_BYTES, "little") + order
         # If it has ended, `refusal` will find that.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for start in range(0, len(message), _PART):
-                self._answered(self._end.send, message[start : start + _PART])
+                self._call_server(self._end.send, message[start : start + _PART])
 
-    def _beyond(self, environ: Mapping[str, str]) -> dict[str, str]:
+    def _changes(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that the server lacks, or has with another value."""
         return {name: value for name, value in environ.items() if self._environ.get(name) != value}
 
@@ -301,13 +302,13 @@ class ForkServer:
         """Return the reason not to fork, or None; call it when the descriptor is readable."""
         data = b""
         with contextlib.suppress(ConnectionResetError):  # it has not even read its order
-            data = self._answered(self._end.recv, _ANSWER_MAX)
+            data = self._call_server(self._end.recv, _ANSWER_MAX)
         if not data:
             status = self._process.wait()
             return ForkUnsupported(
-                f"{_SERVER} {_ended(status)} before it was ready", is_certain=True, status=status
+                f"{_SERVER} {_end_text(status)} before it was ready", is_certain=True, status=status
             )
-        answer = _unpacked(data)
+        answer = _unpack(data)
         reason = answer["cannot"] or answer["doubt"]
         return ForkUnsupported(reason, is_certain=bool(answer["cannot"])) if reason else None
 
@@ -325,7 +326,7 @@ class ForkServer:
         self._has_forked = True
         adopt_orphans(is_on=True)
         request: dict[str, Any] = {
-            "environ": self._beyond(environ),
+            "environ": self._changes(environ),
             "cores": None if cores is None else list(cores),
             "names": list(descriptors),
             "server": self._process.pid,
@@ -333,13 +334,13 @@ class ForkServer:
         }
         data = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._answered(
-                socket.send_fds, self._end, [_packed(request)], list(descriptors.values())
+            self._call_server(
+                socket.send_fds, self._end, [_pack(request)], list(descriptors.values())
             )
-            data = self._answered(self._end.recv, _ANSWER_MAX)
+            data = self._call_server(self._end.recv, _ANSWER_MAX)
         if not data:
             raise ServerEnded(self._process.wait())
-        answer = _unpacked(data)
+        answer = _unpack(data)
         if "pid" not in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
         return ForkedWorker(answer["pid"])
@@ -355,8 +356,8 @@ class ForkServer:
             return
         data = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._answered(self._end.send, _packed({}))
-            data = self._answered(self._end.recv, _ANSWER_MAX)
+            self._call_server(self._end.send, _pack({}))
+            data = self._call_server(self._end.recv, _ANSWER_MAX)
         if not data:
             raise ServerEnded(self._process.wait())
 
@@ -367,8 +368,8 @@ class ForkServer:
         self._end.close()
         adopt_orphans(is_on=False)
 
-    def _answered(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a call on the socket, as soon as the server takes part."""
+    def _call_server(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the socket until the server answers, and return the result."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -401,20 +402,20 @@ def start_early(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkSer
         return None
 
 
-def _packed(message: Mapping[str, Any]) -> bytes:
+def _pack(message: Mapping[str, Any]) -> bytes:
     import msgpack
 
     packed: bytes = msgpack.packb(message, unicode_errors="surrogateescape")
     return packed
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpack(data: bytes) -> Any:
     import msgpack
 
     return msgpack.unpackb(data)
 
 
-def _ended(status: int) -> str:
+def _end_text(status: int) -> str:
     from syncvar.core.exit_status import describe_exit
 
     return describe_exit(status)

@@ -1,6 +1,6 @@
-"""Which hosts a job may use: the text of a host file, or of `-H`, becomes hosts with their slots.
+"""Reads the hosts of a job, with their slots, from the text of a host file or of `-H`.
 
-One tolerant reader takes what the launchers of this field take:
+One tolerant reader accepts the spellings of other launchers:
 
     node1 slots=4 max_slots=8        # Open MPI, DeepSpeed
     node2:4                          # MPICH
@@ -11,9 +11,9 @@ One tolerant reader takes what the launchers of this field take:
 
 Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not
 matter. Without a count, a host in a file has as many slots as usable cores, and a host in `-H` has
-one. If a host stands there again, the reader adds its counts, one for each line without a count,
-and says so. What cannot be understood is an error that shows file, line and column and says what to
-write: a host is never left out silently.
+one. If a host appears again, the reader adds its counts, one for each line without a count, and
+reports that. Other text is an error that shows file, line and column, and what to write: the reader
+never leaves out a host silently.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def parse_hostfile(content: bytes, source: str) -> Hosts:
             for found in _TOKEN.finditer(line)
         ]
         if tokens:
-            _line(tokens, named, removed)
-    return _joined(named, removed, source)
+            _parse_line(tokens, named, removed)
+    return _merge_entries(named, removed, source)
 
 
 def parse_hosts(value: str, option: str = "-H") -> Hosts:
@@ -144,8 +144,8 @@ def parse_hosts(value: str, option: str = "-H") -> Hosts:
             place.fail("a host is missing between the commas; write for instance a:2,b:2")
         if word != word.strip() or _TOKEN.fullmatch(word) is None:
             place.fail("hosts are separated by commas alone; write for instance a:2,b:2")
-        _line([(word, place)], named, removed)
-    return _joined(named, removed, option)
+        _parse_line([(word, place)], named, removed)
+    return _merge_entries(named, removed, option)
 
 
 def select_named(
@@ -160,8 +160,8 @@ def select_named(
         ['n1', 'n4']
     """
     known = {one.name for one in hosts}
-    names = known if include is None else _names_in(include, "--include", known)
-    names = names - (set() if exclude is None else _names_in(exclude, "--exclude", known))
+    names = known if include is None else _parse_known_names(include, "--include", known)
+    names = names - (set() if exclude is None else _parse_known_names(exclude, "--exclude", known))
     left = tuple(one for one in hosts if one.name in names)
     if not left:
         raise ConfigError(
@@ -185,7 +185,7 @@ def expand_ranges(name: str) -> Iterator[str]:
             raise ValueError("a bracket is open or closed alone; a range is written n[01-04]")
         yield name
         return
-    for number in _numbers(found[1]):
+    for number in _expand_numbers(found[1]):
         for rest in expand_ranges(name[found.end() :]):
             yield name[: found.start()] + number + rest
 
@@ -232,7 +232,7 @@ def _between_commas(value: str) -> Iterator[tuple[str, int]]:
     yield value[start:], start
 
 
-def _line(
+def _parse_line(
     tokens: list[tuple[str, _TextPosition]],
     named: list[tuple[Host, _TextPosition]],
     removed: list[tuple[str, _TextPosition]],
@@ -241,7 +241,7 @@ def _line(
     if first.startswith("^"):
         for word, where in tokens[1:]:
             where.fail(f"{word!r} follows a host that is removed; write ^host alone on its line")
-        removed += [(name, place) for name in _names(first[1:], place.moved(1))]
+        removed += [(name, place) for name in _parse_names(first[1:], place.moved(1))]
         return
     if first.startswith("+"):
         place.fail(
@@ -256,10 +256,10 @@ def _line(
         place.fail(
             f"a line begins with a host, and {first!r} is none; write for instance node1 slots=4"
         )
-    names, user, count = _host(first, place)
+    names, user, count = _parse_host(first, place)
     fields: dict[str, str | int | None] = {"user": user, "slots": count}
     for word, where in tokens[1:]:
-        key, value = _option(word, where)
+        key, value = _parse_option(word, where)
         if fields.get(key) is not None:
             where.fail(f"{key} of this host is given twice; leave one out")
         fields[key] = value
@@ -271,7 +271,7 @@ def _line(
         place.fail(f"these are more than {_MOST} hosts")
 
 
-def _host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int | None]:
+def _parse_host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int | None]:
     """Return the names, the user and the count of `[user@]name[:count]`."""
     user, at, rest = word.rpartition("@")
     if at:
@@ -287,22 +287,22 @@ def _host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int |
             place.fail(
                 "the bracket of an IPv6 address is not closed; write for instance [fd00::7]:4"
             )
-        names = [_address(literal, place)]
+        names = [_parse_ipv6(literal, place)]
         offset = len(literal) + 2
     else:
         if rest.count(":") > 1:
             place.fail(f"an IPv6 address stands in brackets: [{rest}] slots=N")
         name, colon, tail = rest.partition(":")
-        names, offset, tail = _names(name, place), len(name), colon + tail
+        names, offset, tail = _parse_names(name, place), len(name), colon + tail
     if tail and not tail.startswith(":"):
         place.moved(offset).fail(f"{tail!r} follows the address; write :N or slots=N behind it")
     count = None
     if tail:
-        count = _number(tail[1:], "the number of slots", place.moved(offset + 1), 1, _MOST)
+        count = _parse_number(tail[1:], "the number of slots", place.moved(offset + 1), 1, _MOST)
     return names, user or None, count
 
 
-def _names(name: str, place: _TextPosition) -> list[str]:
+def _parse_names(name: str, place: _TextPosition) -> list[str]:
     """Return the names that one with ranges stands for, checked."""
     try:
         found = [one for _, one in zip(range(_MOST + 1), expand_ranges(name), strict=False)]
@@ -324,7 +324,7 @@ def _names(name: str, place: _TextPosition) -> list[str]:
     return found
 
 
-def _address(literal: str, place: _TextPosition) -> str:
+def _parse_ipv6(literal: str, place: _TextPosition) -> str:
     scope = literal.partition("%")[2]
     # `ipaddress` takes any text there, and ssh puts it into a user's ProxyCommand.
     if scope and not _SCOPE.fullmatch(scope):
@@ -337,7 +337,7 @@ def _address(literal: str, place: _TextPosition) -> str:
         place.moved(1).fail(f"{literal!r} is no IPv6 address")
 
 
-def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
+def _parse_option(word: str, place: _TextPosition) -> tuple[str, str | int]:
     key, equals, value = word.partition("=")
     if not equals:
         hint = f"; write slots={word}" if word.isdigit() else ", which has the form key=value"
@@ -348,11 +348,11 @@ def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
     at = place.moved(len(key) + 1)
     value = value.replace('"', "")
     if key in _COUNTS:
-        return "slots", _number(value, "the number of slots", at, 1, _MOST)
+        return "slots", _parse_number(value, "the number of slots", at, 1, _MOST)
     if key in _LIMITS:
-        return "max_slots", _number(value, "the most slots", at, 1, _MOST)
+        return "max_slots", _parse_number(value, "the most slots", at, 1, _MOST)
     if key == "port":
-        return key, _number(value, "the port", at, 1, 65535)
+        return key, _parse_number(value, "the port", at, 1, 65535)
     if key in _USERS:
         if not _USER.fullmatch(value):
             at.fail(f"{value!r} is no name of a user; it has small letters, digits, - and _")
@@ -362,10 +362,10 @@ def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
             f"{key} needs a value that does not begin with -; a value with blanks stands in "
             "double quotes"
         )
-    return key, _link_address(value, at) if key == "addr" else value
+    return key, _parse_link_address(value, at) if key == "addr" else value
 
 
-def _link_address(value: str, place: _TextPosition) -> str:
+def _parse_link_address(value: str, place: _TextPosition) -> str:
     literal = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     try:
         address = None if "%" in literal else ipaddress.ip_address(literal)
@@ -379,13 +379,13 @@ def _link_address(value: str, place: _TextPosition) -> str:
     return str(address)
 
 
-def _number(text: str, name: str, place: _TextPosition, low: int, high: int) -> int:
+def _parse_number(text: str, name: str, place: _TextPosition, low: int, high: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
         place.fail(f"{name} is a whole number from {low} to {high}, not {text!r}")
     return int(text)
 
 
-def _numbers(inside: str) -> Iterator[str]:
+def _expand_numbers(inside: str) -> Iterator[str]:
     """Yield the numbers of "01-04,07", with their leading zeros."""
     for part in inside.split(","):
         found = _RANGE.fullmatch(part.strip())
@@ -404,7 +404,7 @@ def _numbers(inside: str) -> Iterator[str]:
 # -- putting together ------------------------------------------------------------------------------
 
 
-def _joined(
+def _merge_entries(
     named: list[tuple[Host, _TextPosition]], removed: list[tuple[str, _TextPosition]], source: str
 ) -> Hosts:
     """Return each host once, with added counts and without removed ones."""
@@ -444,11 +444,11 @@ def _joined(
     return Hosts(left, tuple(notices))
 
 
-def _names_in(value: str, option: str, known: Iterable[str]) -> set[str]:
+def _parse_known_names(value: str, option: str, known: Iterable[str]) -> set[str]:
     known = set(known)
     names: set[str] = set()
     for word, column in _between_commas(value):
-        names.update(_names(word, _TextPosition(option, 0, column + 1, value)))
+        names.update(_parse_names(word, _TextPosition(option, 0, column + 1, value)))
     for name in sorted(names - known):
         hint = nearest(name, known) or f"; these are {', '.join(sorted(known))}"
         raise ConfigError(f"{option} names {name}, which is not among the hosts{hint}")

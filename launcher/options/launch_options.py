@@ -1,7 +1,7 @@
 """The options of one start of a job, in six records; `parse_options.parse` makes them.
 
-The table of options (`option_table`) says which field gets the value of which option. `validate`
-of a record checks options against each other; single values are checked when they are read.
+The table of options (`option_table`) gives each option its field. `validate` of a record checks
+options against each other; their readers have checked single values.
 The records are named tuples: importing `dataclasses` would delay the start of a job.
 """
 
@@ -167,7 +167,7 @@ class HostOptions(NamedTuple):
     stage: bool  # whether the launcher copies the script's folder to the hosts
 
     def validate(self, origin: Mapping[str, str], fake_hosts: int, *, has_hosts: bool) -> None:
-        """Check that fake hosts and staging fit the hosts."""
+        """Check that `--fake-hosts` and `--stage` fit the hosts."""
         if self.entries and fake_hosts > 1:
             raise ConfigError(
                 "--fake-hosts simulates hosts, and --hostfile or -H name real hosts; leave one out"
@@ -244,7 +244,7 @@ class JoinOptions(NamedTuple):
 
 
 class OutputOptions(NamedTuple):
-    """What the user sees of the job."""
+    """The output of the job: what the user sees, and files to write."""
 
     selection: str  # whose lines the launcher shows: "all", "first", "failed", "none" or ranks
     log_dir: Path | None  # absolute path of the folder for one file per rank and stream, or None
@@ -252,7 +252,7 @@ class OutputOptions(NamedTuple):
     stats: bool | Path  # whether to show totals of all calls at the end; a path writes them as JSON
     timestamps: bool  # whether each line begins with the local time
     color: str  # "auto", "always" or "never"
-    verbose: bool  # whether the launcher says more
+    verbose: bool  # whether the launcher shows more
 
     def validate(self, origin: Mapping[str, str], workers: int) -> None:
         """Check that the ranks whose lines to show exist."""

@@ -47,7 +47,7 @@ WORKERS = "Workers"
 HOSTS = "Several hosts"
 OUTPUT = "Output"
 LIMITS = "Limits"
-ASIDE = ""  # another line of the help names it, or the help for several hosts
+ASIDE = ""  # for options that other lines of the help name
 
 OUTPUT_MODES = ("all", "first", "failed", "none")
 COUNT_MAX = 1 << 16
@@ -341,22 +341,22 @@ def core_count() -> int:
     return min(len(usable_cores()), core_quota() or sys.maxsize)
 
 
-def shown_ranks(which: str, workers: int) -> frozenset[int] | None:
+def shown_ranks(selection: str, workers: int) -> frozenset[int] | None:
     """Return the ranks whose lines the launcher shows while a job runs, or None for all.
 
     Args:
-        which: A mode of `--output`, or ranks such as "0,3-5". "failed" and "none" show no rank.
+        selection: A mode of `--output`, or ranks such as "0,3-5". "failed" and "none" show no rank.
         workers: The number of ranks.
 
     Example:
         >>> sorted(shown_ranks("0,3-5", 8))
         [0, 3, 4, 5]
     """
-    if which == "all":
+    if selection == "all":
         return None
-    if which == "first":
+    if selection == "first":
         return frozenset({0})
-    return frozenset() if which in OUTPUT_MODES else ranks_of(which, workers)
+    return frozenset() if selection in OUTPUT_MODES else ranks_of(selection, workers)
 
 
 def ranks_of(text: str, most: int) -> frozenset[int]:
@@ -515,13 +515,3 @@ BY_OFF_FLAG = {option.off_flag: option for option in OPTIONS if option.is_switch
 OTHER_FLAGS = ("-m", "--no-python", "-h", "--help", "--help-hosts", "--version")
 BY_VARIABLE = {LAUNCH_PREFIX + one.key.upper(): one for one in OPTIONS if not one.setting}
 BY_KEY = {one.key: one for one in OPTIONS if one.in_file and not one.setting}
-
-
-def launch_keys() -> tuple[str, ...]:
-    """Return the keys that the table `[launch]` of a file may have."""
-    return tuple(BY_KEY)
-
-
-def host_keys() -> tuple[str, ...]:
-    """Return those of `launch_keys` that are about several hosts."""
-    return tuple(option.key for option in BY_KEY.values() if option.group == HOSTS)

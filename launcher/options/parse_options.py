@@ -1,8 +1,8 @@
 """From command line, environment and TOML file to `LaunchOptions`.
 
-The command line goes first, then the environment, then the tables [launch] and [runtime] of a
-TOML file, then the default. Variables are `SYNCVAR_LAUNCH_<OPTION>`, and `SYNCVAR_<SETTING>` for
-settings of the runtime. `origin` keeps where each value came from for `--dry-run`.
+The command line overrides the environment, which overrides the tables [launch] and [runtime] of a
+TOML file. Variables are `SYNCVAR_LAUNCH_<OPTION>`, and `SYNCVAR_<SETTING>` for settings of the
+runtime. `origin` keeps the source of each value for `--dry-run`.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def parse(
 
 
 class _Layers:
-    """The values of all options by key, and where each came from; paths are relative to `base`."""
+    """The values of all options by key, and their sources; paths are relative to `base`."""
 
     def __init__(self, line: dict[str, Any], environ: Mapping[str, str], base: Path) -> None:
         self.base = base

@@ -51,7 +51,7 @@ _ALLOWED_FAMILIES = (
     *("MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "VECLIB_"),
 )
 
-# They run something in every process that gets them: no rule about many names brings them.
+# They run code in every process that gets them, so neither PREFIX* nor the allow-list copies them.
 _BY_NAME_ONLY = ("LD_PRELOAD", "LD_AUDIT", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 
 

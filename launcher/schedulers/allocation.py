@@ -123,8 +123,7 @@ def _lsf(environ: Mapping[str, str], own_name: str) -> Allocation | None:
     words = text.split()
     if not words or len(words) % 2:
         raise ConfigError(
-            f"LSB_MCPU_HOSTS={text} cannot be understood: it is to have a host and a number in "
-            "turns"
+            f"LSB_MCPU_HOSTS={text} cannot be understood: it must have pairs of a host and a number"
         )
     hosts = tuple(
         Host(name, _number(count, "LSB_MCPU_HOSTS"), origin="LSB_MCPU_HOSTS")
@@ -194,5 +193,5 @@ def _spread(environ: Mapping[str, str], name: str, hosts: Sequence[str]) -> list
 
 def _number(text: str, name: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ConfigError(f"{name} has {text!r} where a whole number from 1 on is to be")
+        raise ConfigError(f"{name} has {text!r} where a whole number of at least 1 must be")
     return int(text)

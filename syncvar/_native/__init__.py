@@ -170,7 +170,7 @@ class CheckGate:
 class MessageCounter:
     """Sequence counter of one (sender, receiver, tag).
 
-    The C extension advances it without informing the engine; `CallLedger.count_by` merges it.
+    The C extension advances it without informing the engine; `SequenceTracker.count_by` merges it.
 
     Attributes:
         next_call: First call that is not over; the receiver needs no frames of calls before it.
@@ -301,7 +301,7 @@ def group_of(
     tallies: tuple[Any, ...],
     parts: tuple[Any, ...],
 ) -> Any:
-    """Return a flat bucket of variables in C, or None; see `PlainGroup` for the arguments."""
+    """Return a flat bucket of variables in C, or None; see `PyFlatBucket` for the arguments."""
     if _native is None:
         return None
     nbytes = tuple([part.nbytes for part in parts])

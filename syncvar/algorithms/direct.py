@@ -177,7 +177,7 @@ def direct_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
     Cost: 1 round, n-1 messages per rank; each rank sends every block but its own; n-1 reductions of
         the own block; scratch n-1 blocks.
     Order: T(0, n) for every element.
-    Source: the first half of `syncvar.algorithms.direct`; figure:
+    Source: the first half of `owners_all_reduce`; figure:
         tests/golden/direct_reduce_scatter_3.txt.
     """
     rank, world_size, counts = args.rank, args.world_size, args.counts

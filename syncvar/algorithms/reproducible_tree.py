@@ -85,9 +85,7 @@ def runs_of(ids: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def whole_nodes(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return the largest nodes of the tree T(0, count) inside the ranges.
-
-    Together they cover these.
+    """Return the largest nodes of the tree T(0, count) that together cover the ranges.
 
     The nodes of the tree are the aligned blocks of 1, 2, 4, ... items, cut off at `count`. The
     ranges `runs` ascend and have gaps between them. There are at most 2 log2(count) nodes for each

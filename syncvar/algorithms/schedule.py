@@ -1,4 +1,4 @@
-"""Schedules as data: chunk, step, round, schedule; also chunks, and schedules as text.
+"""Schedules as data: chunk, step, round, schedule; how to cut chunks; schedules as text.
 
 A schedule says which ranges of a flat buffer a rank sends, receives, reduces and copies, in which
 order. It knows neither dtypes nor sockets. The tests run schedules on symbols, the runtime runs
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+_T = TypeVar("_T")
 _StepType = TypeVar("_StepType", bound=tuple[Any, ...])
+_DOTS = "..."
 
 
 class Buffer(IntEnum):
@@ -189,8 +191,6 @@ def exchange_blocks(matrix: Sequence[Sequence[int]], rank: int) -> tuple[list[Ch
 # Notation: `w[2:5]` are elements 2, 3 and 4 of WORK, `s[2:5]` of SCRATCH; `<3>` is the value
 # received from rank 3. The operands of `+` stand in the order of the reduction.
 
-_T = TypeVar("_T")
-
 
 def step_text(step: Step) -> str:
     """Return one step in the notation of this module.
@@ -248,9 +248,6 @@ def schedule_text(schedules: Sequence[Schedule], *, most: int | None = None) -> 
             rows.append((f"rank {schedule.rank}", *cells))
         lines += _table(rows)
     return "".join(f"{line}\n" for line in lines)
-
-
-_DOTS = "..."
 
 
 def _shortened(items: Sequence[_T], most: int | None) -> list[_T | None]:

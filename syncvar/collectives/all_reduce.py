@@ -66,10 +66,8 @@ def all_reduce(  # noqa: PLR0913  (public signature)
             dtypes must be the same on every rank.
         op: A member of `sv.ReduceOp`, or a name. "sum", "mean", "prod", "min" and "max" work on
             numbers. "and", "or" and "xor" are logical on bools and bitwise on integers. "minloc"
-            and "maxloc"
-            return a pair of arrays: the values, and the lowest rank that has each of them. Names
-                that
-            you registered with `sv.register_op` work too.
+            and "maxloc" return a pair of arrays: the values, and the lowest rank that has each of
+            them. Names that you registered with `sv.register_op` work too.
         out: Array of the result's shape and dtype (or a pytree of them) to write to. It may be `x`
             itself; arrays of `sv.empty` are then reduced in place. After an error of the arguments
             `out` is unchanged. After PeerLost or DeadlineExceeded it may be partly written.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
-from syncvar.collectives.stage_builders import meeting
+from syncvar.collectives.stage_builders import barrier_stages
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent_reduce import prepare_barrier
 
@@ -49,7 +49,7 @@ def barrier(
 
 
 def _request(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
-    return _BarrierCall("barrier", fingerprint("barrier"), meeting(communicator))
+    return _BarrierCall("barrier", fingerprint("barrier"), barrier_stages(communicator))
 
 
 class _BarrierCall(Cacheable):

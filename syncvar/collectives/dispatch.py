@@ -59,14 +59,14 @@ def uncacheable(*_: Any) -> None:
     """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
-def native_dispatch(**rest: Any) -> Callable[[Function], Function]:
+def native_dispatch(**options: Any) -> Callable[[Function], Function]:
     """Return a decorator that lets the C extension make persistent calls of a public function.
 
     The keywords are those of `syncvar._native.entrance`.
     """
 
     def decorated(function: Function) -> Function:
-        call: Function = entered_natively(function, **rest)
+        call: Function = entered_natively(function, **options)
         return call
 
     return decorated
@@ -140,11 +140,11 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     public: Any = None,
     rest: tuple[Any, ...] = (),
 ) -> Any:
-    """Make a call by its persistent call; None if none serves and nothing was done.
+    """Make a call by its persistent call; return None, having done nothing, if there is none.
 
     `make` is a function of (x, out) that returns the request, to build the call or to continue it.
     `label` is text and fingerprint of this call; None: those of the request. From now on the C
-    dispatch of `public` may find the call. `rest` is as for `make_call`.
+    dispatch of `public`, if given, may find the call. `rest` is as for `make_call`.
     """
     ready = _ready(communicator, key, form, form, out, make, public, rest)
     if ready is None or not (timeout is None or is_seconds(timeout)):

@@ -266,7 +266,7 @@ def _first(_communicator: Communicator, packed: list[bytes], _root: int | None) 
 # -- requests: small objects in shared memory take one phase ---------------------------------------
 
 
-def _gathering(
+def _gather_request(
     name: str, communicator: Communicator, packed: list[bytes], root: int | None
 ) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
@@ -282,7 +282,7 @@ def _gathering(
     )
 
 
-def _broadcasting(
+def _broadcast_request(
     name: str, communicator: Communicator, packed: list[bytes], root: int
 ) -> TransferArgs:
     is_root = communicator.member_rank == root
@@ -301,7 +301,7 @@ def _broadcasting(
     )
 
 
-def _scattering(
+def _scatter_request(
     name: str, communicator: Communicator, packed: list[bytes], root: int
 ) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
@@ -375,7 +375,7 @@ def _in_heads(output: NDArray[Any] | list[bytes]) -> list[bytes]:
     return [data[:count] for count, data in HEAD.iter_unpack(output.data)]
 
 
-_ALL_GATHER = _ObjectCollective("all_gather_object", _own, _gathering, _each)
-_BROADCAST = _ObjectCollective("broadcast_object", _of_root, _broadcasting, _first)
-_GATHER = _ObjectCollective("gather_object", _own, _gathering, _each)
-_SCATTER = _ObjectCollective("scatter_object", _parts, _scattering, _first)
+_ALL_GATHER = _ObjectCollective("all_gather_object", _own, _gather_request, _each)
+_BROADCAST = _ObjectCollective("broadcast_object", _of_root, _broadcast_request, _first)
+_GATHER = _ObjectCollective("gather_object", _own, _gather_request, _each)
+_SCATTER = _ObjectCollective("scatter_object", _parts, _scatter_request, _first)

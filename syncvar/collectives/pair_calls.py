@@ -52,7 +52,7 @@ def channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> 
     found = streams.get((source, dest, tag))
     if found is None:
         if len(streams) >= _STREAMS_MAX:
-            _let_go(streams)
+            _drop_idle(streams)
         identity = fingerprint("message", communicator.identity, source, dest, tag)
         pair = (communicator.members[source], communicator.members[dest])
         context = current()
@@ -71,7 +71,7 @@ def channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> 
     return found
 
 
-def _let_go(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
+def _drop_idle(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
     for key, channel in list(streams.items()):
         stream, engine = channel.stream, channel.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):

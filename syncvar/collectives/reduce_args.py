@@ -85,7 +85,7 @@ def described_together(
 ) -> tuple[int, str]:
     """Return the fingerprint and the text of a call that reduces a pytree; see `described`."""
     op, shape = (reducers[0].name, reducers[0].element_shape) if reducers else (op, ())
-    # `how.source` is the name of the dtype: `dtype.name` is slow.
+    # `reducer.source` is the name of the dtype: `dtype.name` is slow.
     kinds = tuple(
         [(reducer.source, array.shape) for reducer, array in zip(reducers, arrays, strict=True)]
     )
@@ -370,8 +370,6 @@ def check_finite(value: Any, description: str) -> None:
     context = joined()
     if context is None or context.config.check_finite == "off":
         return
-    import numpy as np
-
     try:
         array: NDArray[Any] = np.asarray(value)
     except (ValueError, TypeError, RuntimeError):  # the call raises a better error

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
 
+_DIMENSIONS_MAX = 64  # NumPy's limit
+
 
 @native_dispatch(second="root", usual=0, positions=2)
 def scatter(
@@ -69,8 +71,7 @@ def scatter(
 
     Cost: in shared memory, with parts of one shape, one direct copy of each part. The other ranks
         must know the shape: from `out`, or from the last call. Else a broadcast of the shapes, then
-            each part
-        once.
+        each part once.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -194,9 +195,6 @@ def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]
             f"the parts of {name} must have one dtype, not {', '.join(names)}: write x.astype(…)"
         )
     return [np.ascontiguousarray(part).reshape(part.shape) for part in parts]
-
-
-_DIMENSIONS_MAX = 64  # NumPy's limit
 
 
 @native_dispatch(takes_numbers=False)

@@ -50,11 +50,6 @@ if TYPE_CHECKING:
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     Node = tuple[int, int]
 
 _BLOCK = 1 << 14  # elements summed at a time, so that intermediate sums stay in the cache
@@ -176,9 +171,8 @@ def all_reduce_shards(
     """Combine numbered shards, each held by one rank, and give every rank the result.
 
     The bits of the result depend on the shards alone: not on the number of ranks, the distribution
-        of
-    shards, hosts or transports. They are those of `sv.tree_sum` of all shards in the order of their
-    ids.
+    of shards, hosts or transports. They are those of `sv.tree_sum` of all shards in the order of
+    their ids.
 
     Args:
         shards: Mapping of id to an array of any shape, a number, or a nested

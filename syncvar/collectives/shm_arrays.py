@@ -32,18 +32,19 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.shm.segment import SharedSegment
 
+_WORD = np.dtype(np.uint64)
+_LINE_BYTES = 64
+
 
 def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
     """Return a new uninitialized array in the shared memory of the host. Not collective.
 
     Collectives read and write such arrays in place: `sv.all_reduce(x, out=x)` copies nothing if `x`
-        is
-    an array of `sv.empty` on every rank. Without shared memory (one rank on a host, or
+    is an array of `sv.empty` on every rank. Without shared memory (one rank on a host, or
     SYNCVAR_TRANSPORT=zmq) the array is an ordinary one.
 
     A forked child sees the same memory: its writes to such an array appear in the parent, and the
-        other
-    way round. A child that writes should take `x.copy()` first.
+    other way round. A child that writes should take `x.copy()` first.
 
     Args:
         shape: An integer or a tuple of integers, each >= 0.
@@ -112,10 +113,6 @@ def checked_shape_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dty
             f"an array of {kind} cannot be shared between processes: its elements are references"
         )
     return lengths, kind
-
-
-_WORD = np.dtype(np.uint64)
-_LINE_BYTES = 64
 
 
 def shared_array(

@@ -1,10 +1,8 @@
-"""Stages that several collectives share, and points at which ranks meet or gather objects.
+"""Stages that several collectives share, and calls in which ranks meet or gather objects.
 
-None of the stages checks an argument.
-
-They move flat arrays whose counts all ranks know, and bytes whose length only some ranks know. In a
-header round every rank sends every other one a small record of its input. All ranks see the same
-records, so all of them raise the same error.
+The stages move flat arrays whose counts all ranks know, and bytes whose length only some ranks
+know; they check no arguments. In a header round every rank sends every other one a small record of
+its input. All ranks see the same records, so all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_NOTHING = np.empty(0, np.uint8)
 AT_ONCE = 248  # bytes that travel together with their length: four cache lines in all
 HEAD = struct.Struct(f"<Q{AT_ONCE}s")
 
@@ -148,8 +147,6 @@ def require_same(
 
 # -- calls in which ranks wait for each other, or gather an object of each -------------------------
 
-_NOTHING = np.empty(0, np.uint8)
-
 
 def meet(
     communicator: Communicator,
@@ -163,12 +160,12 @@ def meet(
     def request() -> CollectiveSpec:
         if check is not None:
             check()
-        return CollectiveSpec(text, fingerprint(*parts), meeting(communicator))
+        return CollectiveSpec(text, fingerprint(*parts), barrier_stages(communicator))
 
     communicator.perform(text, request, timeout)
 
 
-def meeting(communicator: Communicator) -> Generator[Stage, None, None]:
+def barrier_stages(communicator: Communicator) -> Generator[Stage, None, None]:
     """Return the stages of a barrier."""
     yield Stage(communicator.plan("barrier", 0), _NOTHING)
 

@@ -32,6 +32,19 @@ _CLASSES = tuple(16**power for power in range(1, 9))
 # Reductions of different ops differ in cost.
 _WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")
 
+# Factor by its formula; n is the number of ranks.
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "2(n-1)/n": lambda size: 2 * (size - 1) / size,
+    "(n-1)/n": lambda size: (size - 1) / size,
+    "1": lambda _: 1.0,
+}
+
+_FORMULAS = {
+    **dict.fromkeys(("all_reduce", "all_reduce_shards"), "2(n-1)/n"),
+    **dict.fromkeys(("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"), "(n-1)/n"),
+    **dict.fromkeys(("reduce", "broadcast", "scan", "exscan", "send", "recv"), "1"),
+}
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Run as `__main__`.
 _STARTERS = tuple(
@@ -265,22 +278,8 @@ def _innermost(thread: int) -> FrameType | None:
         return current_frames().get(thread)
 
 
-# Factor by its formula; n is the number of ranks.
-BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
-    "2(n-1)/n": lambda size: 2 * (size - 1) / size,
-    "(n-1)/n": lambda size: (size - 1) / size,
-    "1": lambda _: 1.0,
-}
-
-_FORMULAS = {
-    **dict.fromkeys(("all_reduce", "all_reduce_shards"), "2(n-1)/n"),
-    **dict.fromkeys(("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"), "(n-1)/n"),
-    **dict.fromkeys(("reduce", "broadcast", "scan", "exscan", "send", "recv"), "1"),
-}
-
-
 def bus_factor(collective: str, size: int) -> float:
-    """Return a collective's factor; 0 if it is unknown or moves no bytes."""
+    """Return a collective's bus bandwidth factor; 0 if it is unknown or moves no bytes."""
     formula = _FORMULAS.get(collective)
     return BUS_FACTORS[formula](size) if formula is not None and size > 0 else 0.0
 
@@ -316,7 +315,7 @@ class Totals:
 
     def __init__(self, append: Callable[[Any], None]) -> None:
         self._append = append
-        self._prepared: dict[int, list[Any]] = {}  # by identity of the CallInfo: [info, calls, ns]
+        self._cached: dict[int, list[Any]] = {}  # by identity of the CallInfo: [info, calls, ns]
         self._others: deque[Any] = deque()
         self._fold_at = _FOLD_AT
         self._rows: dict[tuple[str, int, tuple[int, ...], int], list[int]] = {}
@@ -326,11 +325,11 @@ class Totals:
         self._append(item)
         if type(item) is tuple:
             info, _, began, ended, _ = item
-            cell = self._prepared.get(id(info))
+            cell = self._cached.get(id(info))
             if cell is None:
-                if len(self._prepared) >= _KINDS_MAX:
+                if len(self._cached) >= _KINDS_MAX:
                     self._fold()
-                cell = self._prepared[id(info)] = [info, 0, 0]
+                cell = self._cached[id(info)] = [info, 0, 0]
             cell[1] += 1
             cell[2] += ended - began
         else:
@@ -357,8 +356,8 @@ class Totals:
         ]
 
     def _fold(self) -> None:
-        prepared, self._prepared = self._prepared, {}
-        for info, calls, ns in prepared.values():
+        cached, self._cached = self._cached, {}
+        for info, calls, ns in cached.values():
             self._count(info, calls, info.nbytes, ns)
         for _ in range(len(self._others)):
             entry = self._others.popleft()

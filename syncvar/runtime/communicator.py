@@ -169,7 +169,7 @@ class Communicator(CommunicatorState):
         self.streams: dict[tuple[int, int, int], Any] = {}  # `P2PChannel` by (source, dest, tag)
         # By root: an array like the latest result of a scatter.
         self.last_parts: dict[int, NDArray[Any]] = {}
-        # By tag: messages to this rank itself, see p2p.self_messages.
+        # By tag: messages to this rank itself, see `p2p_channel.Mailbox`.
         self.own_messages: dict[int, Any] = {}
         self.prepares = True
         # By (name, op, dtype, shape, reproducible) or another key.

@@ -428,17 +428,14 @@ class _Lowering:
     def _into_all(self, start: int, terms: list[Span]) -> None:
         """Combine terms into the targets of all ranks, by blocks that stay in the caches."""
         count = terms[0].length
-        target_memories = [Memory(MemoryKind.PEER_TARGET, rank) for rank in range(self.size)]
+        memories = [Memory(MemoryKind.PEER_TARGET, rank) for rank in range(self.size)]
         for low in range(0, count, self.block):
             high = min(count, low + self.block)
             parts = tuple(term.cut(low, high) for term in terms)
-            targets = [
-                Span(target_memory, start + low, high - low) for target_memory in target_memories
-            ]
+            targets = [Span(memory, start + low, high - low) for memory in memories]
             combined = Span(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
-            self.steps.append(
-                Combine(parts, combined)
-            )  # only the first term may be `combined` itself
+            # Only the first term may be `combined` itself.
+            self.steps.append(Combine(parts, combined))
             self.steps += [
                 CopyInstruction(combined, target) for target in targets if target is not combined
             ]

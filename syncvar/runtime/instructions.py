@@ -50,7 +50,7 @@ _NAMES = {
     MemoryKind.SCRATCH: "scratch",
     MemoryKind.SLOT: "slot",
     MemoryKind.CELLS: "cells",
-    MemoryKind.COMBINED: "made",
+    MemoryKind.COMBINED: "combined",
     MemoryKind.PEER_SOURCE: "array",
     MemoryKind.PEER_TARGET: "target",
 }
@@ -193,7 +193,7 @@ class CompiledProgram:
         self.last_side, self.is_read = last_side, is_read
         self.natives: dict[Any, Any] = {}  # the program for the C extension, by its arithmetic
         numbered = list(enumerate(sizes))
-        # (number, memory) of slots, cells and halves, in which ranks write for each other
+        # (number, memory) of memories in which ranks write for each other
         self.shared = [(number, memory) for number, memory in numbered if memory.kind in _SHARED]
         # (number, kind, rank, place, elements) of memories whose location differs in each call
         self.own = [

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
 
 NOT_YET = object()
-_SORTS_MAX = 64  # message types cached per pair and tag
+_TYPES_MAX = 64  # message types cached per pair and tag
 _EXPORTED = "biufc"  # dtype kinds whose arrays are buffers
 _lock = threading.RLock()  # reentrant for signal handlers
 _TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
@@ -74,7 +74,7 @@ class P2PChannel:
         "_array",
         "_context",
         "_request",
-        "_sorts",
+        "_types",
         "end",
         "is_remembered",
         "native",
@@ -96,7 +96,7 @@ class P2PChannel:
         self._array = array
         self._context = context
         self._request = request
-        self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], MessageType] = {}
+        self._types: dict[tuple[np.dtype[Any], tuple[int, ...], int], MessageType] = {}
 
     def retire(self) -> None:
         """Stop using this channel: another one now counts messages of the pair and tag."""
@@ -136,23 +136,25 @@ class P2PChannel:
         if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
             return False
         try:
-            sort, number = self._sort_of(array, kind, words), 0
+            message_type, number = self._type_of(array, kind, words), 0
             call, begin = self.number(), monotonic_ns()
             try:
                 if waits:
-                    number = outward.announce(sort.type_code, stream.identity, call, array)
+                    number = outward.announce(message_type.type_code, stream.identity, call, array)
                     is_accepted = number != 0
                 else:
-                    data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
-                    name = sort.type_code, stream.identity, call, array.shape
+                    data = array if message_type.is_buffer else array.reshape(-1).view(np.uint8)
+                    name = message_type.type_code, stream.identity, call, array.shape
                     is_accepted = outward.put(*name, data, array.nbytes, waits=True)
                 if not is_accepted:
                     return False
                 count.next_call = count.number = stream.next_call = call + 1
                 is_over = not waits or outward.is_read_soon(number)
                 if is_over:
-                    stream.recorder.add((sort.info, call, begin, monotonic_ns(), get_ident()))
-                self._keep((array.dtype, array.shape, kind), sort)
+                    stream.recorder.add(
+                        (message_type.info, call, begin, monotonic_ns(), get_ident())
+                    )
+                self._keep((array.dtype, array.shape, kind), message_type)
                 operation = None if is_over else self._resumed(request(), call, begin, number)
             except BaseException as error:  # the other rank may or may not have the message
                 if number:
@@ -165,13 +167,13 @@ class P2PChannel:
         finally:
             stream.busy.release()
 
-    def _sort_of(
+    def _type_of(
         self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]
     ) -> MessageType:
         """Return the properties that this message shares with others."""
-        sort = self._sorts.get((array.dtype, array.shape, kind))
-        if sort is not None:
-            return sort
+        message_type = self._types.get((array.dtype, array.shape, kind))
+        if message_type is not None:
+            return message_type
         stream, (label, dtype) = self.stream, words()
         info = CallInfo(label, stream.identity, stream.members, 0, array.nbytes, WAY)
         return MessageType(array_code(kind, dtype, array.ndim), info, array.dtype.kind in _EXPORTED)
@@ -209,8 +211,10 @@ class P2PChannel:
                 if message_parts is not None:
                     count.next_call = number + 1
                     result = finish(*message_parts)
-                    sort = self._met(request, *message_parts)
-                    stream.recorder.add((sort.info, number, begin, monotonic_ns(), get_ident()))
+                    message_type = self._received_type(request, *message_parts)
+                    stream.recorder.add(
+                        (message_type.info, number, begin, monotonic_ns(), get_ident())
+                    )
                     return result
                 if not waits:
                     stream.next_call = count.number = number
@@ -256,12 +260,12 @@ class P2PChannel:
         spec.body.close()
         return CallInfo(spec.label, stream.identity, stream.members, spec.digest, nbytes, WAY)
 
-    def _met(
+    def _received_type(
         self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
     ) -> MessageType:
         """Return the properties that a received message shares with others."""
         key = message.dtype, message.shape, kind
-        found = self._sorts.get(key)
+        found = self._types.get(key)
         if found is None:
             type_code = array_code(kind, dtype_index(message.dtype), message.ndim)
             info = self._call_info(request, message.nbytes)
@@ -269,12 +273,14 @@ class P2PChannel:
         self._keep(key, found)
         return found
 
-    def _keep(self, key: tuple[np.dtype[Any], tuple[int, ...], int], sort: MessageType) -> None:
+    def _keep(
+        self, key: tuple[np.dtype[Any], tuple[int, ...], int], message_type: MessageType
+    ) -> None:
         """Cache a message type; for arrays, also in the C endpoint."""
-        if key not in self._sorts:
-            if len(self._sorts) >= _SORTS_MAX:
-                self._sorts.clear()
-            self._sorts[key] = sort
+        if key not in self._types:
+            if len(self._types) >= _TYPES_MAX:
+                self._types.clear()
+            self._types[key] = message_type
         dtype, shape, kind = key
         stream, end = self.stream, self.end
         if kind != self._array or stream.engine is None or end is None:
@@ -292,7 +298,7 @@ class P2PChannel:
                 shared=stream.engine.under_way,
             )
         if self.native is not None:
-            self.native.remember(dtype, shape, sort.type_code, sort.info)
+            self.native.remember(dtype, shape, message_type.type_code, message_type.info)
 
     def _go_on(
         self,
@@ -316,10 +322,10 @@ class P2PChannel:
             if error is not None:
                 raise error
             operation = self._resumed(self._request(self, array), call, begin, number, done)
-        except BaseException as why:
+        except BaseException as failure:
             if isinstance(end, SendEndpoint):
                 end.cancel(number)
-            stream.interrupt(call, begin, why)
+            stream.interrupt(call, begin, failure)
             raise
         return engine.take_over(operation, None)
 

@@ -118,7 +118,7 @@ class SendEndpoint:
             self.lock.release()
 
     def announce(self, type_code: int, stream: int, call: int, array: NDArray[Any]) -> int:
-        """Announce a long message; return its number in the ring, or 0. See `RingWriter.tell`."""
+        """Announce a long message; return its number in the ring, or 0 if there is no space."""
         if not self.lock.acquire(blocking=False):
             return 0
         try:
@@ -155,9 +155,10 @@ class SendEndpoint:
         )
 
     def announce_link(self) -> None:
-        """Announce, as the driver, that a message goes over a link: nobody polls the ring for it.
+        """Announce, as the driver, that a message goes over a link.
 
-        If a signal handler interrupted this thread while it held the lock, that is announced later.
+        So the receiver does not poll the ring for it. If another call holds the lock, perhaps one
+        that a signal handler has interrupted in this thread, the receiver learns it later.
         """
         ring = self._ring
         if ring is None:

@@ -7,6 +7,8 @@ In a get, one process asks by key. The driver of the other's engine, at worst th
 answers from published data. A get has a number of its own. If no answer comes in time, only the get
 fails. An answer of k frames carries k in the header's `round` and the index in `segment`: first a
 description, then the bytes. k = 0 means that the key is not published.
+
+When this process leaves the job, `SentMessages` gives the launcher the numbers of sent messages.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from syncvar.transports.base import Frame
 
 WAY = "shm message"  # in flight records
+_LINE_MAX = 200  # characters of a program line; all of them must fit into one control message
+
+Answer = tuple[bytes, memoryview]  # description, and bytes that are never written again
 
 
 class Sending:
@@ -114,7 +119,7 @@ class Sending:
             return False
         return self._outward.wait((ring.answers_at(self._number),), (self._number << 1) - 1)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- the steps ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Withdraw the message of a failed call."""
@@ -170,7 +175,7 @@ class Receiving:
         self._inward.expected.add(self._key)
         return self._steps(entry, over_link)
 
-    # -- as what is waited for ---------------------------------------------------------------------
+    # -- the `Wait` protocol -----------------------------------------------------------------------
 
     @property
     def needs_looks(self) -> bool:
@@ -201,7 +206,7 @@ class Receiving:
         """Spin for a short while; return whether something has come."""
         return self._inward.wait()
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- the steps ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Drop the message of a failed call."""
@@ -230,9 +235,6 @@ class Receiving:
 def _record_ring_transfer(entry: PendingRecord, nbytes: int) -> None:
     entry.way = WAY
     entry.nbytes = nbytes
-
-
-Answer = tuple[bytes, memoryview]  # description, and bytes that are never written again
 
 
 class GetRequest:
@@ -377,9 +379,6 @@ class GetRequests:
 
 def _nothing(_key: int) -> None:
     pass
-
-
-_LINE_MAX = 200  # characters; all of them must fit into one control message
 
 
 class SentMessages:

@@ -1,6 +1,6 @@
 """Persistent reductions of pytrees with long arrays, or with arrays of several dtypes.
 
-Short arrays of all dtypes share the slots; see `builder` for the frame of a call.
+Short arrays of all dtypes share the slots; see `persistent_builder` for the rest of a call.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Kinds(NamedTuple):
             for reduction, places in self.kinds
         ]
 
-    def prepared_by(self, x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
+    def buffers_of(self, x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
         """Return the buffers and the result of a call's (x, out), or None for the slow path."""
         if out is not None or not isinstance(x, PyTree):
             return None
@@ -115,7 +115,7 @@ class _Kinds(NamedTuple):
             reduction.source == reduction.result.name for reduction, _ in self.kinds
         )
 
-    def build_native(self, first: int) -> list[DtypeGroup]:
+    def dtype_groups(self, first: int) -> list[DtypeGroup]:
         """Return the kinds for C; those from `first` on use the slots."""
         starts = [0] * first + list(places_of(self.sizes[first:])[0])
         return [
@@ -161,7 +161,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         )
 
     call = reducing(
-        ground, reduce_small, several.prepared_by, OutputSpec(EVERYWHERE, range(channel.size))
+        ground, reduce_small, several.buffers_of, OutputSpec(EVERYWHERE, range(channel.size))
     )
     if not several.are_native:
         return call
@@ -175,7 +175,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         terms=tuple((0, 0, nbytes, other) for other in range(channel.size)),
         steps=adopted,
         leaves=leaves,
-        kinds=several.build_native(0),
+        kinds=several.dtype_groups(0),
     )
     return native or call
 
@@ -186,7 +186,7 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     output_spec = OutputSpec(EVERYWHERE, range(channel.size))
 
     def arrays_of(x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
-        return several.prepared_by(x, out) if has_segments(channel) else None
+        return several.buffers_of(x, out) if has_segments(channel) else None
 
     def reduce(
         channel: GroupChannel, opening: tuple[int, int], vectors: list[ReduceBuffers]
@@ -206,10 +206,10 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         """Continue a call that C has published or begun."""
         if run is not None:
             return False, then(run, output, output_spec)
-        vector, *riders = several.vectors_of(x, output)
+        vector, *small_vectors = several.vectors_of(x, output)
         check = ((digest if label is None else label[1]) + number * SPREAD) & MASK
         return False, then(
-            reduce_published(channel, check, vector, native, riders), output, output_spec
+            reduce_published(channel, check, vector, native, small_vectors), output, output_spec
         )
 
     call = reducing(ground, reduce, arrays_of, output_spec)
@@ -229,7 +229,7 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
         output_form=form,
         gil_monitor=gil_monitor,
         leaves=leaves,
-        kinds=several.build_native(1),
+        kinds=several.dtype_groups(1),
     )
     if native is None:
         return call

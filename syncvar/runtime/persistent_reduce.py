@@ -1,4 +1,4 @@
-"""Persistent reductions in shared memory, of small and of long arrays; see `builder`."""
+"""Persistent reductions in shared memory, of small and of long arrays; see `persistent_builder`."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _small(  # noqa: C901, PLR0914, PLR0915  (locals of closures: a call takes a
 
     call = ground.build_python(arrays_of, attempt)
     if leaves is not None:
-        call = _joining(call, leaves)
+        call = _concatenate_leaves(call, leaves)
 
     def later(
         number: int,
@@ -334,21 +334,21 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     held: list[Any] = list(terms)
     order = list(tree_order(0, len(terms)))
     # NumPy rounds an in-place product of one complex number differently.
-    is_replica_local = prod(shape) == 1 and dtype.kind == "c"
+    is_one_complex = prod(shape) == 1 and dtype.kind == "c"
     for left, right in order:
         if left == 0:
             room = None
         else:
             room = held[left] if held[left] is not terms[left] else np.empty(shape, dtype)
-        if is_replica_local and (left, right) != order[-1]:
+        if is_one_complex and (left, right) != order[-1]:
             room = np.empty(shape, dtype)
         steps.append((held[left], held[right], room))
         held[left] = room
     return steps
 
 
-def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
-    """Build a call of several small arrays from the call of their concatenation."""
+def _concatenate_leaves(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
+    """Return a call of several small arrays, given the call of their concatenation."""
 
     def call(x: Any, out: Any, label: CallLabel | None = None, timeout: float | None = None) -> Any:
         if out is not None or not isinstance(x, PyTree):

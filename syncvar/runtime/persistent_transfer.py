@@ -1,4 +1,4 @@
-"""Persistent calls that move blocks in shared memory; see `builder`."""
+"""Persistent calls that move blocks in shared memory; see `persistent_builder`."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def prepare_move(  # noqa: C901  (closures over what is fixed for all calls)
             if reached is None and movement.is_done:
                 return blocks.result, None, 0, None
             need = channel.last if reached is None else reached
-        return None, followed(x, out, steps, movement), need, movement
+        return None, continue_move(x, out, steps, movement), need, movement
 
-    def followed(
+    def continue_move(
         x: NDArray[Any], out: Any, steps: Any, movement: Movement
     ) -> Generator[Any, None, Any]:
         """Continue a transfer, on the slow path if the inputs of the ranks differ."""
@@ -107,9 +107,8 @@ def prepare_move(  # noqa: C901  (closures over what is fixed for all calls)
         output = yield from stage_steps(
             UNRECORDED, general(x, out), channel, None, has_published=True
         )
-        return (
-            movement.blocks.output if output is None else output
-        )  # None would mean: nothing was done
+        # None would mean that nothing was done.
+        return movement.blocks.output if output is None else output
 
     def later(
         number: int,
@@ -136,7 +135,7 @@ def prepare_move(  # noqa: C901  (closures over what is fixed for all calls)
             steps = move_published(channel, check, movement, run)
         else:
             steps = take_blocks(channel, check, movement)
-        return False, followed(x, out, steps, movement)
+        return False, continue_move(x, out, steps, movement)
 
     call = ground.build_python(arrays_of, attempt, notes=True)
     return _build_native(ground, call, later, layout, front, example) or call

@@ -121,7 +121,7 @@ def run_rounds(
     yield from run_code(channel, code, arithmetic, arrays, (first,) * channel.size, slots)
 
 
-class _Ready(NamedTuple):
+class _CompiledStage(NamedTuple):
     """A compiled stage for elements [start, stop) of the collective's buffer, or nothing."""
 
     start: int
@@ -132,7 +132,7 @@ class _Ready(NamedTuple):
 class PreparedStages(NamedTuple):
     """The compiled stages of a collective over several hosts."""
 
-    stages: tuple[_Ready, ...]  # in order, as many on every rank
+    stages: tuple[_CompiledStage, ...]  # in order, as many on every rank
     algorithm: str = "hierarchical"  # name for the flight recorder
 
 
@@ -243,7 +243,7 @@ def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> Prepa
         elif not part.on_host:
             # stages between hosts are numbered in frames, so idle ranks count them too
             plan = _IDLE
-        compiled.append(_Ready(part.chunk.start, part.chunk.stop, plan))
+        compiled.append(_CompiledStage(part.chunk.start, part.chunk.stop, plan))
     return PreparedStages(tuple(compiled))
 
 

@@ -46,8 +46,8 @@ _NONE: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
 _SOURCE, _TARGET, _SCRATCH = map(int, (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH))
 
 
-def opened(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
-    """Make the copies of an opening; `copy` takes (target, value)."""
+def run_opening(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
+    """Make the copies of an opening; `copy` is a function of (target, value)."""
     for parts, target, start in code.joins:
         values = [memories[source][first : first + count] for source, first, count in parts]
         into = memories[target][start : start + sum(map(len, values))]
@@ -109,7 +109,7 @@ class RemoteRef:
         return RemoteRef(self.rank, self.place + part.start * self.dtype.itemsize, self.dtype)
 
 
-class UnknownRef(Exception):  # noqa: N818  (no error: the launcher will report the failure)
+class PeerEnded(Exception):  # noqa: N818  (no error: the launcher will report the failure)
     """The process whose memory is read has ended."""
 
 
@@ -124,18 +124,16 @@ def place_of(channel: GroupChannel, array: NDArray[Any]) -> int | None:
     address: int = array.__array_interface__["data"][0]
     ground = array
     while not ground.flags.owndata:
-        if not isinstance(
-            ground.base, np.ndarray
-        ):  # memory of another library, or of a device that others cannot read
-            return (
-                ADDRESS | address if reach.can_read(channel.rank, address, array.nbytes) else None
-            )
+        if not isinstance(ground.base, np.ndarray):
+            # Memory of another library, or of a device that others cannot read.
+            is_readable = reach.can_read(channel.rank, address, array.nbytes)
+            return ADDRESS | address if is_readable else None
         ground = ground.base
     return ADDRESS | address
 
 
 def read(channel: GroupChannel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
-    """Copy from another rank's memory into a contiguous array; UnknownRef if its process ended."""
+    """Copy from another rank's memory into a contiguous array; PeerEnded if its process ended."""
     if channel.reach is None:
         raise InternalError("this process cannot read the memory of other ranks")
     try:
@@ -145,7 +143,7 @@ def read(channel: GroupChannel, rank: int, place: int, target: NDArray[Any], *, 
             raise
         is_there = False
     if not is_there:
-        raise UnknownRef
+        raise PeerEnded
 
 
 def settled(channel: GroupChannel, *, to_its_end: bool = True) -> Iterator[int]:
@@ -193,7 +191,7 @@ def open_code(
     if native is not None:
         open_program(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
     elif code.opening:
-        opened(code, _views(channel, code, found), copier())
+        run_opening(code, _views(channel, code, found), copier())
 
 
 def run_code(
@@ -232,7 +230,7 @@ def run_code(
         yield from interpret(
             channel, code.steps, _views(channel, code, found), copy, store, folder(arithmetic)
         )
-    except UnknownRef:
+    except PeerEnded:
         yield PEER_ENDED
 
 
@@ -247,13 +245,13 @@ def reading(
         try:
             for rank, place in places:
                 read(channel, rank, place, np.empty(1, np.uint8), hold=True)
-        except UnknownRef:
+        except PeerEnded:
             yield PEER_ENDED
         raise InternalError("reading the memory of another rank failed once, but works now")
 
 
 def _reading(channel: GroupChannel, store: Copier) -> Copier:
-    """Return a store that also reads from other processes; it may raise `UnknownRef`."""
+    """Return a store that also reads from other processes; it may raise `PeerEnded`."""
     hold = gil_monitor.holds()
 
     def stored(target: NDArray[Any], value: Any) -> None:

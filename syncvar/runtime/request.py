@@ -279,7 +279,7 @@ class Request:
         """Return frames that will never be used, so that the caller can return their credit."""
         return [] if self.links is None else self.links.take_aside()
 
-    def _go_on(self, frame: Frame | None = None) -> None:
+    def _go_on(self, frame: Frame | None = None) -> None:  # noqa: C901  (hot path)
         """Use a frame of this round, if there is one, and take all steps that are possible now."""
         steps, links = self._steps, self.links
         if steps is None:
@@ -293,7 +293,11 @@ class Request:
                 while self.state == RequestState.RUNNING and self._is_reached():
                     self._wait = next(steps)
         except StopIteration as end:
-            self._complete(end.value)
+            if not self.is_over:
+                self.result = end.value
+                self.state = RequestState.DRAINING
+                self._leave_queue()
+                self._drain()
         except BodyError as wrapped:
             # all ranks raise it, because it follows from data that all have
             self._end(wrapped.error, is_agreed=True)
@@ -319,13 +323,6 @@ class Request:
         return wait == _START or (
             wait != DISAGREE and channel is not None and channel.is_reached(wait)
         )
-
-    def _complete(self, result: Any) -> None:
-        if not self.is_over:
-            self.result = result
-            self.state = RequestState.DRAINING
-            self._leave_queue()
-            self._drain()
 
     def _drain(self) -> None:
         if self.links is None or self.links.is_drained:
@@ -359,7 +356,7 @@ class Request:
                 self.channel.queue.remove(self)
 
 
-def stage_steps(
+def stage_steps(  # noqa: C901, PLR0912  (hot path)
     entry: PendingRecord,
     body: Generator[Stage, None, Any],
     channel: GroupChannel | None,
@@ -381,17 +378,20 @@ def stage_steps(
         if channel is not None and opening is not None and links is None:
             yield from settled(channel)
         while True:
-            is_published = links is not None and links.is_published
             try:
-                stage = _next_stage(
-                    body, is_published=is_published or (channel is not None and opening is None)
-                )
+                stage = next(body)
             except StopIteration as end:
+                is_published = links is not None and links.is_published
                 if channel is not None and opening is not None and not is_published:
                     if links is not None:
                         yield from settled(channel, to_its_end=False)
                     yield from agreed(channel, check, channel.begin(*opening))
                 return end.value
+            except SyncvarError as error:
+                is_published = links is not None and links.is_published
+                if is_published or (channel is not None and opening is None):
+                    raise BodyError(error) from error
+                raise
             if isinstance(stage.plan, PreparedStages) and links is not None:
                 opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
             elif isinstance(stage.plan, LinkSchedule):
@@ -405,16 +405,6 @@ def stage_steps(
                 opening = None
     finally:
         body.close()
-
-
-def _next_stage(body: Generator[Stage, None, Any], *, is_published: bool) -> Stage:
-    """Return the next stage; an error is one of all ranks if they may have seen this one."""
-    try:
-        return next(body)
-    except SyncvarError as error:
-        if is_published:
-            raise BodyError(error) from error
-        raise
 
 
 def _on_host(

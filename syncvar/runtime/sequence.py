@@ -182,9 +182,8 @@ class SequenceTracker:
         if header.call < self.following(header.group):
             return False
         if header.kind == FrameType.WAKE:
-            self._has_skipped = (
-                True  # a call in shared memory may begin and end without telling the tracker
-            )
+            # A call in shared memory may begin and end without informing the tracker.
+            self._has_skipped = True
         self.early.setdefault((header.group, header.call), []).append(frame)
         return True
 

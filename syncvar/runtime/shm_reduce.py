@@ -54,6 +54,7 @@ _NATIVE_BLOCK_BYTES = 32 << 10
 _CELLS, _LAG = 8, 4  # cells of a segment, and how many may be unread, if all ranks run in C
 _SUMS_ALL_MAX = 2  # up to so many ranks each combines all cells; more ranks share the work
 _SEPARATE_BYTES = 256 << 10  # from here on one of several arrays is worth phases of its own
+_NO_PLACE = BufferPlacement()
 _WORD = np.dtype(np.uint64)
 _SEPARATE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # arrays whose locations fit into a segment
 
@@ -122,8 +123,8 @@ class ReduceBuffers(NamedTuple):
         """
         if len(self.sources) > 1:
             long = [array for array in (*self.sources, *self.targets) if is_separate(array)]
-            lie = any(channel.shm.locate(array) is not None for array in long)
-            return (_SEPARATE if lie else _NOWHERE) << 1 | side, _NOWHERE
+            are_known = any(channel.shm.locate(array) is not None for array in long)
+            return (_SEPARATE if are_known else _NOWHERE) << 1 | side, _NOWHERE
         x, out = self.sources[0], self.targets[0]
         source = channel.shm.locate(x) if x.dtype == self.arithmetic.wire else None
         target = source if out is x else channel.shm.locate(out)
@@ -173,15 +174,15 @@ def reduce_shared(
     channel: GroupChannel,
     opening: tuple[int, int] | None,
     vector: ReduceBuffers,
-    riders: Sequence[ReduceBuffers] = (),
+    small_vectors: Sequence[ReduceBuffers] = (),
 ) -> Generator[int, None, bool]:
     """Combine a vector of all ranks; yield the publications to wait for.
 
-    `opening` is (call, check) in the first stage of a call, else None. Small vectors of other
-    dtypes, `riders`, use the slots of the first stage. Returns whether all ranks have read this
-    rank's cells; the same on all ranks.
+    `opening` is (call, check) in the first stage of a call, else None. `small_vectors` have other
+    dtypes and use the slots of the first stage. Returns whether all ranks have read this rank's
+    cells; the same on all ranks.
     """
-    if opening is not None and not riders and is_direct(vector.nbytes, channel.size):
+    if opening is not None and not small_vectors and is_direct(vector.nbytes, channel.size):
         yield from reduce_small(channel, opening, (vector,))
         return True
     channel.reserve_segments()
@@ -192,9 +193,9 @@ def reduce_shared(
     source, target = vector.words(channel, side)
     if source >> 1 == _NOWHERE:
         _write_first(channel, vector, side)
-    _put_small(channel, riders)
+    _put_small(channel, small_vectors)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
-    yield from combine_small(channel, riders)
+    yield from combine_small(channel, small_vectors)
     return (yield from _reduce_located(channel, vector))
 
 
@@ -270,11 +271,11 @@ def reduce_published(
     check: int,
     vector: ReduceBuffers,
     native: Any,
-    riders: Sequence[ReduceBuffers] = (),
+    small_vectors: Sequence[ReduceBuffers] = (),
 ) -> Iterator[int]:
     """Continue a call that C has published, and show C this placement."""
     yield from agreed(channel, check, channel.last)
-    yield from combine_small(channel, riders)
+    yield from combine_small(channel, small_vectors)
     yield from _reduce_located(channel, vector, native)
 
 
@@ -291,13 +292,10 @@ def add_native_program(
 
 def _write_first(channel: GroupChannel, vector: ReduceBuffers, side: int) -> None:
     """Write the first cells of a vector."""
-    code = _code(channel, vector, _NOWHERE_ELSE)
+    code = _code(channel, vector, _NO_PLACE)
     open_code(channel, code, vector.arithmetic, vector[:2], side)
     if code.opening:
         channel.tail = side
-
-
-_NOWHERE_ELSE = BufferPlacement()
 
 
 def _reduce_with_locations(
@@ -345,9 +343,8 @@ def _code(channel: GroupChannel, vector: ReduceBuffers, places: BufferPlacement)
 def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]:
     """Return how a group cuts long vectors, and the elements that an owner combines at once."""
     if are_native:
-        return Cells(
-            SEGMENT_BYTES // _CELLS // itemsize, _LAG, size <= _SUMS_ALL_MAX
-        ), _NATIVE_BLOCK_BYTES // itemsize
+        cells = Cells(SEGMENT_BYTES // _CELLS // itemsize, _LAG, size <= _SUMS_ALL_MAX)
+        return cells, _NATIVE_BLOCK_BYTES // itemsize
     return Cells(SEGMENT_BYTES // itemsize), _BLOCK_BYTES // itemsize
 
 

@@ -304,8 +304,8 @@ class Core(AdmissionState):
                 operation.fail(first)
         self.active.clear()
         self.under_way.clear()
-        for let_go in self.when_broken:
-            let_go(first)
+        for callback in self.when_broken:
+            callback(first)
         if self.shm is not None:
             self.shm.quarantine()
         self.book.early.clear()

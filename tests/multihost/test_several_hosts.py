@@ -385,7 +385,7 @@ def test_why_a_rank_shows_no_stack_is_told_of_other_hosts_too(tmp_path):
         ),
         (
             b"syncvar-agent 2\n" + pack("facts", facts={"host": "n"}),
-            "its agent is not understood: what it says of its host has other fields",
+            "its agent is not understood: its facts about its host have other fields",
         ),
         (
             b"syncvar-agent 1\n",

@@ -270,15 +270,15 @@ CONTROLS = {
         f"{CHECKPOINT}test_a_link_in_place_of_a_shard_is_not_followed",
     )),
     "C21": ("the remote command is fixed and quoted; all else travels in a message on standard input, and nothing of it is run on the way", (
-        "unit/launcher/test_ssh.py::test_the_remote_command_is_fixed_and_quoted", "multihost/test_secrets.py::test_what_runs_on_a_host_is_the_fixed_command",
+        "unit/launcher/test_agent_connection.py::test_the_remote_command_is_fixed_and_quoted", "multihost/test_secrets.py::test_what_runs_on_a_host_is_the_fixed_command",
         "multihost/test_secrets.py::test_what_a_shell_would_run_arrives_as_it_is",
     )),
     "C22": ("names of hosts and users mean nothing to a shell, and are no options of ssh", (
         "unit/launcher/test_hostfile.py::test_a_name_that_is_none_never_becomes_a_host", "unit/launcher/test_hostfile.py::test_a_name_of_one_word_that_is_none_is_refused",
-        "unit/launcher/test_ssh.py::test_the_host_comes_last_and_after_the_dashes",
+        "unit/launcher/test_agent_connection.py::test_the_host_comes_last_and_after_the_dashes",
     )),
     "C23": ("the user's policy of ssh is not weakened, and nothing is forwarded", (
-        "unit/launcher/test_ssh.py::test_the_policy_of_the_user_is_not_weakened",
+        "unit/launcher/test_agent_connection.py::test_the_policy_of_the_user_is_not_weakened",
         "multihost/test_secrets.py::test_ssh_takes_our_options_before_those_of_the_user_and_keeps_the_rest",
         "multihost/test_several_hosts.py::test_an_unknown_host_key_is_refused_and_explained",
     )),

@@ -79,7 +79,7 @@ def test_two_hosts_join_and_all_refusals_are_told_on_both_sides(start, tmp_path)
     first = job.join("--slots", "2")
     other, readable = job.join(key=tmp_path / "other"), job.join(key=tmp_path / "open")
     assert other.wait(120) == 77, job
-    assert f"does not take the key of {tmp_path}/other" in other.words()
+    assert f"does not accept the key of {tmp_path}/other" in other.words()
     assert readable.wait(120) == 78, job
     assert (
         f"--key-file {tmp_path}/open must be a file of yours that nobody else can read: chmod 600"

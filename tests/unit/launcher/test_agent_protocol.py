@@ -1,4 +1,6 @@
-"""Messages between the launcher and the agents of other hosts: whole, in pieces, and such as are none."""
+"""Messages between the launcher and the agents of other hosts, and the bytes that wait for a full pipe."""
+
+import os
 
 import msgpack
 import pytest
@@ -10,6 +12,7 @@ from syncvar_launcher.hosts.agent_main import facts_of
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     MESSAGE_NBYTES_MAX,
+    PipeOutbox,
     RankSpec,
     Reader,
     StartRequest,
@@ -195,3 +198,40 @@ def test_facts_that_cannot_be_are_refused(change):
 def test_a_list_of_another_form_is_refused(values):
     with pytest.raises(WireError):
         checked_list(values, int, 2)
+
+
+@pytest.fixture
+def pipe():
+    source, sink = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    ends = {"source": source, "sink": sink}
+    yield ends
+    for descriptor in ends.values():
+        os.close(descriptor)
+
+
+def test_a_full_pipe_takes_the_rest_later_and_in_order(pipe):
+    box = PipeOutbox(pipe["sink"])
+    assert box.descriptors() == []
+    parts = [bytes([index]) * 50_000 for index in range(8)]
+    for part in parts:
+        box.add(part)
+    assert box.nbytes == 400_000
+    taken = b""
+    while True:
+        assert box.flush()
+        left = box.nbytes
+        assert box.descriptors() == ([pipe["sink"]] if left else [])
+        taken += os.read(pipe["source"], 1 << 20)
+        assert len(taken) == 400_000 - left
+        if not left:
+            break
+    assert taken == b"".join(parts)
+
+
+def test_where_nobody_reads_any_more_it_says_so_and_forgets(pipe):
+    box = PipeOutbox(pipe["sink"])
+    os.close(pipe.pop("source"))
+    box.add(b"x")
+    assert not box.flush()
+    assert (box.nbytes, box.descriptors()) == (0, [])
+    assert box.flush()

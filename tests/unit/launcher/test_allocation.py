@@ -104,7 +104,7 @@ def test_what_is_no_job(environ):
         ),
         (SLURM | {"SLURM_JOB_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST=n[1- cannot be understood"),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}, "give -H, or --allocation off"),
-        (LSF | {"LSB_MCPU_HOSTS": "a 2 b"}, "a host and a number in turns"),
+        (LSF | {"LSB_MCPU_HOSTS": "a 2 b"}, "pairs of a host and a number"),
         (LSF | {"LSB_MCPU_HOSTS": "a none"}, "LSB_MCPU_HOSTS has 'none'"),
     ],
 )

@@ -3,7 +3,7 @@ import pytest
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.job.dry_run import dry_run_text, settings_rows
 from syncvar_launcher.local.worker_start import server_command
-from syncvar_launcher.options.option_table import launch_keys
+from syncvar_launcher.options.option_table import BY_KEY
 from syncvar_launcher.options.parse_options import parse
 
 
@@ -89,7 +89,7 @@ def test_a_cleared_environment_is_shown_whole(tmp_path):
 
 def test_every_setting_is_shown(options):
     names = {name for name, _, _ in settings_rows(options)}
-    assert names >= (set(launch_keys()) - {"env", "hostfile", "include", "exclude"}) | set(
+    assert names >= (set(BY_KEY) - {"env", "hostfile", "include", "exclude"}) | set(
         RuntimeConfig.names()
     ) | {"config", "env.API_KEY"}
 

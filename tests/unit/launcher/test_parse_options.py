@@ -10,13 +10,15 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.hosts.multi_host import HostCapacity, place_workers
-from syncvar_launcher.options import option_table as cores_module
+from syncvar_launcher.hosts.host_checks import HostCapacity, place_workers
+from syncvar_launcher.options import option_table
 from syncvar_launcher.options.command_line import help_text, hosts_help_text
-from syncvar_launcher.options.option_table import OPTIONS, host_keys, launch_keys, parse_signals
+from syncvar_launcher.options.option_table import BY_KEY, HOSTS, OPTIONS, parse_signals
 from syncvar_launcher.options.parse_options import parse
 from syncvar_launcher.options.worker_environment import inherited_variables
 from tests.support.paths import CONFIGS, GOLDEN
+
+HOST_KEYS = {key for key, option in BY_KEY.items() if option.group == HOSTS}
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_defaults(folder):
         options.output.verbose,
     } == {False}
     assert set(options.origin.values()) == {"default"}
-    assert set(options.origin) == {*launch_keys(), "config", "join", *RuntimeConfig.names()}
+    assert set(options.origin) == {*BY_KEY, "config", "join", *RuntimeConfig.names()}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +132,8 @@ def test_spellings_of_workers(spelling):
 
 
 def test_workers_auto_counts_usable_cores(monkeypatch, tmp_path):
-    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda pid: {3, 1, 8})
-    monkeypatch.setattr(cores_module, "core_quota", lambda: None)
+    monkeypatch.setattr(option_table.os, "sched_getaffinity", lambda pid: {3, 1, 8})
+    monkeypatch.setattr(option_table, "core_quota", lambda: None)
     assert run("-n", "auto", "-m", "x").ranks.workers == 3
     assert run("-m", "x", environ={"SYNCVAR_LAUNCH_WORKERS": "auto"}).ranks.workers == 3
     path = configuration(tmp_path, '[launch]\nworkers = "auto"\n')
@@ -668,13 +670,13 @@ def test_help_for_several_hosts_fits_a_screen():
     lines = hosts_help_text().splitlines()
     assert len(lines) < 40
     assert max(map(len, lines)) <= 88
-    for key in host_keys():
+    for key in HOST_KEYS:
         assert f"--{key.replace('_', '-')}" in hosts_help_text()
 
 
 def test_help_names_every_option():
     text = help_text() + hosts_help_text()
-    for key in launch_keys():
+    for key in BY_KEY:
         assert f"--{key.replace('_', '-')}" in text
 
 
@@ -708,9 +710,9 @@ def test_local_holds_every_option_and_knob_with_its_default():
     text = (CONFIGS / "local.toml").read_text(encoding="utf-8")
     launch, runtime = text.split("\n[runtime]\n")
     several = (CONFIGS / "two_hosts.toml").read_text(encoding="utf-8")
-    for key in launch_keys():
+    for key in BY_KEY:
         assert re.search(
-            rf"^(# )?{key} = ", several if key in host_keys() else launch, re.MULTILINE
+            rf"^(# )?{key} = ", several if key in HOST_KEYS else launch, re.MULTILINE
         ), key
     for item in RuntimeConfig.runtime_settings():
         assert re.search(rf"^# .+\n{item.name} = ", runtime, re.MULTILINE), item.name
@@ -721,7 +723,7 @@ def test_local_holds_every_option_and_knob_with_its_default():
     with_file = run("--config", str(CONFIGS / "local.toml"), "-m", "x")
     without = run("-m", "x")
     assert with_file.runtime == without.runtime
-    for key in set(launch_keys()).difference(host_keys()):
+    for key in set(BY_KEY).difference(HOST_KEYS):
         one = next(one for one in OPTIONS if one.key == key)
         sections = (getattr(with_file, one.section), getattr(without, one.section))
         assert getattr(sections[0], one.field_name) == getattr(sections[1], one.field_name), key

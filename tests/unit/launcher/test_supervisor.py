@@ -10,7 +10,7 @@ from syncvar_launcher.job.supervisor import (
     DropServer,
     Kill,
     NotifyPeerLost,
-    RestartServer,
+    RestartWorker,
     Supervisor,
     Terminate,
 )
@@ -576,7 +576,7 @@ def test_a_worker_is_not_started_again_alone_where_that_does_not_help(why):
     if "ending" in why:
         one.signalled(15, 0.5)
     one.exited(1, -9, 1.0, joined="joined" in why)
-    assert not any(isinstance(action, RestartServer) for action in one.tick(5.0))
+    assert not any(isinstance(action, RestartWorker) for action in one.tick(5.0))
     assert 1 in one.causes
 
 
@@ -584,7 +584,7 @@ def test_a_failure_forgets_who_was_to_be_started_again():
     one = with_servers(((),), workers=3, restarts=3)
     one.exited(1, -9, 1.0, joined=False)
     one.exited(2, 3, 1.1, joined=True)
-    assert not any(isinstance(action, RestartServer) for action in one.tick(2.5))
+    assert not any(isinstance(action, RestartWorker) for action in one.tick(2.5))
     one.exited(0, 70, 3.0, joined=False)
     one.exited(SERVER_0, 0, 3.0, joined=False)
     assert one.is_over

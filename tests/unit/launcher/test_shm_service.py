@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from syncvar.core.errors import ConfigError
+from syncvar_launcher.hosts.agent_connection import HostSlot
 from syncvar_launcher.hosts.agent_protocol import Reader, StartRequest, pack
-from syncvar_launcher.hosts.multi_host import HostSlot
 from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
-from syncvar_launcher.options import option_table as cores_module
+from syncvar_launcher.options import option_table
 from syncvar_launcher.options.hostfile import Host
 from syncvar_launcher.options.option_table import core_count
 from syncvar_launcher.options.parse_options import parse
@@ -55,11 +55,11 @@ def test_a_size_that_is_none(text):
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 4), (1, 1), (3, 3), (4, 4), (100, 4)])
 def test_a_container_s_quota_counts_where_cores_are_counted(monkeypatch, quota, cores):
-    monkeypatch.setattr(cores_module, "core_quota", lambda: quota)
-    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda pid: {3, 1, 8, 9})
+    monkeypatch.setattr(option_table, "core_quota", lambda: quota)
+    monkeypatch.setattr(option_table.os, "sched_getaffinity", lambda pid: {3, 1, 8, 9})
     assert core_count() == cores
     assert chosen("-n", "auto").ranks.workers == cores
-    assert cores_module.usable_cores() == (1, 3, 8, 9), "but nothing is bound because of it"
+    assert option_table.usable_cores() == (1, 3, 8, 9), "but nothing is bound because of it"
 
 
 def test_each_host_of_a_job_has_its_own_reason():

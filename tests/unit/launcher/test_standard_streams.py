@@ -1,15 +1,19 @@
-"""What the launcher writes to: pipes, terminals, sockets and files, whose readers are there, slow, or gone."""
+"""Where the launcher writes (pipes, terminals, sockets, files) while readers are slow or gone, and its clock."""
 
 import contextlib
 import errno
 import os
 import select
+import signal
 import socket
 import stat
+import subprocess
+import sys
+import time
 
 import pytest
 
-from syncvar_launcher.io import standard_streams as outlet_module
+from syncvar_launcher.io import standard_streams
 from syncvar_launcher.io.standard_streams import QUEUE_NBYTES, NonblockingWriter, Outlets
 
 INFINITE = float("inf")
@@ -65,7 +69,7 @@ def refuse(_descriptor):
 @pytest.mark.parametrize("kind", ["pipe", "pipe of another user", "terminal", "socket"])
 def test_a_reader_that_does_not_read_never_blocks_and_loses_nothing(kind, tmp_path, monkeypatch):
     if "another" in kind:
-        monkeypatch.setattr(outlet_module, "_opened_again", refuse)
+        monkeypatch.setattr(standard_streams, "_reopen", refuse)
     text = b"".join(b"%07d\n" % number for number in range(QUEUE_NBYTES // 8))
     with ends(kind, tmp_path) as (reader, writer), opened(writer) as one:
         assert not one.is_full
@@ -180,9 +184,46 @@ def test_the_terminal_that_controls_us_is_known_by_its_number(tmp_path):
     pid, terminal = os.forkpty()
     if pid == 0:
         try:
-            is_right = os.fstat(0).st_rdev == outlet_module._controlling_terminal()
+            is_right = os.fstat(0).st_rdev == standard_streams._controlling_terminal()
             os._exit(0 if is_right and stat.S_ISCHR(os.fstat(0).st_mode) else 3)
         finally:
             os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(terminal)
+
+
+CLOCK = """
+import os, time
+from syncvar_launcher.io.standard_streams import SignalWatch
+
+with SignalWatch(os.environ) as watch:
+    began, ours, begun = time.monotonic(), watch.now(), time.monotonic()
+    print("ready", flush=True)
+    while not watch.is_to_stop:
+        time.sleep(0.005)
+    lasted = watch.stop()
+    assert not watch.is_to_stop
+    assert not watch.pending
+    print(time.monotonic() - begun, watch.now() - ours, time.monotonic() - began, lasted)
+"""
+
+
+def test_the_clock_stands_while_the_launcher_is_stopped():
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOCK], stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGTSTP)
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGCONT)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+    least, ours, most, lasted = map(float, out.split())
+    assert lasted >= 0.49
+    assert least - lasted - 0.001 < ours < most - lasted + 0.001

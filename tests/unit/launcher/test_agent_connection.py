@@ -8,13 +8,12 @@ import syncvar as sv
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.hosts.agent_connection import (
     SSH_OPTIONS,
-    remedy,
+    installation_text,
     remote_command,
     ssh_command,
     ssh_error_text,
 )
-from syncvar_launcher.hosts.host_checks import Interface, allowed_addresses
-from syncvar_launcher.hosts.multi_host import is_here
+from syncvar_launcher.hosts.host_checks import Interface, allowed_addresses, is_here
 from syncvar_launcher.options.hostfile import Host, parse_hosts
 
 TWO = [
@@ -114,7 +113,7 @@ def test_a_failure_is_told_with_its_remedy(status, words, told):
 )
 def test_syncvar_comes_from_where_this_host_has_it(origin, told):
     assert (
-        remedy("/p", "ann@n1", origin)
+        installation_text("/p", "ann@n1", origin)
         == f"install syncvar {sv.__version__} as on this host: {told}"
     )
 

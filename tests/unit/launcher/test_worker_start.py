@@ -1,4 +1,4 @@
-"""How workers begin: what is decided from the options and the script's text, and what OpenBLAS would take from variables."""
+"""How workers start: the decision from options and script text, and the variables that OpenBLAS would read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What may be said beside --listen and --join, the form of addresses, and what a host says of itself when it joins."""
+"""Options beside --listen and --join, the form of addresses, and the greeting of a host that joins."""
 
 import msgpack
 import pytest

@@ -1,11 +1,11 @@
-"""Workers on hosts: by slots or in turns, never above what a host has place for."""
+"""The number of workers on each host: by slots or one host after another, never above a host's limit."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.multi_host import HostCapacity, place_workers
+from syncvar_launcher.hosts.host_checks import HostCapacity, place_workers
 from syncvar_launcher.options.option_table import MAP_BY
 
 
