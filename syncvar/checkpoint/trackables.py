@@ -53,6 +53,23 @@ _log = logging.getLogger("syncvar")
 KEEP = object()  # staged: this replica keeps what it has
 
 
+class SoloGroup:
+    """Group of one worker that saves or restores for all, or leaves that to rank 0."""
+
+    size = 1
+
+    def __init__(self, rank: int, workers: int) -> None:
+        self.rank = self.member_rank = rank
+        self.workers = workers
+        self.members = (rank,)
+
+    def require_all(self, action: str, instead: str = "") -> None:
+        """Do nothing: this group needs no other rank."""
+
+
+CheckpointGroup = Communicator | SoloGroup
+
+
 class Leaf(Protocol):
     """One object under one key."""
 
@@ -146,16 +163,6 @@ class VariableLeaf:
     def put(self, staged: Any) -> None:
         """Set this replica's copy; sends nothing."""
         replace_copy(self.variable, staged)
-
-
-def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    """Return the mean of copies, added in their order; a single copy is returned unchanged."""
-    if len(parts) == 1:
-        return parts[0]
-    count = np.asarray(len(parts), parts[0].dtype)
-    with np.errstate(all="ignore"):
-        mean: NDArray[Any] = functools.reduce(np.add, parts) / count
-    return mean
 
 
 class PlainLeaf:
@@ -303,25 +310,6 @@ def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf
     return PlainLeaf(key, "value", lambda: value, replace)
 
 
-def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
-    def put(state: Any) -> None:
-        generator.bit_generator.state = state
-
-    def check(state: Any) -> None:
-        mine = type(generator.bit_generator).__name__
-        saved = state.get("bit_generator") if isinstance(state, dict) else None
-        if saved != mine:
-            raise CheckpointError(
-                f"{key!r}: the checkpoint has the state of {saved!r:.40}, the generator is {mine}"
-            )
-
-    return PlainLeaf(key, "generator", lambda: generator.bit_generator.state, put, check)
-
-
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], owner: str) -> None:
     """Raise CheckpointError unless a stored array has this dtype and shape."""
     if stored.dtype != dtype or stored.shape != shape:
@@ -336,23 +324,6 @@ def require_kind(key: str, entry: ManifestEntry, kind: str, owner: str) -> None:
         raise CheckpointError(
             f"{key!r}: the checkpoint has a {entry.kind}, this program has {owner}"
         )
-
-
-class SoloGroup:
-    """Group of one worker that saves or restores for all, or leaves that to rank 0."""
-
-    size = 1
-
-    def __init__(self, rank: int, workers: int) -> None:
-        self.rank = self.member_rank = rank
-        self.workers = workers
-        self.members = (rank,)
-
-    def require_all(self, action: str, instead: str = "") -> None:
-        """Do nothing: this group needs no other rank."""
-
-
-CheckpointGroup = Communicator | SoloGroup
 
 
 def gather(
@@ -393,3 +364,32 @@ def outside_scopes() -> Iterator[None]:
         yield
     finally:
         stack[:] = before
+
+
+def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return the mean of copies, added in their order; a single copy is returned unchanged."""
+    if len(parts) == 1:
+        return parts[0]
+    count = np.asarray(len(parts), parts[0].dtype)
+    with np.errstate(all="ignore"):
+        mean: NDArray[Any] = functools.reduce(np.add, parts) / count
+    return mean
+
+
+def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
+    def put(state: Any) -> None:
+        generator.bit_generator.state = state
+
+    def check(state: Any) -> None:
+        mine = type(generator.bit_generator).__name__
+        saved = state.get("bit_generator") if isinstance(state, dict) else None
+        if saved != mine:
+            raise CheckpointError(
+                f"{key!r}: the checkpoint has the state of {saved!r:.40}, the generator is {mine}"
+            )
+
+    return PlainLeaf(key, "generator", lambda: generator.bit_generator.state, put, check)
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -49,7 +49,7 @@ class ReplicationStream:
         self._resend_s = self._patience_s = resend_s
         self._seed: OutgoingMessage | None = None
         self._log: deque[tuple[int, OutgoingMessage]] = deque()  # entries without confirmation
-        self._logged = self._copied = entries
+        self._logged = self._confirmed = entries
         self._sent_at = 0.0
         self._waiting: deque[tuple[int, OutgoingMessage]] = deque()
         self._out: list[OutgoingMessage] = []
@@ -58,7 +58,7 @@ class ReplicationStream:
         """Send an entry, which has just been executed, to the backup."""
         self._logged += 1
         if self.backup is None:
-            self._copied = self._logged
+            self._confirmed = self._logged
             return
         copy = {"kind": "copy", "server": self._server, "index": self._logged, "entry": entry}
         outgoing = OutgoingMessage(("server", self.backup), copy, arrays)
@@ -72,7 +72,7 @@ class ReplicationStream:
         self.backup = backup
         self._log.clear()
         if backup is None:
-            self._seed, self._copied = None, self._logged
+            self._seed, self._confirmed = None, self._logged
             return
         seed = {"kind": "seed", "server": self._server, "index": self._logged}
         self._seed = OutgoingMessage(("server", backup), seed, seed_of(ledger))
@@ -81,7 +81,7 @@ class ReplicationStream:
 
     def acknowledge(self, index: int) -> None:
         """Note that the backup has executed all entries up to `index`."""
-        self._copied, self._seed = max(self._copied, index), None
+        self._confirmed, self._seed = max(self._confirmed, index), None
         self._patience_s = self._resend_s
 
     def enqueue(self, outgoing: OutgoingMessage) -> None:
@@ -108,10 +108,10 @@ class ReplicationStream:
 
     def ready(self) -> list[OutgoingMessage]:
         """Return the messages that may be sent now, those to the backup first."""
-        while self._log and self._log[0][0] <= self._copied:
+        while self._log and self._log[0][0] <= self._confirmed:
             self._log.popleft()
         outgoing, self._out = self._out, []
-        while self._waiting and self._waiting[0][0] <= self._copied:
+        while self._waiting and self._waiting[0][0] <= self._confirmed:
             outgoing.append(self._waiting.popleft()[1])
         return outgoing
 

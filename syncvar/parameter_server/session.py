@@ -1,7 +1,7 @@
 """A worker's session with the servers, and servers inside this process.
 
-`Session` is a client with a lock; subclasses move the messages. `ServersHere` is the worker's side
-of all its strategies. `LocalServers` serve one worker without a launcher, or ranks as threads.
+`Session` is a client with a lock; subclasses move the messages. All strategies of a worker share
+one `ServerConnection`. `LocalServers` serve one worker without a launcher, or ranks as threads.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Session:
             return {"resent": self.client.resent, "unanswered": len(self.client.unanswered)}
 
 
-class ServersHere:
+class ServerConnection:
     """This worker's connection to the servers: one for each process, or each rank of threads."""
 
     def __init__(self, session: Session, rank: int, workers: int) -> None:

@@ -22,7 +22,7 @@ from syncvar.optimizers.gradient_call import rows_of
 from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.parameter_server.request_client import RequestBuilder, Ticket
 from syncvar.parameter_server.server_variables import PullBatch, ServerVariable, checked_staleness
-from syncvar.parameter_server.session import LocalServers, ServersHere
+from syncvar.parameter_server.session import LocalServers, ServerConnection
 from syncvar.runtime.work import checked_timeout
 from syncvar.strategies.base import Strategy
 from syncvar.variables.policy import AccessKind, CallContext, VariableSynchronization
@@ -311,7 +311,7 @@ class ServerAccess:
     def __init__(
         self,
         strategy: Strategy,
-        here: ServersHere,
+        here: ServerConnection,
         partitioner: Callable[[Sequence[int], Any], list[int]] | None,
     ) -> None:
         self._strategy, self.here, self._partitioner = strategy, here, partitioner
@@ -456,19 +456,19 @@ def _is_part_count(count: Any) -> bool:
 
 # -- the connection to the servers -----------------------------------------------------------------
 
-_by_process: dict[int, ServersHere] = {}  # process id -> connection: a forked process has none
+_by_process: dict[int, ServerConnection] = {}  # process id -> connection: a forked process has none
 _lock = threading.Lock()
 
 
-def _servers_here() -> ServersHere:
+def _servers_here() -> ServerConnection:
     """Return this worker's connection to the servers; the first call makes it."""
     context = joined()
     local: LocalServers | None = None if context is None else context.extras.get("servers")
     if context is not None and local is not None:
-        here: ServersHere | None = context.extras.get("servers_here")
+        here: ServerConnection | None = context.extras.get("servers_here")
         if here is None:
             session = local.session(context.rank, context.config.collective_timeout_s)
-            here = ServersHere(session, context.rank, context.world_size)
+            here = ServerConnection(session, context.rank, context.world_size)
             context.extras["servers_here"] = here
             _listen_to_calls(context, here)
         return here
@@ -487,17 +487,17 @@ def _servers_here() -> ServersHere:
         return here
 
 
-def _connect(environment: RankEnvironment | None) -> ServersHere:
+def _connect(environment: RankEnvironment | None) -> ServerConnection:
     if environment is not None and environment.servers:
         from syncvar.parameter_server.worker_session import WorkerSession
 
         config = RuntimeConfig.from_mapping(os.environ).consistent()
         session = WorkerSession(environment, config, os.environ)
-        here = ServersHere(session, environment.rank, environment.world_size)
+        here = ServerConnection(session, environment.rank, environment.world_size)
         session.before_end.append(here.settle)
     else:
         local_session = LocalServers(1).session(0, current().config.collective_timeout_s)
-        here = ServersHere(local_session, 0, 1)
+        here = ServerConnection(local_session, 0, 1)
     register_exit(here.leave)
 
     def join(context: ProcessContext) -> None:
@@ -511,6 +511,6 @@ def _connect(environment: RankEnvironment | None) -> ServersHere:
     return here
 
 
-def _listen_to_calls(context: ProcessContext, here: ServersHere) -> None:
+def _listen_to_calls(context: ProcessContext, here: ServerConnection) -> None:
     if context.engine is not None:
         context.engine.before_each_call(here.before_call)

@@ -73,32 +73,6 @@ class Engine(Protocol):
         """Release the engine, and stop its cluster if it was started here. Idempotent."""
 
 
-def engine_of(name: str | Engine) -> Engine:
-    """Return an engine by name, or the given engine.
-
-    Raises:
-        ConfigError: The name is unknown, or packages of the engine are missing.
-    """
-    if isinstance(name, Engine):
-        return name
-    if not isinstance(name, str) or name not in _ENGINES:
-        raise ConfigError(
-            f"engine must be one of local, {', '.join(_ENGINES)}, or an object of sv.engines, not "
-            f"{name!r:.100}"
-        )
-    home, class_name = _ENGINES[name]
-    make: Callable[[], Engine] = getattr(
-        importlib.import_module(f"syncvar.runner.{home}"), class_name
-    )
-    return make()
-
-
-def __getattr__(name: str) -> object:
-    if name in _CLASSES:
-        return getattr(importlib.import_module(f"syncvar.runner.{_CLASSES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 class EngineSlot(NamedTuple):
     """A place, as it describes itself."""
 
@@ -134,6 +108,26 @@ class End(NamedTuple):
 
 
 _Carried = TypeVar("_Carried", EngineSlot, CallPart, End)
+
+
+def engine_of(name: str | Engine) -> Engine:
+    """Return an engine by name, or the given engine.
+
+    Raises:
+        ConfigError: The name is unknown, or packages of the engine are missing.
+    """
+    if isinstance(name, Engine):
+        return name
+    if not isinstance(name, str) or name not in _ENGINES:
+        raise ConfigError(
+            f"engine must be one of local, {', '.join(_ENGINES)}, or an object of sv.engines, not "
+            f"{name!r:.100}"
+        )
+    home, class_name = _ENGINES[name]
+    make: Callable[[], Engine] = getattr(
+        importlib.import_module(f"syncvar.runner.{home}"), class_name
+    )
+    return make()
 
 
 def pack(value: EngineSlot | CallPart | End) -> bytes:
@@ -229,6 +223,12 @@ def drive(
                 engine.end(config.term_grace_s)
     finally:
         engine.close()
+
+
+def __getattr__(name: str) -> object:
+    if name in _CLASSES:
+        return getattr(importlib.import_module(f"syncvar.runner.{_CLASSES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Start:

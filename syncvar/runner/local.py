@@ -104,77 +104,6 @@ def checked_options(
     )
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r:.100}")
-    return value
-
-
-def _seconds(timeout: Any) -> float:
-    number = timeout
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
-        number = math.nan
-    try:
-        seconds = float(number)
-    except OverflowError:  # a whole number beyond all floats
-        seconds = math.inf if number > 0 else math.nan
-    if not seconds > 0:
-        raise ConfigError(
-            f"timeout must be seconds above 0, or None for no limit, not {timeout!r:.100}"
-        )
-    return seconds
-
-
-def _hosts(hosts: Any) -> list[str] | str | None:
-    if hosts is None:
-        return None
-    if isinstance(hosts, str | os.PathLike):
-        return _path("hosts", hosts)
-    names = list(hosts) if hasattr(hosts, "__iter__") else []
-    if not names or not all(isinstance(one, str) and one for one in names):
-        raise ConfigError(
-            f"hosts must be a list such as ['node1:4', 'node2:4'], or the path of a host file, "
-            f"not {hosts!r:.100}"
-        )
-    return names
-
-
-def _variables(env: Any) -> dict[str, str]:
-    if env is None:
-        return {}
-    is_mapping = hasattr(env, "items") and all(
-        isinstance(text, str) for pair in env.items() for text in pair
-    )
-    if not is_mapping:
-        raise ConfigError(
-            f"env must be a dict of texts, such as env={{'NAME': 'value'}}, not {env!r:.100}"
-        )
-    for name, value in env.items():
-        if not name or "=" in name or "*" in name or "\0" in name + value:
-            raise ConfigError(
-                f"env has {name!r:.100}, which cannot be a variable with such a value"
-            )
-    return dict(env)
-
-
-def _output(output: Any) -> str | None:
-    if output is None or isinstance(output, str):
-        return output
-    ranks = list(output) if hasattr(output, "__iter__") else [output]
-    if not ranks or not all(isinstance(one, int) and not isinstance(one, bool) for one in ranks):
-        raise ConfigError(
-            f'output must be "all", "first", "failed", "none" or ranks, not {output!r:.100}'
-        )
-    return ",".join(str(one) for one in ranks)
-
-
-def _path(name: str, path: Any) -> str:
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"{name} must be a path, not {path!r:.100}")
-    return text
-
-
 @contextlib.contextmanager
 def import_guard(module_name: str, folder: Path | None) -> Iterator[None]:
     """Refuse calls of `run` while a worker imports the module or file of its function.
@@ -277,6 +206,77 @@ def run(  # noqa: PLR0913  (public signature)
     from syncvar.runner.by_value import unpack_values
 
     return [unpack_values(one, f"the result of rank {rank}") for rank, one in enumerate(packed)]
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r:.100}")
+    return value
+
+
+def _seconds(timeout: Any) -> float:
+    number = timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        number = math.nan
+    try:
+        seconds = float(number)
+    except OverflowError:  # a whole number beyond all floats
+        seconds = math.inf if number > 0 else math.nan
+    if not seconds > 0:
+        raise ConfigError(
+            f"timeout must be seconds above 0, or None for no limit, not {timeout!r:.100}"
+        )
+    return seconds
+
+
+def _hosts(hosts: Any) -> list[str] | str | None:
+    if hosts is None:
+        return None
+    if isinstance(hosts, str | os.PathLike):
+        return _path("hosts", hosts)
+    names = list(hosts) if hasattr(hosts, "__iter__") else []
+    if not names or not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(
+            f"hosts must be a list such as ['node1:4', 'node2:4'], or the path of a host file, "
+            f"not {hosts!r:.100}"
+        )
+    return names
+
+
+def _variables(env: Any) -> dict[str, str]:
+    if env is None:
+        return {}
+    is_mapping = hasattr(env, "items") and all(
+        isinstance(text, str) for pair in env.items() for text in pair
+    )
+    if not is_mapping:
+        raise ConfigError(
+            f"env must be a dict of texts, such as env={{'NAME': 'value'}}, not {env!r:.100}"
+        )
+    for name, value in env.items():
+        if not name or "=" in name or "*" in name or "\0" in name + value:
+            raise ConfigError(
+                f"env has {name!r:.100}, which cannot be a variable with such a value"
+            )
+    return dict(env)
+
+
+def _output(output: Any) -> str | None:
+    if output is None or isinstance(output, str):
+        return output
+    ranks = list(output) if hasattr(output, "__iter__") else [output]
+    if not ranks or not all(isinstance(one, int) and not isinstance(one, bool) for one in ranks):
+        raise ConfigError(
+            f'output must be "all", "first", "failed", "none" or ranks, not {output!r:.100}'
+        )
+    return ",".join(str(one) for one in ranks)
+
+
+def _path(name: str, path: Any) -> str:
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} must be a path, not {path!r:.100}")
+    return text
 
 
 def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:

@@ -51,12 +51,6 @@ def main() -> None:
     _write(folder / f"result.{rank}", data)
 
 
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_suffix(f"{path.suffix}.part")
-    partial.write_bytes(data)
-    partial.rename(path)
-
-
 def make_call(call: bytes, rank: int, folder: Path | None = None) -> bytes:
     """Make a call and return its packed result; ConfigError if either cannot be found or travel."""
     fields = unpack_object(call)
@@ -65,6 +59,58 @@ def make_call(call: bytes, rank: int, folder: Path | None = None) -> bytes:
         return _make_call(fields, rank, folder)
     finally:
         builtins.input = builtins_input
+
+
+def arrive(address: str) -> bytes:
+    """Return a packed `EngineSlot`."""
+    from syncvar.bootstrap.job_private import base_directory
+    from syncvar.runner.engines import EngineSlot, pack
+    from syncvar.runtime.recorder import boot_identity
+
+    spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
+    ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
+    return pack(EngineSlot(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
+
+
+def play(data: bytes) -> bytes:
+    """Act as a rank for one call; return a packed `End`."""
+    from syncvar.bootstrap.process import is_initialized, member
+    from syncvar.bootstrap.rendezvous import leave
+    from syncvar.bootstrap.worker_main import failure_of
+    from syncvar.runner.engines import CallPart, End, pack, unpack
+
+    part = unpack(CallPart, data)
+    if part.pid != os.getpid():
+        return pack(
+            End(
+                error="PeerLost",
+                message="its process was lost, and started again by the engine",
+                exit_code=70,
+            )
+        )
+    environ = {name: os.environ[name] for name in _INHERITED if name in os.environ} | part.environ
+    patience_s, has_met = 0.0, False
+    try:
+        with _with_folders(part.folders), member(environ):
+            try:
+                result = make_call(part.call, part.rank)
+            finally:
+                has_met = is_initialized()
+        patience_s = float("inf")  # until all have left; the driver may end it earlier
+        end = End(result, has_met=has_met)
+    except BaseException as error:  # the engine would report a different error
+        fault = failure_of(error)
+        raised = pack_exception(error)
+        end = End(b"", fault.error, fault.message, fault.text, fault.exit_code, has_met, raised)
+    leave(patience_s)
+    _release_port()
+    return pack(end)
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(f"{path.suffix}.part")
+    partial.write_bytes(data)
+    partial.rename(path)
 
 
 def _refuse_input(_prompt: object = "", /) -> NoReturn:
@@ -123,17 +169,6 @@ def _find(folder: Path | None, method: str, *where: Any) -> tuple[Any, Any]:
     return found, module
 
 
-def arrive(address: str) -> bytes:
-    """Return a packed `EngineSlot`."""
-    from syncvar.bootstrap.job_private import base_directory
-    from syncvar.runner.engines import EngineSlot, pack
-    from syncvar.runtime.recorder import boot_identity
-
-    spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
-    ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
-    return pack(EngineSlot(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
-
-
 def _held_port(address: str) -> int:
     """Return a port that is reserved for this process until it has been a rank.
 
@@ -151,41 +186,6 @@ def _held_port(address: str) -> int:
 def _release_port() -> None:
     while _held:
         _held.pop().close()
-
-
-def play(data: bytes) -> bytes:
-    """Act as a rank for one call; return a packed `End`."""
-    from syncvar.bootstrap.process import is_initialized, member
-    from syncvar.bootstrap.rendezvous import leave
-    from syncvar.bootstrap.worker_main import failure_of
-    from syncvar.runner.engines import CallPart, End, pack, unpack
-
-    part = unpack(CallPart, data)
-    if part.pid != os.getpid():
-        return pack(
-            End(
-                error="PeerLost",
-                message="its process was lost, and started again by the engine",
-                exit_code=70,
-            )
-        )
-    environ = {name: os.environ[name] for name in _INHERITED if name in os.environ} | part.environ
-    patience_s, has_met = 0.0, False
-    try:
-        with _with_folders(part.folders), member(environ):
-            try:
-                result = make_call(part.call, part.rank)
-            finally:
-                has_met = is_initialized()
-        patience_s = float("inf")  # until all have left; the driver may end it earlier
-        end = End(result, has_met=has_met)
-    except BaseException as error:  # the engine would report a different error
-        fault = failure_of(error)
-        raised = pack_exception(error)
-        end = End(b"", fault.error, fault.message, fault.text, fault.exit_code, has_met, raised)
-    leave(patience_s)
-    _release_port()
-    return pack(end)
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class GroupHosts(NamedTuple):
     channel: GroupChannel | None  # channel of this host's ranks; None for the only rank of its host
 
 
-class MembershipRoll(Protocol):
+class GroupMembership(Protocol):
     """The membership all-reduce before each call of a group inside a block of sv.uneven."""
 
     def agree_on_members(self, name: str, timeout: float | None) -> None:
@@ -150,7 +150,7 @@ class Communicator(CommunicatorState):
         world_rank = recorder.identity.rank
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
         self.whole = self.members  # members plus the ranks that have left a block of sv.uneven
-        self.uneven: MembershipRoll | None = None
+        self.uneven: GroupMembership | None = None
         self.is_pair = False  # all calls are messages of a pair
         self.count: MessageCounter | None = None  # sequence counter of messages in shared memory
         self.engine = engine

@@ -107,18 +107,6 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         return current().world.members
 
 
-def _own_communicator(members: tuple[int, ...]) -> Communicator:
-    """Return the strategy's own communicator.
-
-    Its identity contains how many strategies this process has made over the same ranks.
-    """
-    context = current()
-    context.refuse_in_block("making a strategy")
-    counts: dict[Any, int] = context.extras.setdefault("strategy_counts", {})
-    number = counts[members] = counts.get(members, 0) + 1
-    return context.communicator(fingerprint("strategy", members, number), members)
-
-
 class CentralStorageStrategy(MirroredStrategy):
     """One copy of every variable on each host, in memory that the replicas of the host share.
 
@@ -169,6 +157,18 @@ class CentralStorageStrategy(MirroredStrategy):
         if synchronization is not VariableSynchronization.ON_WRITE or self._on_host is None:
             return super()._create_storage(value, synchronization)
         return shared_copy(self.context, self._on_host, value, self.timeout)
+
+
+def _own_communicator(members: tuple[int, ...]) -> Communicator:
+    """Return the strategy's own communicator.
+
+    Its identity contains how many strategies this process has made over the same ranks.
+    """
+    context = current()
+    context.refuse_in_block("making a strategy")
+    counts: dict[Any, int] = context.extras.setdefault("strategy_counts", {})
+    number = counts[members] = counts.get(members, 0) + 1
+    return context.communicator(fingerprint("strategy", members, number), members)
 
 
 set_default(DefaultStrategy)

@@ -315,7 +315,7 @@ def require_shape(
     return shape, dtype
 
 
-def whole(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
+def as_one_part(value: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
     """Return a function that makes the whole variable as one part."""
     return lambda: value(shard_info=ShardInfo(shape, (0,) * len(shape)))
 
@@ -380,7 +380,7 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
     argument, shape = spec.initial_value, checked_shape(base, spec.shape)
     if takes_shard_info(argument):
-        argument = whole(argument, require_shape(base, shape, dtype)[0])
+        argument = as_one_part(argument, require_shape(base, shape, dtype)[0])
     value = checked_value(base, argument, dtype, aggregation, calls=calls, shape=shape)
     return _CheckedSpec(base, value, trainable, requested, aggregation, action)
 

@@ -1,8 +1,8 @@
 """The registry of a strategy's replicated variables, and what the replicas agree on about them.
 
-It holds weak references. At the ends of runs, and outside runs before and after writes, the
-strategy and the variables call it. It then lets `CheckSchedule` say which copies are compared,
-`DeferralTuner` say which increments are deferred, and makes the one small all-reduce that both
+It holds weak references. The strategy calls it at the ends of runs; outside runs, the variables
+call it before and after writes. `CheckSchedule` says which copies are compared then, and
+`DeferralTuner` which increments are deferred. The registry makes the one small all-reduce that both
 need. That all-reduce also agrees which variables still exist, since garbage is collected at
 different times on the replicas.
 

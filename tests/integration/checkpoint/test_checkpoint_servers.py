@@ -16,7 +16,7 @@ from syncvar.parameter_server.discovery import (
     take_tallies,
     tally_path,
 )
-from syncvar.parameter_server.session import LocalServers, ServersHere
+from syncvar.parameter_server.session import LocalServers, ServerConnection
 from syncvar.testing import run_ranks
 from tests.support.harness import caught
 
@@ -291,7 +291,7 @@ def test_a_worker_that_is_started_again_alone_takes_nothing_back(tmp_path):
 
     def program(local, found_some):
         def restarted(incarnation):
-            here = ServersHere(local.session(sv.rank(), 10.0, incarnation), sv.rank(), 2)
+            here = ServerConnection(local.session(sv.rank(), 10.0, incarnation), sv.rank(), 2)
             current().extras["servers_here"] = here
             strategy, table, _, _, checkpoint = begun(staleness=None)
             manager = sv.CheckpointManager(checkpoint, tmp_path / str(found_some))
