@@ -176,8 +176,8 @@ def wait_any(works: Iterable[Work | None]) -> int:
 
     Example:
         >>> import syncvar as sv
-        >>> works = [sv.recv(0, tag=1, async_op=True), sv.recv(0, tag=2, async_op=True)]
-        >>> sv.send(5.0, 0, tag=2)
+        >>> works = [sv.recv(0, tag=11, async_op=True), sv.recv(0, tag=12, async_op=True)]
+        >>> sv.send(5.0, 0, tag=12)
         >>> index = sv.wait_any(works)
         >>> index, works[index].wait()
         (1, array(5.))
