@@ -210,13 +210,11 @@ def _warn_about_settings(chosen: LaunchOptions) -> None:
 
 
 def _dry_run(chosen: LaunchOptions, arguments: list[str]) -> str:
-    if chosen.has_hosts:
-        from syncvar_launcher.hosts import multi_host
-
-        return multi_host.dry_run(chosen)
-    from syncvar_launcher.job.dry_run import dry_run
+    from syncvar_launcher.dry_run import dry_run, dry_run_hosts
     from syncvar_launcher.job.job import Job
 
+    if chosen.has_hosts:
+        return dry_run_hosts(chosen)
     return dry_run(Job(chosen, arguments, os.environ))
 
 

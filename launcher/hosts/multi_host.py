@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable, WireError
-from syncvar.core.process_ids import rank_list
 from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar_launcher.hosts.agent_connection import (
     AGENT,
@@ -47,17 +45,14 @@ from syncvar_launcher.hosts.host_checks import (
     place_workers,
     refusal_text,
 )
-from syncvar_launcher.io.output import escape
-from syncvar_launcher.job.dry_run import columns, settings_rows
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, TimePassed
-from syncvar_launcher.local.worker_start import ON_HOSTS
 from syncvar_launcher.options.launch_options import check_debugged
 from syncvar_launcher.options.option_table import shown_ranks
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from syncvar_launcher.join.join_rendezvous import JoinGroup, StartedHosts
     from syncvar_launcher.options.hostfile import Host
@@ -72,11 +67,11 @@ _REACH_S = 5.0
 def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     """Start a job on the named hosts; return the exit code."""
     for notice in chosen.hosts.notices:
-        _show(notice)
+        show(notice)
     check_file_limit(chosen)
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    with contextlib.closing(JobHosts(chosen, _show)) as host_group:
+    with contextlib.closing(JobHosts(chosen, show)) as host_group:
         host_group.open(_import_the_rest)
         # Not before the logins.
         from syncvar_launcher.hosts.remote_workers import RemoteWorkers
@@ -97,7 +92,8 @@ def _import_the_rest() -> None:
     from syncvar_launcher.job import restart_loop  # noqa: F401
 
 
-def _show(sentence: str) -> None:
+def show(sentence: str) -> None:
+    """Write a sentence of the launcher to its standard error."""
     sys.stderr.write(f"syncvar-launch: {sentence}\n")
     sys.stderr.flush()
 
@@ -484,83 +480,3 @@ class JobHosts:
 
 def _learn_facts(one: RemoteHost, message: Message) -> None:
     one.learn(message["facts"])
-
-
-def dry_run(chosen: LaunchOptions) -> str:
-    """Return what a launch on these hosts would do; it contacts no host."""
-    if chosen.join.listen is not None:
-        lines = _dry_run_joined(chosen)
-    else:
-        lines = [*chosen.hosts.notices, *_dry_run_hosts(chosen), *_dry_run_placement(chosen)]
-        lines += _dry_run_network(chosen)
-    lines += ["", "settings:", *columns(settings_rows(chosen))]
-    return "".join(f"{escape(line)}\n" for line in lines)
-
-
-def _dry_run_hosts(chosen: LaunchOptions) -> list[str]:
-    rows = [("host", "slots", "named in", "reached by")]
-    with contextlib.closing(JobHosts(chosen, _show)) as host_group:
-        for host in chosen.hosts.entries:
-            slots = "as many as cores" if host.slots is None else str(host.slots)
-            slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
-            rows.append((host.name, slots, host.origin, shlex.join(host_group.command(host))))
-    lines = columns(rows)
-    if chosen.hosts.stage:
-        lines += ["", f"--stage copies to each host {collect_files(chosen).describe()}"]
-    return lines
-
-
-def _dry_run_placement(chosen: LaunchOptions) -> Iterator[str]:
-    ranks, entries = chosen.ranks, chosen.hosts.entries
-    yield ""
-    if all(one.slots is not None for one in entries):
-        known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in entries]
-        first = 0
-        sizes = place_workers(known, ranks.workers or None, chosen.hosts.map_by)
-        for one, size in zip(known, sizes, strict=True):
-            if size:
-                yield f"{one.name}: {rank_list(range(first, first + size))}"
-            first += size
-    else:
-        yield (
-            f"workers: {ranks.workers or 'one for each core'}, placed by "
-            f"{chosen.hosts.map_by} when the hosts have reported their cores"
-        )
-    if ranks.servers:
-        copies = ""
-        if ranks.server_replicas:
-            word = "copies" if ranks.server_replicas > 1 else "copy"
-            copies = f", {ranks.server_replicas} {word} of each on others"
-        yield f"servers: {ranks.servers}, one after another on the hosts that have workers{copies}"
-
-
-def _dry_run_network(chosen: LaunchOptions) -> Iterator[str]:
-    job = chosen.hosts.scheduled
-    network = "of the network by which ssh goes"
-    if job is not None:
-        others = f"all hosts but {job.here}" if job.here else "all hosts"
-        yield (
-            f"{job.name}: {job.starter.program} starts the agents on {others}; "
-            "--ssh CMD does it otherwise, --allocation off takes no host from the job"
-        )
-        network = "by which all reach each other"
-    if chosen.hosts.iface:
-        network = f"by --iface {chosen.hosts.iface}"
-    yield f"addresses: found when the job starts, {network}"
-    yield f"workers are {ON_HOSTS[chosen.ranks.start_method]}"
-    yield f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"
-    if chosen.runtime.exposure_warning:
-        yield chosen.runtime.exposure_warning
-
-
-def _dry_run_joined(chosen: LaunchOptions) -> list[str]:
-    from syncvar_launcher.join.join_rendezvous import join_lines  # sockets that others do not need
-
-    lines = join_lines(chosen)
-    if chosen.hosts.stage:
-        lines.append(f"--stage copies to each host {collect_files(chosen).describe()}")
-    lines.append(
-        f"workers: {chosen.ranks.workers or 'one for each slot that is offered'}, placed by "
-        f"{chosen.hosts.map_by} when all have joined"
-    )
-    return [*lines, f"workers are {ON_HOSTS[chosen.ranks.start_method]}"]

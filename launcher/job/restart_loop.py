@@ -328,7 +328,7 @@ def _digest(chosen: LaunchOptions) -> str:
     """Return a digest of all settings, to compare starts of a job."""
     import hashlib
 
-    from syncvar_launcher.job.dry_run import settings_rows
+    from syncvar_launcher.job.settings_table import settings_rows
 
     rows = [row[:2] for row in settings_rows(chosen) if not row[0].startswith("env.")]
     text = repr((rows, sorted(chosen.program.env)))  # values of variables may be secrets

@@ -1,4 +1,4 @@
-"""Update rules: how gradients change a variable. Optimizers and servers use the same ones.
+"""Update rules: how gradients change a variable. Optimizers use them, and servers `SERVER_RULES`.
 
 A rule knows no replicas and no variables. It changes arrays in place, one block at a time, with one
 scratch array, so a step allocates nothing.
@@ -451,3 +451,16 @@ class LAMBRule(AdamRule):
             piece = direction[start : start + BLOCK]
             np.multiply(piece, factors[2] * ratio, out=piece)
             np.subtract(target[start : start + BLOCK], piece, out=target[start : start + BLOCK])
+
+
+# By the class name of the optimizer. A server has only a part of a variable, so these are the rules
+# that change each element by itself.
+SERVER_RULES: dict[str, Callable[..., UpdateRule]] = {
+    "SGD": SGDRule,
+    "Momentum": MomentumRule,
+    "Nesterov": MomentumRule,
+    "Adagrad": AdagradRule,
+    "RMSProp": RMSPropRule,
+    "Adam": AdamRule,
+    "AdamW": AdamWRule,
+}

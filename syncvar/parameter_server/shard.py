@@ -22,12 +22,7 @@ from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.custom_rules import CustomRule
 from syncvar.optimizers.update_rules import (
     BLOCK,
-    AdagradRule,
-    AdamRule,
-    AdamWRule,
-    MomentumRule,
-    RMSPropRule,
-    SGDRule,
+    SERVER_RULES,
     checked_number,
     compute_dtype,
     is_half,
@@ -49,16 +44,7 @@ RuleKey = tuple[str, tuple[tuple[str, Any], ...]]  # class name and settings of 
 
 _REASON_MAX = 4000  # characters of a traceback
 
-_ELEMENTWISE: dict[str, Callable[..., UpdateRule]] = {
-    "SGD": SGDRule,
-    "Momentum": MomentumRule,
-    "Nesterov": MomentumRule,
-    "Adagrad": AdagradRule,
-    "RMSProp": RMSPropRule,
-    "Adam": AdamRule,
-    "AdamW": AdamWRule,
-    "Custom": CustomRule,
-}
+_RULES: dict[str, Callable[..., UpdateRule]] = {**SERVER_RULES, "Custom": CustomRule}
 _PLAIN = {
     AccessKind.ASSIGN.value: None,
     AccessKind.ASSIGN_ADD.value: np.add,
@@ -192,14 +178,12 @@ def slot_names(rule: UpdateRule, dtype: np.dtype[Any]) -> list[str]:
 
 def rule_of(name: str, settings: dict[str, Any]) -> UpdateRule:
     """Return an optimizer's update rule; raise ConfigError for an unknown class name."""
-    if name not in _ELEMENTWISE or not all(re.fullmatch("[a-z_0-9]+", key) for key in settings):
-        raise ConfigError(
-            f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}"
-        )
+    if name not in _RULES or not all(re.fullmatch("[a-z_0-9]+", key) for key in settings):
+        raise ConfigError(f"servers make the steps of {', '.join(_RULES)}, not of {name!r:.60}")
     numbers = dict(settings)
     decay = numbers.pop("weight_decay", None)
     try:
-        rule = _ELEMENTWISE[name](**numbers)
+        rule = _RULES[name](**numbers)
     except TypeError as error:  # an unknown or missing setting
         raise ConfigError(
             f"settings {sorted(settings)} do not fit optimizer {name}: {error}"

@@ -44,7 +44,7 @@ def picture(found):
     """Return a Mermaid flow chart: one box for each layer, and arrows to imported rooms."""
     lines = ["```mermaid", "flowchart TB", f"  {LAUNCHER}"]
     for number, layer in zip(range(len(layers()), 0, -1), layers(), strict=True):
-        lines.append(f'  subgraph layer{number} ["layer {number}"]')
+        lines.append(f'  subgraph layer{number} [" "]')
         lines += [f"    {room}" for room in layer]
         lines.append("  end")
     graph = edges(found)

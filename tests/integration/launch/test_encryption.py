@@ -10,8 +10,7 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.hosts import multi_host
-from syncvar_launcher.job.dry_run import dry_run
+from syncvar_launcher.dry_run import dry_run, dry_run_hosts
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.options.parse_options import parse
 from tests.support.launching import free_ports
@@ -87,12 +86,12 @@ def test_a_dry_run_says_the_mode(tmp_path, mode):
     (tmp_path / "it.py").touch()
     several_hosts = parse(["-H", "one:1,two:1", *options(mode)[2:], "it.py"], {}, tmp_path)
     posing = parse([*options(mode), "--workers", "2", "it.py"], {}, tmp_path)
-    for text in (multi_host.dry_run(several_hosts), dry_run(Job(posing, [], {}))):
+    for text in (dry_run_hosts(several_hosts), dry_run(Job(posing, [], {}))):
         assert WORDS[mode] in text, text
         assert [line.split() for line in text.splitlines() if line.split()[:1] == ["encryption"]][
             -1
         ][1] == mode
-    assert (OPENED in multi_host.dry_run(several_hosts)) == (mode == "off")
+    assert (OPENED in dry_run_hosts(several_hosts)) == (mode == "off")
 
 
 def test_a_rank_of_another_mode_is_refused_before_anything_starts(launch):

@@ -3,7 +3,7 @@
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts import multi_host
+from syncvar_launcher.dry_run import dry_run_hosts
 from syncvar_launcher.hosts.agent_connection import ssh_error_text
 from syncvar_launcher.options.hostfile import parse_hosts
 from syncvar_launcher.options.parse_options import parse, restrict_hosts
@@ -192,7 +192,7 @@ def test_what_others_have_started_in_the_job_takes_no_hosts(tmp_path):
 
 
 def test_the_dry_run_says_where_each_figure_came_from_and_the_command(tmp_path):
-    text = multi_host.dry_run(chosen(SLURM, tmp_path, "--remote-python", "python3"))
+    text = dry_run_hosts(chosen(SLURM, tmp_path, "--remote-python", "python3"))
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line}
     line = "srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n2 --overlap --mem=0 --cpu-bind=none --mpi=none --unbuffered python3 -P -c "
     assert f"n2 2, at most 4 SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE {line}" in " ".join(
@@ -204,10 +204,10 @@ def test_the_dry_run_says_where_each_figure_came_from_and_the_command(tmp_path):
         in text
     )
     assert "n2: ranks 2, 3" in text
-    text = multi_host.dry_run(chosen(LSF, tmp_path, "--remote-python", "python3"))
+    text = dry_run_hosts(chosen(LSF, tmp_path, "--remote-python", "python3"))
     assert "blaunch b 'exec python3 -P -c " in text
     (tmp_path / "nodes").write_text(NODES)
-    text = multi_host.dry_run(
+    text = dry_run_hosts(
         chosen(
             PBS | {"PBS_NODEFILE": str(tmp_path / "nodes")}, tmp_path, "--remote-python", "python3"
         )

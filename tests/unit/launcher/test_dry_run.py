@@ -1,7 +1,8 @@
 import pytest
 
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.job.dry_run import dry_run_text, settings_rows
+from syncvar_launcher.dry_run import dry_run_text
+from syncvar_launcher.job.settings_table import settings_rows
 from syncvar_launcher.local.worker_start import server_command
 from syncvar_launcher.options.option_table import BY_KEY
 from syncvar_launcher.options.parse_options import parse

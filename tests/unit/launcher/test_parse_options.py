@@ -801,7 +801,7 @@ def test_ci_is_short_and_debug_is_endless():
 
 def test_the_launcher_imports_no_numpy():
     code = (
-        "import sys, syncvar_launcher.options.parse_options, syncvar_launcher.io.output, syncvar_launcher.job.failure_report, syncvar_launcher.job.dry_run\n"
+        "import sys, syncvar_launcher.options.parse_options, syncvar_launcher.io.output, syncvar_launcher.job.failure_report, syncvar_launcher.job.settings_table\n"
         "sys.exit('numpy' in sys.modules or 'zmq' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

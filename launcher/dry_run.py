@@ -1,27 +1,27 @@
-"""The text of `--dry-run`: which rank would run where, with which cores, command and settings."""
+"""The text of `--dry-run`: which rank would run where, with which cores, command and settings.
+
+Modules that only one kind of job needs are imported where its text is built.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from typing import TYPE_CHECKING
 
-from syncvar.core.process_ids import rank_spans
-from syncvar.core.settings import RuntimeConfig
+from syncvar.core.process_ids import rank_list, rank_spans
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import mask_environment
+from syncvar_launcher.job.settings_table import columns, settings_rows
 from syncvar_launcher.local.host_resources import BLAS_VARIABLES
-from syncvar_launcher.options.option_table import OPTIONS
+from syncvar_launcher.local.worker_start import ON_HOSTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.worker_start import StartMethod
     from syncvar_launcher.options.launch_options import LaunchOptions
-
-# `env` and `hosts` have their content.
-_NOT_SHOWN = ("env", "hostfile", "include", "exclude", "join")
-_UNITS = {"timeout": "s"}
 
 
 def dry_run(job: Job) -> str:
@@ -125,47 +125,92 @@ def dry_run_text(
     return "".join(f"{line}\n" for line in lines)
 
 
-def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
-    """Return all settings as rows of name, value with unit, and origin."""
-    origin = options.origin
-    rows = []
-    shown = [one for one in OPTIONS if not one.setting and one.key not in _NOT_SHOWN]
-    shown.sort(key=lambda one: one.key == "config")  # last
-    for one in shown:
-        value = getattr(getattr(options, one.section), one.field_name)
-        rows.append((one.key, _value(value, _UNITS.get(one.key, "")), origin[one.key]))
-    for name, text in mask_environment(options.program.env).items():
-        rows.append((f"env.{name}", escape(shlex.quote(text)), origin[f"env.{name}"]))
-    for item in RuntimeConfig.runtime_settings():
-        value = getattr(options.runtime, item.name)
-        rows.append((item.name, _value(value, item.unit), origin[item.name]))
-    return rows
-
-
-def _value(value: object, unit: str) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, tuple):
-        words = [one if isinstance(one, str) else one.name for one in value]
-        return escape(" ".join(words)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        # Not :g, which would round a number of bytes.
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        return f"{text} {unit}" if unit else text
-    return escape(str(value))
-
-
 def _threads(environ: Mapping[str, str]) -> str:
     found = {environ[name] for name in BLAS_VARIABLES if name in environ}
     return escape("/".join(sorted(found))) if found else "as set"
 
 
-def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def dry_run_hosts(chosen: LaunchOptions) -> str:
+    """Return the text of `--dry-run` for a job on several hosts; it contacts no host."""
+    if chosen.join.listen is not None:
+        lines = _joined_lines(chosen)
+    else:
+        lines = [*chosen.hosts.notices, *_host_lines(chosen), *_placement_lines(chosen)]
+        lines += _network_lines(chosen)
+    lines += ["", "settings:", *columns(settings_rows(chosen))]
+    return "".join(f"{escape(line)}\n" for line in lines)
+
+
+def _host_lines(chosen: LaunchOptions) -> list[str]:
+    from syncvar_launcher.hosts.file_transfer import collect_files
+    from syncvar_launcher.hosts.multi_host import JobHosts, show
+
+    rows = [("host", "slots", "named in", "reached by")]
+    with contextlib.closing(JobHosts(chosen, show)) as host_group:
+        for host in chosen.hosts.entries:
+            slots = "as many as cores" if host.slots is None else str(host.slots)
+            slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
+            rows.append((host.name, slots, host.origin, shlex.join(host_group.command(host))))
+    lines = columns(rows)
+    if chosen.hosts.stage:
+        lines += ["", f"--stage copies to each host {collect_files(chosen).describe()}"]
+    return lines
+
+
+def _placement_lines(chosen: LaunchOptions) -> Iterator[str]:
+    from syncvar_launcher.hosts.host_checks import HostCapacity, place_workers
+
+    ranks, entries = chosen.ranks, chosen.hosts.entries
+    yield ""
+    if all(one.slots is not None for one in entries):
+        known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in entries]
+        first = 0
+        sizes = place_workers(known, ranks.workers or None, chosen.hosts.map_by)
+        for one, size in zip(known, sizes, strict=True):
+            if size:
+                yield f"{one.name}: {rank_list(range(first, first + size))}"
+            first += size
+    else:
+        yield (
+            f"workers: {ranks.workers or 'one for each core'}, placed by "
+            f"{chosen.hosts.map_by} when the hosts have reported their cores"
+        )
+    if ranks.servers:
+        copies = ""
+        if ranks.server_replicas:
+            word = "copies" if ranks.server_replicas > 1 else "copy"
+            copies = f", {ranks.server_replicas} {word} of each on others"
+        yield f"servers: {ranks.servers}, one after another on the hosts that have workers{copies}"
+
+
+def _network_lines(chosen: LaunchOptions) -> Iterator[str]:
+    job = chosen.hosts.scheduled
+    network = "of the network by which ssh goes"
+    if job is not None:
+        others = f"all hosts but {job.here}" if job.here else "all hosts"
+        yield (
+            f"{job.name}: {job.starter.program} starts the agents on {others}; "
+            "--ssh CMD does it otherwise, --allocation off takes no host from the job"
+        )
+        network = "by which all reach each other"
+    if chosen.hosts.iface:
+        network = f"by --iface {chosen.hosts.iface}"
+    yield f"addresses: found when the job starts, {network}"
+    yield f"workers are {ON_HOSTS[chosen.ranks.start_method]}"
+    yield f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"
+    if chosen.runtime.exposure_warning:
+        yield chosen.runtime.exposure_warning
+
+
+def _joined_lines(chosen: LaunchOptions) -> list[str]:
+    from syncvar_launcher.hosts.file_transfer import collect_files
+    from syncvar_launcher.join.join_rendezvous import join_lines
+
+    lines = join_lines(chosen)
+    if chosen.hosts.stage:
+        lines.append(f"--stage copies to each host {collect_files(chosen).describe()}")
+    lines.append(
+        f"workers: {chosen.ranks.workers or 'one for each slot that is offered'}, placed by "
+        f"{chosen.hosts.map_by} when all have joined"
+    )
+    return [*lines, f"workers are {ON_HOSTS[chosen.ranks.start_method]}"]
