@@ -116,7 +116,7 @@ def test_a_reduction_by_the_tree(capsys):
         ),
         (
             ("all_reduce", "--ranks", "4", "--bytes", "1M", "--program", "3"),
-            "copy     made of rank 0, side 0 [0:8192] -> target[0:8192]",
+            "copy     combined of rank 0, side 0 [0:8192] -> target[0:8192]",
         ),
         (
             ("broadcast", "--ranks", "3", "--program", "2"),
