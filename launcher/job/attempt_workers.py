@@ -271,6 +271,8 @@ class WorkerSet:
         elif kind == LOST_FILE_EVENT:
             self.job.lost_files.add_record(rank, record)
         elif kind == "failed":
+            # A rank that has lost another one has sent that news first, on another path.
+            self.serve(now)
             error, message = record["error"], record["message"]
             self.console.events.add(**_event("failed", rank), error=error, message=message)
             actions = self.supervisor.failed(rank, record, now, joined=self._is_member(rank))

@@ -1,3 +1,3 @@
 """Fixtures of the tests with other libraries and launchers."""
 
-from tests.support.fixtures import launch  # noqa: F401
+from tests.support.fixtures import launch, runtime  # noqa: F401
