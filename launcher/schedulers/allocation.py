@@ -2,8 +2,8 @@
 
 Such a job gives hosts, and a command that starts processes on them. The scheduler counts these
 processes as part of the job, and ends them with it. To add a scheduler, add a function like
-`_slurm`, call it in `allocation`, and name its variable in `_SCHEDULER_VARIABLES` of `main.py`:
-without such a variable the launcher does not import this module.
+`_slurm`, call it in `allocation`, and name its variable in `_SCHEDULER_VARIABLES` of `main.py`.
+The launcher imports this module only where one of these variables is set.
 """
 
 from __future__ import annotations
