@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.migration_hints import attributes_of
+from syncvar.core.lazy_import import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers

@@ -36,7 +36,8 @@ from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError, UsageError
 from syncvar.core.exit_status import send_status
 from syncvar.core.fork_cleanup import handle_signal, release_signal
-from syncvar.core.migration_hints import MigrationHintsMixin, unexpected_keyword
+from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.core.migration_hints import unexpected_keyword
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -10,7 +10,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.stage_builders import gather_objects, meet
 from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import Communicator, fingerprint
 

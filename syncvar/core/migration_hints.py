@@ -1,21 +1,17 @@
-"""Hints for names of other libraries (what to write instead), and imports at first use.
+"""Hints for names of tf.distribute, Horovod, mpi4py and torch.distributed: what to write instead.
 
-A package imports its attributes at first use (`attributes_of`). If it lacks a name that
-tf.distribute, Horovod, mpi4py or torch.distributed has, the error says what to write instead. The
-table of these names is `migration_hints.txt`: attributes, keywords, ops and options of launchers.
-It is read when a name is not found, and by `syncvar coming-from words`.
+The table of these names is `migration_hints.txt`: attributes, keywords, ops and options of
+launchers. It is read when a name is not found, and by `syncvar coming-from words`.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
 _SEVERAL_HOSTS = (
     "syncvar-launch logs in to other hosts by itself: write --hostfile FILE, with lines such as "
@@ -173,56 +169,3 @@ def table_text() -> str:
         text = ("accepted: " if word.is_accepted else "") + word.text
         lines.append(f"| {names} | {where} | {text} |")
     return "\n".join(lines) + "\n"
-
-
-def attribute_hint(kind: type[Any], name: str) -> str:
-    """Return the migration hint for an attribute that a class lacks, or an empty text."""
-    return next((text for one in kind.__mro__ if (text := hint_for(one.__name__, name))), "")
-
-
-class ClassWithHints(type):
-    """Metaclass: errors about missing class attributes contain the migration hint."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(cls, name: str) -> Any:
-            text = "" if name.startswith("_") else attribute_hint(cls, name)
-            hint = f": {text}" if text else ""
-            message = f"type object {cls.__name__!r} has no attribute {name!r}{hint}"
-            raise AttributeError(message, name=name, obj=None)
-
-
-class MigrationHintsMixin:
-    """Errors about missing attributes contain the migration hint."""
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:  # type checkers need the real attributes
-
-        def __getattr__(self, name: str) -> Any:
-            if not name.startswith("_") and (text := attribute_hint(type(self), name)):
-                message = f"{type(self).__name__!r} object has no attribute {name!r}: {text}"
-                raise AttributeError(message, name=name, obj=None)
-            return object.__getattribute__(self, name)  # raises again, also errors of a property
-
-
-def object_named(module: str, name: str) -> Any:
-    """Return the object with a qualified name, such as "Outer.Inner", from a module."""
-    found: Any = sys.modules.get(module) or importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def attributes_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports a name from its home at first use."""
-
-    def found(name: str) -> Any:
-        home = homes.get(name)
-        if home is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home), name)
-        setattr(sys.modules[package], name, value)
-        return value
-
-    return found

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.migration_hints import ClassWithHints, MigrationHintsMixin, unexpected_keyword
+from syncvar.core.lazy_import import ClassWithHints, MigrationHintsMixin
+from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.data.batches import integer_of, read_state
 from syncvar.data.indexed_sources import (
     ArrayRows,

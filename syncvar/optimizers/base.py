@@ -9,7 +9,7 @@ import numpy as np
 
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.migration_hints import MigrationHintsMixin, attribute_hint
+from syncvar.core.lazy_import import MigrationHintsMixin, attribute_hint
 from syncvar.optimizers.gradient_buckets import (
     BucketPlan,
     Clipping,

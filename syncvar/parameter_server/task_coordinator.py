@@ -21,7 +21,7 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.migration_hints import object_named
+from syncvar.core.lazy_import import object_named
 from syncvar.parameter_server.request_client import RequestBuilder
 from syncvar.parameter_server.strategy import ParameterServerStrategy
 from syncvar.protocol.exception_codec import pack_exception, unpack_exception

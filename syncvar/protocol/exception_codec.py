@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.migration_hints import object_named
+from syncvar.core.lazy_import import object_named
 from syncvar.protocol.object_codec import pack_object, unpack_object
 
 CALLER_MAIN = "__syncvar_main__"

@@ -11,7 +11,7 @@ import numpy as np
 
 from syncvar._native import AsyncCall
 from syncvar.core.errors import ConfigError, SyncvarError
-from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.state import send_queued
 

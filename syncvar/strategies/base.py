@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import begin_epochs
 from syncvar.runtime.state import send_queued
 from syncvar.runtime.work import checked_timeout

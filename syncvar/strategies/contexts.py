@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import UsageError
-from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.pytree import children_of, is_structure, rebuild
 from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values

@@ -16,7 +16,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange, gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
-from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.data.batches import (
     BatchPolicy,
     content_digest,

@@ -13,7 +13,7 @@ import numpy as np
 from syncvar._native.constants import StoreResult
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.migration_hints import MigrationHintsMixin
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.variables import variable_reads, variable_writes
 from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
