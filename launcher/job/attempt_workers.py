@@ -271,8 +271,6 @@ class WorkerSet:
         elif kind == LOST_FILE_EVENT:
             self.job.lost_files.add_record(rank, record)
         elif kind == "failed":
-            # A rank that has lost another one has sent that news first, on another path.
-            self.serve(now)
             error, message = record["error"], record["message"]
             self.console.events.add(**_event("failed", rank), error=error, message=message)
             actions = self.supervisor.failed(rank, record, now, joined=self._is_member(rank))
@@ -293,14 +291,16 @@ class WorkerSet:
     def judge_ends(self, now: float) -> None:
         """Pass the ends of processes to the supervisor.
 
-        A clean end of a member waits until the rank's last messages have arrived: the control
-        channel carries its goodbye, another path the news of its end, in any order. A channel that
-        is closed carries no more messages.
+        The end of a member that left cleanly, or that has reported its failure to the other ranks,
+        waits until the rank's last messages have arrived: the control channel carries them, another
+        path the news of its end, in any order. A channel that is closed carries no more messages.
         """
         self.serve(now)
         for rank, (event, until) in list(self.ends.items()):
             is_open = now < until and not self.store.has_closed(rank, now)
-            if event.status in _CLEAN_STATUSES and self._is_member(rank) and is_open:
+            is_clean = event.status in _CLEAN_STATUSES
+            has_more_to_say = is_clean or self.supervisor.is_reported_by_engine(rank)
+            if has_more_to_say and self._is_member(rank) and is_open:
                 continue
             del self.ends[rank]
             joined = self._is_member(rank)

@@ -34,8 +34,9 @@ _TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)
 
 # The engine reports these errors to the other ranks with more detail than the launcher knows. Both
 # messages travel on different paths, and ours must not arrive first: it follows when the process
-# ends.
-_REPORTED_BY_ENGINE = ("DeadlineExceeded",)
+# has ended and its control channel is closed. A rank that has lost another one, for instance, must
+# not be the first that the others lose.
+_REPORTED_BY_ENGINE = ("DeadlineExceeded", "PeerLost", "GroupBroken")
 
 
 class FailureCause(NamedTuple):
@@ -380,6 +381,10 @@ class Supervisor:
             return JobOutcome(0, None, 0)
         first = min(causes, key=lambda cause: cause.weight)  # the earliest one of these
         return JobOutcome(first.exit_code or INTERNAL, first, 0)
+
+    def is_reported_by_engine(self, rank: int) -> bool:
+        """Return whether a rank's own messages say more about its failure than its end does."""
+        return rank in self.causes and self.causes[rank].error in _REPORTED_BY_ENGINE
 
     def will_restart(self, rank: int) -> bool:
         """Return whether a worker has ended and will start again alone."""

@@ -330,6 +330,17 @@ def test_what_a_rank_answers_when_told_to_end_is_not_the_cause_of_what_came_befo
     assert one.outcome().cause.rank == 0
 
 
+@pytest.mark.parametrize("error", ["DeadlineExceeded", "PeerLost", "GroupBroken"])
+def test_others_lose_a_rank_that_reports_a_failure_of_others_only_when_its_process_has_ended(error):
+    one = supervisor()
+    assert one.failed(1, OWN | {"error": error, "exit_code": 70}, 100.0) == []
+    assert one.is_reported_by_engine(1)
+    assert not one.is_reported_by_engine(0)
+    (action,) = one.exited(1, 70, 100.1, joined=True)
+    assert action.rank == 1
+    assert action.reason.startswith(f"uncaught {error}: ")
+
+
 @pytest.mark.parametrize("status", [-15, -9, 143, 137, 0])
 def test_a_rank_that_raised_and_is_told_to_end_while_it_ends_has_ended_by_its_error_alone(status):
     causes = []
