@@ -272,7 +272,7 @@ def _arguments() -> argparse.Namespace:
     add("--timeout", type=float, default=300.0, help="longest time of one turn in seconds [300]")
     add("--json", metavar="FILE", help="write everything that was measured")
     add("--png", metavar="FILE", help="draw time and ratio against size")
-    add("--markdown", metavar="FILE", help="write the tables as they stand in docs/numbers.md")
+    add("--markdown", metavar="FILE", help="write the tables as they stand in docs/benchmarks.md")
     add("--strict", action="store_true", help="end with 1 when a bound is missed")
     chosen = parser.parse_args()
     if chosen.all:

@@ -291,16 +291,16 @@ class WorkerSet:
     def judge_ends(self, now: float) -> None:
         """Pass the ends of processes to the supervisor.
 
-        The end of a member that left cleanly, or that has reported its failure to the other ranks,
-        waits until the rank's last messages have arrived: the control channel carries them, another
-        path the news of its end, in any order. A channel that is closed carries no more messages.
+        A member that left cleanly, or that has reported its failure to the other ranks, may have
+        sent messages that arrive after the news of its end, on another path. Its end waits for
+        them. A channel that is closed carries no more messages.
         """
         self.serve(now)
         for rank, (event, until) in list(self.ends.items()):
             is_open = now < until and not self.store.has_closed(rank, now)
             is_clean = event.status in _CLEAN_STATUSES
-            has_more_to_say = is_clean or self.supervisor.is_reported_by_engine(rank)
-            if has_more_to_say and self._is_member(rank) and is_open:
+            may_send_more = is_clean or self.supervisor.is_reported_by_engine(rank)
+            if may_send_more and self._is_member(rank) and is_open:
                 continue
             del self.ends[rank]
             joined = self._is_member(rank)

@@ -1,8 +1,8 @@
 """The table of the launcher's options: the only place where an option is declared.
 
-From a row come the parser, the help, docs/launcher.md, the key of a TOML file, the environment
-variable (`SYNCVAR_LAUNCH_<KEY>`) and the field of `LaunchOptions` for the value. To add an option,
-add a row here, a field in `launch_options`, and a line in `configs/local.toml`.
+From a row come the parser, the help, docs/reference/syncvar-launch.md, the key of a TOML file, the
+environment variable (`SYNCVAR_LAUNCH_<KEY>`) and the field of `LaunchOptions` for the value. To add
+an option, add a row here, a field in `launch_options`, and a line in `configs/local.toml`.
 
 The functions `read_...` each check one value and return it with its type. The command line and the
 environment pass text (`is_text`), which a reader parses. A TOML file passes typed values, and a

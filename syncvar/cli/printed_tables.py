@@ -35,7 +35,7 @@ def collectives_text() -> str:
     for one in available():
         calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
         costs = "; ".join(filter(None, map(cost_of, one.functions))) or "-"
-        test = f"[{one.tests.rpartition('/')[2]}](../{one.tests})"
+        test = f"[{one.tests.rpartition('/')[2]}](../../{one.tests})"
         cells = (calls, one.gives, one.gets, _algorithms(one), costs, one.bus or "-", test)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, "", *_notes()]) + "\n"

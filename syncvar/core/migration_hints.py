@@ -26,7 +26,7 @@ _WITHOUT_SSH = (
 )
 _MODEL = (
     "a strategy takes no model, and makes none equal: keep your model and optimizer, and write the "
-    'lines of "A module of PyTorch" or "A model of Keras" in docs/migrating.md'
+    'lines of "A module of PyTorch" or "A model of Keras" in docs/migration/index.md'
 )
 _PLACES = {
     "op": "op",

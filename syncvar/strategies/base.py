@@ -539,8 +539,9 @@ class Scope:
             raise UsageError(
                 f"this block of strategy.scope() makes a model of another library "
                 f"({', '.join(names[:4])}). A strategy synchronizes variables of sv only, so each "
-                f"rank would train its own copy. Make the model outside the block, and average its "
-                f'gradients: "A module of PyTorch" and "A model of Keras" in docs/migrating.md'
+                "rank would train its own copy. Make the model outside the block, and average its "
+                'gradients: "A module of PyTorch" and "A model of Keras" in '
+                "docs/migration/index.md"
             )
 
 

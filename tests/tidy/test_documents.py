@@ -16,18 +16,20 @@ from syncvar_launcher.options.option_table import ASIDE, LAUNCH_PREFIX, OPTIONS,
 from syncvar_launcher.options.parse_options import parse
 from tests.support.paths import REPOSITORY
 
-PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 MOST_OF_THE_README = 12 * 1024
 GENERATED = {
-    "rules": ("docs/rules.md", ["rules"]),
-    "collectives": ("docs/collectives.md", ["collectives"]),
-    "coming-from": ("docs/migrating.md", ["coming-from"]),
-    "settings": ("docs/settings.md", ["settings"]),
-    "coming-from words": ("docs/migrating.md", ["coming-from", "words"]),
-    **{f"coming-from {one}": ("docs/migrating.md", ["coming-from", one]) for one in LIBRARIES},
+    "rules": ("docs/reference/variable-rules.md", ["rules"]),
+    "collectives": ("docs/reference/collectives.md", ["collectives"]),
+    "coming-from": ("docs/migration/index.md", ["coming-from"]),
+    "settings": ("docs/reference/settings.md", ["settings"]),
+    "coming-from words": ("docs/migration/index.md", ["coming-from", "words"]),
+    **{
+        f"coming-from {one}": ("docs/migration/index.md", ["coming-from", one]) for one in LIBRARIES
+    },
 }
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
-CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^```console[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -80,7 +82,7 @@ def options_text():
 
 
 def test_the_options_of_the_launcher_stand_in_their_page():
-    path = REPOSITORY / "docs" / "launcher.md"
+    path = REPOSITORY / "docs/reference/syncvar-launch.md"
     begin, end = "<!-- options: from the table of options -->\n", "<!-- end of options -->"
     before, _, rest = path.read_text().partition(begin)
     _, _, after = rest.partition(end)
@@ -141,11 +143,14 @@ def test_links_lead_to_files(page):
             )
 
 
-def test_every_page_is_in_the_list_of_pages():
-    listed = LINK.findall((REPOSITORY / "docs" / "README.md").read_text())
-    assert {page.name for page in REPOSITORY.glob("docs/*.md")} - {"README.md"} == {
-        one for one in listed if "/" not in one
-    }
+def commands(text):
+    """Return the commands of a page; a block without a `$` has one on each line."""
+    found = []
+    for block in CONSOLE.findall(text):
+        lines = block.replace("\\\n", " ").splitlines()
+        prompted = [line for line in lines if line.startswith("$ ")]
+        found += prompted or lines
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -153,7 +158,7 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
     for name in ("train.py", "program"):
         (tmp_path / name).write_text("")
     (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
-    for line in "\n".join(CONSOLE.findall(page.read_text())).splitlines():
+    for line in commands(page.read_text()):
         for command in line.split("#")[0].split("&&"):
             words = shlex.split(command.replace("…", "x").lstrip("$ "))
             while words and re.fullmatch(r"\w+=.*", words[0]):
