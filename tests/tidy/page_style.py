@@ -44,7 +44,7 @@ def sentences(text):
     found = []
     for part in parts:
         line = re.sub(r"[*_]{2}|^>\s*", "", " ".join(part.split()))
-        found += [one for one in re.split(r"(?<=[.!?;:])\s+", line) if length(one) > 1]
+        found += [one for one in re.split(r"(?<=[.!?])\s+", line) if length(one) > 1]
     return found
 
 
