@@ -1,6 +1,7 @@
 """Build the documentation site: `sphinx-build -W --keep-going -b html docs build/site`."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 72
+python_maximum_signature_line_length = 90
 smartquotes = False  # an option is --workers, a string is "sum"
 autosummary_generate = False
 napoleon_numpy_docstring = False
@@ -69,12 +70,13 @@ html_theme_options = {
 
 _HEADER = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Cost|Order|Source|Example)s?:$")
 _ONE_LINE = re.compile(r"^(Cost|Order|Source): (.+)$")
+_PRIVATE = re.compile(r"= (_[A-Z_]+)")
 _OF_SV = re.compile(r"(?<!`)`sv\.([A-Za-z_][\w.]*)(\([^`]*\))?`(?!`)")
 # The program gets these from functions, or uses their members: it never calls the class.
 MADE_ELSEWHERE = {
-    *("DistributedDataset", "DistributedIterator", "Group", "Mesh", "PendingSave", "ReduceOp"),
-    *("RemoteValue", "ReplicaContext", "ShardedVariable", "VariableAggregation"),
-    *("VariableSynchronization", "Work"),
+    *("Dataset", "DatasetIterator", "DistributedDataset", "DistributedIterator", "Group", "Mesh"),
+    *("PendingSave", "ReduceOp", "RemoteValue", "ReplicaContext", "ShardedVariable"),
+    *("VariableAggregation", "VariableSynchronization", "Work"),
 }
 
 
@@ -118,6 +120,8 @@ def shorten_signature(  # noqa: PLR0913  (Sphinx passes these)
         signature, returns = signature.removesuffix(" -> None"), None
     if signature:
         signature = re.sub(r"(, )?\*\*_foreign: [^,)]*", "", signature)
+        constants = vars(sys.modules[value.__module__]) if hasattr(value, "__module__") else {}
+        signature = _PRIVATE.sub(lambda found: f"= {constants[found[1]]!r}", signature)
     return signature, returns
 
 

@@ -209,7 +209,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """The mode in force: ON_WRITE, ON_READ or NONE."""
+        """The mode in force (ON_WRITE, ON_READ or NONE)."""
         return self._synchronization
 
     @property
