@@ -5,6 +5,13 @@ loop. `remote_call` runs in the engine's worker; `ray_engine` and `dask_engine` 
 
 The ranks find each other as those of torchrun do, by rank 0's address, and with the job's secret.
 An engine carries messages as bytes. It pickles them, but syncvar unpickles only the function.
+
+Example:
+    >>> import syncvar as sv
+    >>> sv.engines.engine_of("spark")
+    Traceback (most recent call last):
+    ...
+    syncvar.core.errors.ConfigError: ...
 """
 
 from __future__ import annotations

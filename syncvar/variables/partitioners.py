@@ -3,6 +3,13 @@
 A partitioner is called with a shape and a dtype and returns the number of parts of each axis. The
 parts are contiguous rows, the first (rows mod parts) of them one row longer: `row_ranges` lists
 them.
+
+Example:
+    >>> import numpy as np, syncvar as sv
+    >>> sv.partitioners.MaxSize(16)((7, 2), np.float32)
+    [4, 1]
+    >>> sv.partitioners.row_ranges(7, 4)
+    [[0, 2], [2, 4], [4, 6], [6, 7]]
 """
 
 from __future__ import annotations

@@ -46,6 +46,12 @@ class DistributedValues:
 
     Args:
         value: This process's part.
+
+    Example:
+        >>> import syncvar as sv
+        >>> x = sv.PerReplica(3.0)
+        >>> isinstance(x, sv.DistributedValues), x.values
+        (True, (3.0,))
     """
 
     def __init__(self, value: Any) -> None:

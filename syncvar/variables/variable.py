@@ -53,6 +53,12 @@ class Explanation:
         reason: Of an AUTO variable, why its pace is what it is now: what AUTO decided last, when,
             and from which numbers, also where it changed nothing; or why there is nothing to
             decide.
+
+    Example:
+        >>> import syncvar as sv
+        >>> explanation = sv.Variable(0.0, synchronization="ON_READ", name="seen").explain()
+        >>> explanation.mode, explanation.numbers["writes"]
+        ('ON_READ', 0)
     """
 
     mode: str
