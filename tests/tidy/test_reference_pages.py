@@ -1,4 +1,4 @@
-"""The pages docs/reference/api: each public name stands on one of them, and in their table."""
+"""The pages of docs/reference: each public name and each command stands on one of them."""
 
 import inspect
 import os
@@ -8,6 +8,7 @@ import pytest
 
 import syncvar as sv
 import syncvar.testing
+from syncvar.cli.commands import main
 from tests.support.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "docs" / "reference" / "api"
@@ -101,3 +102,11 @@ def test_the_table_lists_all_names():
     assert MARKED.search(text)[2] == table(), (
         "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
     )
+
+
+def test_the_commands_have_a_section_each(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = set(re.findall(r"^    ([a-z-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE))
+    text = (FOLDER.parent / "command-line.md").read_text()
+    assert commands == set(re.findall(r"^## `syncvar ([a-z-]+)", text, re.MULTILINE))
