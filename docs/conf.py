@@ -51,6 +51,7 @@ smartquotes = False  # an option is --workers, a string is "sum"
 autosummary_generate = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = "syncvar"

@@ -82,8 +82,8 @@ class UsageError(SyncvarError, RuntimeError):
         >>> try:
         ...     strategy.run(lambda: strategy.run(int))
         ... except sv.UsageError as error:
-        ...     print(error)
-        strategy.run is called inside run; call the function directly
+        ...     print(str(error).partition(";")[0])
+        strategy.run is called inside run
     """
 
 

@@ -41,7 +41,7 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     assert main(command) == 0
     printed = capsys.readouterr().out
     if name == "settings":
-        printed = f"```text\n{printed}```\n"
+        printed = settings_table(printed)
     if command[-1] in LIBRARIES:  # the rows of one library are those of the table of all
         printed = printed[printed.index("What is different") :]
     path = REPOSITORY / page
@@ -53,6 +53,13 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     assert marked.search(text)[2] == printed, (
         "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
     )
+
+
+def settings_table(printed):
+    """Return the output of `syncvar settings` as a table of Markdown."""
+    rows = [re.fullmatch(r"(\w+) = (.*?): (.*)", line).groups() for line in printed.splitlines()]
+    lines = [f"| `{name}` | {default} | {text} |\n" for name, default, text in rows]
+    return "| variable | default | meaning |\n|---|---|---|\n" + "".join(lines)
 
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports():
@@ -155,7 +162,8 @@ def commands(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
-    for name in ("train.py", "program"):
+    files = re.findall(r"^```\w+ file=(\S+)$", page.read_text(), re.MULTILINE)
+    for name in ("train.py", "program", *files):
         (tmp_path / name).write_text("")
     (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
     for line in commands(page.read_text()):
