@@ -110,3 +110,13 @@ def test_the_commands_have_a_section_each(capsys):
     commands = set(re.findall(r"^    ([a-z-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE))
     text = (FOLDER.parent / "command-line.md").read_text()
     assert commands == set(re.findall(r"^## `syncvar ([a-z-]+)", text, re.MULTILINE))
+
+
+def test_the_glossary_is_sorted_and_marks_own_words():
+    text = (FOLDER.parent / "glossary.md").read_text()
+    sections = re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]
+    words = [re.findall(r"^### (.*)$", section, re.MULTILINE) for section in sections]
+    assert len(words) == 3
+    assert all(one == sorted(one, key=str.lower) for one in words)
+    own = " ".join(re.search(r"<!-- own words: (.*?) -->", text, re.DOTALL)[1].split())
+    assert set(own.split(", ")) <= {one for section in words for one in section}
