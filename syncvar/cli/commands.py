@@ -118,8 +118,8 @@ def _settings() -> str:
         default += f" (or {others})" if others else ""
         lines.append(f"SYNCVAR_{item.name.upper()} = {default}: {item.text}\n")
     return "".join(lines) + (
-        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): secret of a job on several hosts, if a "
-        "scheduler and not syncvar-launch starts it\n"
+        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): secret of a job on several hosts, if "
+        "a scheduler and not syncvar-launch starts it\n"
         "SYNCVAR_KEY_FILE = (path): file that holds this secret, with mode 0600\n"
         "SYNCVAR_RENDEZVOUS_DIR = (path): folder on all hosts, through which ranks find each other "
         "that a scheduler starts; without it, your home folder\n"
