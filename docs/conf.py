@@ -126,7 +126,15 @@ def shorten_signature(  # noqa: PLR0913  (Sphinx passes these)
     return signature, returns
 
 
+def leave_out_internals(
+    _app: Sphinx, _what: str, _name: str, value: object, _skip: object, _options: object
+) -> bool | None:
+    """Leave out the public members of which the docstring says that they are not for users."""
+    return "for this package only" in (inspect.getdoc(value) or "").lower() or None
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above with autodoc."""
     app.connect("autodoc-process-docstring", lay_out_docstring, priority=100)
     app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("autodoc-skip-member", leave_out_internals)
