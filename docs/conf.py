@@ -75,7 +75,8 @@ _PRIVATE = re.compile(r"= (_[A-Z_]+)")
 _OF_SV = re.compile(r"(?<!`)`sv\.([A-Za-z_][\w.]*)(\([^`]*\))?`(?!`)")
 # The program gets these from functions, or uses their members: it never calls the class.
 MADE_ELSEWHERE = {
-    *("Dataset", "DatasetIterator", "DistributedDataset", "DistributedIterator", "Group", "Mesh"),
+    *("Dataset", "DatasetIterator", "DistributedDataset", "DistributedIterator", "Engine"),
+    *("Group", "Mesh"),
     *("PendingSave", "ReduceOp", "RemoteValue", "ReplicaContext", "ShardedVariable"),
     *("VariableAggregation", "VariableSynchronization", "Work"),
 }
