@@ -45,10 +45,10 @@ _LOOK_S = 1.0
 
 @runtime_checkable
 class Engine(Protocol):
-    """A place where ranks run. `drive` calls the methods in this order.
+    """A cluster on which `sv.run` can run ranks. `drive` calls the methods in this order.
 
-    Places are numbered from 0 in the order of `gather`; each is a process of its own. `gather` to
-    `end` run once for each start.
+    Each rank has a place, which is a process. Places are numbered from 0 in the order of `gather`.
+    `gather` to `end` run once for each start.
     """
 
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:

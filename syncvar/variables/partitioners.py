@@ -39,7 +39,7 @@ if not TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixedShards:
-    """Cut into a given number of parts, or into rows where there are fewer.
+    """Cut into a given number of parts; into single rows if there are fewer rows.
 
     Args:
         num_shards: Parts, at least 1.
@@ -71,7 +71,7 @@ class FixedShards:
 
 @dataclass(frozen=True, slots=True)
 class MinSize:
-    """Cut into as many parts as can be, of at least about so many bytes each.
+    """Cut into as many parts as possible, of at least about so many bytes each.
 
     Args:
         min_shard_bytes: Bytes below which parts are not cut, at least 1.

@@ -42,7 +42,7 @@ _OF_BOOLS = (AccessKind.SCATTER_UPDATE, AccessKind.SCATTER_MIN, AccessKind.SCATT
 
 
 class DistributedValues:
-    """Base of values that every replica has one of.
+    """Base class of values that have one part on each replica.
 
     Args:
         value: This process's part.
