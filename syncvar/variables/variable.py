@@ -135,8 +135,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         trainable: None means True, but False for ON_READ.
         name: 1 to 128 of `A-Z a-z 0-9 _ . / -`; a name taken twice gets `_1`, `_2`.
         dtype: None means that of the value; Python floats make float32, ints int64.
-        synchronization: When the copies are made equal.
-        aggregation: How values of several replicas become one.
+        synchronization: When the copies are made equal; a `VariableSynchronization` or its name.
+        aggregation: How values of several replicas become one; a `VariableAggregation` or its name.
         shape: Required shape of the initial value; None for any.
 
     Raises:
