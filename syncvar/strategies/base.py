@@ -117,8 +117,9 @@ class Strategy(MigrationHintsMixin):
         """Number of runs in which replicas compare every replicated variable once; 0 for never.
 
         Replicas compare digests of all bytes. Set it to the same number on every replica.
-        `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). If all variables
-        have up to 1 MiB, every N-th run compares them. More are compared 1 MiB at a time.
+        `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). If the
+        variables have up to 1 MiB together, every N-th run compares all of them. Otherwise the runs
+        compare them 1 MiB at a time.
         A run compares a variable before its first write, and the rest at its end. Outside `run`,
         steps count instead: the writes of the variable that is written most often.
 

@@ -252,8 +252,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         may return a partly written value.
 
         Args:
-            copy: False returns a view that is valid until the next write. True, as long as the
-                array or a part of it exists, makes the next write go to new memory.
+            copy: With False, the result is a view that is valid until the next write. With True,
+                the next write goes to new memory while the result or a view of it exists.
 
         Raises:
             NoAggregation: ON_READ with aggregation NONE, outside `run`.
