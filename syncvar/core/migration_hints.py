@@ -26,7 +26,8 @@ _WITHOUT_SSH = (
 )
 _MODEL = (
     "a strategy takes no model, and makes none equal: keep your model and optimizer, and write the "
-    'lines of "A module of PyTorch" or "A model of Keras" in docs/migration/index.md'
+    'lines of "A module of PyTorch" (docs/migration/torch-distributed.md) or "A model of Keras" '
+    "(docs/migration/tf-distribute.md)"
 )
 _PLACES = {
     "op": "op",
