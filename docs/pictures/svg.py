@@ -112,16 +112,15 @@ class Picture:
             f'fill="{color}"/></marker>'
             for color in sorted(self.heads)
         )
-        return "\n".join(
-            [
-                '<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 '
-                + f'{size}" width="{size.replace(" ", chr(34) + " height=" + chr(34))}">',
-                f"<title>{escape(self.title)}</title>",
-                f"<style>text {{ font-family: {SANS}; }} .mono {{ font-family: {MONO}; }}</style>",
-                *([f"<defs>{heads}</defs>"] if heads else []),
-                f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>',
-                *self.parts,
-                "</svg>",
-                "",
-            ]
-        )
+        width, height = number(self.width), number(self.height)
+        begin = '<svg xmlns="http://www.w3.org/2000/svg" role="img" '
+        lines = [
+            f'{begin}width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+            f"<title>{escape(self.title)}</title>",
+            f"<style>text {{ font-family: {SANS}; }} .mono {{ font-family: {MONO}; }}</style>",
+            *([f"<defs>{heads}</defs>"] if heads else []),
+            f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>',
+            *self.parts,
+            "</svg>",
+        ]
+        return "\n".join([*lines, ""])
