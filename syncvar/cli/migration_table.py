@@ -82,7 +82,7 @@ def coming_from_text(library: str | None = None) -> str:
         for libraries, text in one.notes
         if not libraries or library in libraries
     ]
-    return f"{table}\nWhat is different:\n\n{''.join(notes)}"
+    return f"{table}\nNotes by task:\n\n{''.join(notes)}"
 
 
 def _code(spelling: str) -> str:
