@@ -23,7 +23,6 @@ extensions = [
 root_doc = "index"
 exclude_patterns = ["_build", "pictures/*.py"]
 nitpicky = False
-suppress_warnings = ["misc.highlighting_failure"]  # until the picture of the rooms is an SVG
 
 # The pages are Markdown that also reads well in the repository.
 myst_enable_extensions = ["colon_fence", "deflist"]
