@@ -32,17 +32,17 @@ def draw():
     """Return the picture."""
     paths = [(heading, kind, steps_of(title)) for title, heading, kind in PATHS]
     rows = sum(len(steps) for _, _, steps in paths)
-    picture = svg.Picture(640, 60 * rows + 48 * len(paths) + 8, "The steps of an all_reduce")
+    picture = svg.Picture(528, 60 * rows + 48 * len(paths) + 8, "The steps of an all_reduce")
     y = 8
     for heading, kind, steps in paths:
         picture.text(12, y + 26, f"{heading}: {len(steps)} steps", bold=True, size=17)
         y += 48
         for at, (file, name, words) in enumerate(steps, 1):
-            picture.box(12, y - 8, 616, 50, kind=kind)
+            picture.box(12, y - 8, 504, 50, kind=kind)
             picture.text(26, y + 23, str(at), bold=True, size=17)
             picture.text(54, y + 13, name, mono=True, size=14, bold=True)
-            picture.text(618, y + 13, file, mono=True, size=12, color=svg.MUTED, anchor="end")
-            picture.paragraph(54, y + 32, words, columns=86, size=14)
+            picture.text(508, y + 13, file, mono=True, size=12, color=svg.MUTED, anchor="end")
+            picture.paragraph(54, y + 32, words, columns=70, size=14)
             if at < len(steps):
                 picture.arrow((33, y + 42), (33, y + 52), color=svg.INK)
             y += 60

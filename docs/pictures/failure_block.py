@@ -8,14 +8,14 @@ import textwrap
 
 import svg
 
-COLUMNS, SIZE, LINE = 64, 14, 20
+COLUMNS, SIZE, LINE = 57, 14, 20
 BLOCK = svg.HERE / "failure-block.txt"
 # (beginning of the line, its note)
 NOTES = [
     ("syncvar: rank", "The rank that failed first, how it ended, and why."),
     ("evidence: traceback", "Its traceback. Frames of syncvar are folded; -v shows them."),
-    ("others:", "Where the other ranks stood, and what they raised when they heard of it."),
-    ("try:", "Commands that show more: a debugger on rank 1, a log file for each rank."),
+    ("others:", "Where the other ranks stood, and what they raised then."),
+    ("try:", "Commands that show more: a debugger, a log for each rank."),
     ("evidence: flight", "The last calls of each rank; syncvar explain reads them."),
 ]
 
@@ -33,16 +33,16 @@ def draw():
     lines = wrapped(BLOCK.read_text())
     height = LINE * len(lines) + 24
     picture = svg.Picture(
-        640, height + 34 * len(NOTES) + 44, "The block of a failed job, with notes"
+        560, height + 34 * len(NOTES) + 44, "The block of a failed job, with notes"
     )
-    picture.box(8, 8, 624, height, kind="dark")
+    picture.box(8, 8, 544, height, kind="dark")
     for at, line in enumerate(lines):
         y = 8 + 26 + at * LINE
         color = "#ff9b8e" if line.startswith("syncvar: ") else "#e6edf3"
         picture.text(20, y, line, mono=True, size=SIZE, color=color)
         for number, (beginning, _) in enumerate(NOTES, 1):
             if line.startswith(beginning):
-                circle(picture, 612, y - 5, number)
+                circle(picture, 532, y - 5, number)
     for number, (_, note) in enumerate(NOTES, 1):
         y = height + 6 + 34 * number
         circle(picture, 28, y - 5, number)

@@ -2,21 +2,21 @@
 
 import svg
 
-LEFT, COLUMN, PANEL = 76, 138, 142
+LEFT, COLUMN, PANEL = 66, 114, 142
 STEPS = ["creation", "rank 0 adds 1,\nrank 1 adds 2", "again", "both read"]
 # For each step: what the copies of ranks 0 and 1 hold, and whether messages travel.
 # The example of docs/explanation/variables.md prints the same numbers.
 KINDS = [
     (
-        "ON_WRITE: the write communicates; the copies are always equal",
+        "ON_WRITE: a write communicates; the copies are equal",
         [("0", "0", True), ("3", "3", True), ("6", "6", True), ("reads 6", "reads 6", False)],
     ),
     (
-        "ON_READ: the read communicates; each rank writes its own copy",
+        "ON_READ: a read communicates; the copies differ",
         [("0", "0", True), ("1", "2", False), ("2", "4", False), ("reads 6", "reads 6", True)],
     ),
     (
-        "NONE: nothing communicates; each rank has its own value",
+        "NONE: nothing communicates; the copies differ",
         [("0", "0", False), ("1", "2", False), ("2", "4", False), ("reads 2", "reads 4", False)],
     ),
     (
@@ -34,7 +34,7 @@ KINDS = [
 def draw():
     """Return the picture."""
     top = 64
-    picture = svg.Picture(640, top + len(KINDS) * PANEL, "The four synchronizations over time")
+    picture = svg.Picture(528, top + len(KINDS) * PANEL, "The four synchronizations over time")
     for at, words in enumerate(STEPS):
         for line, text in enumerate(words.split("\n")):
             x = LEFT + COLUMN * (at + 0.5)
@@ -46,12 +46,12 @@ def draw():
             picture.text(12, y + 23, f"rank {rank}")
             picture.line((LEFT, y + 18), (LEFT + 4 * COLUMN - 8, y + 18))
         for at, (*copies, travels) in enumerate(steps):
-            x = LEFT + at * COLUMN + 12
+            x = LEFT + at * COLUMN + 8
             for rank, words in enumerate(copies):
                 kind = "orange" if "waits" in words else "green" if "reads" in words else "blue"
-                picture.label(x, top + 24 + rank * 62, COLUMN - 24, 36, words, kind=kind)
+                picture.label(x, top + 24 + rank * 62, COLUMN - 16, 36, words, kind=kind)
             if travels:
-                middle = x + (COLUMN - 24) / 2
+                middle = x + (COLUMN - 16) / 2
                 ends = (middle, top + 62), (middle, top + 84)
                 picture.arrow(*ends, color="#b42318", both=True)
         top += PANEL
