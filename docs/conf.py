@@ -1,7 +1,9 @@
 """Build the documentation site: `sphinx-build -W --keep-going -b html docs build/site`."""
 
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ extensions = [
 root_doc = "index"
 exclude_patterns = ["_build", "pictures/*.py"]
 nitpicky = False
-suppress_warnings = ["misc.highlighting_failure"]  # until the picture of the rooms is an SVG
 
 # The pages are Markdown that also reads well in the repository.
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -36,6 +37,11 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+# The kernel of a notebook reads no settings of yours, and logs errors only.
+os.environ["IPYTHONDIR"] = tempfile.mkdtemp(prefix="ipython-")
+_profile = Path(os.environ["IPYTHONDIR"], "profile_default")
+_profile.mkdir()
+(_profile / "ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 40\n")
 highlight_language = "text"
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True

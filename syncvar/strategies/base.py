@@ -547,8 +547,8 @@ class Scope:
                 f"this block of strategy.scope() makes a model of another library "
                 f"({', '.join(names[:4])}). A strategy synchronizes variables of sv only, so each "
                 "rank would train its own copy. Make the model outside the block, and average its "
-                'gradients: "A module of PyTorch" and "A model of Keras" in '
-                "docs/migration/index.md"
+                'gradients: "A module of PyTorch" in docs/migration/torch-distributed.md, and '
+                '"A model of Keras" in docs/migration/tf-distribute.md'
             )
 
 
