@@ -301,8 +301,8 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     bare = _split(_without_own_name(group[0]))[1]
     for one in group:
         is_same = _split(one.traceback)[1] == message  # a table that names all ranks, for instance
-        own = bare if is_same else _split(_without_own_name(one))[1]
-        by_message.setdefault(own, []).append(one)
+        key = bare if is_same else _split(_without_own_name(one))[1]
+        by_message.setdefault(key, []).append(one)
     alike, *different = by_message.values()
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:
