@@ -151,7 +151,7 @@ def run_page(page, folder, met=()):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")}
     environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
     environ |= {"HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "100"}
-    for name in ("XDG_STATE_HOME", "PYTEST_ADDOPTS"):
+    for name in ("XDG_STATE_HOME", "PYTEST_ADDOPTS", "PYTHONUNBUFFERED"):
         environ.pop(name, None)
     subprocess.run(
         ["bash", "-c", "\n".join(script)],

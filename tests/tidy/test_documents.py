@@ -153,12 +153,14 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
     for line in commands(page.read_text()):
         for command in line.split("#")[0].split("&&"):
             words = shlex.split(command.replace("…", "x").lstrip("$ "))
+            environ = {}
             while words and re.fullmatch(r"\w+=.*", words[0]):
-                del words[0]
+                name, _, value = words.pop(0).partition("=")
+                environ[name] = value
             if not words:
                 continue
             if words[0].rpartition("/")[2] == "syncvar-launch":
-                assert parse(words[1:], {}, tmp_path)
+                assert parse(words[1:], environ, tmp_path)
             elif words[0] == "syncvar":
                 with pytest.raises(SystemExit) as ended:
                     main([words[1], "--help"])

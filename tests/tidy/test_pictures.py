@@ -45,7 +45,8 @@ def test_the_texts_of_a_picture_stand_inside_it(name):
     width, height = float(root.get("width")), float(root.get("height"))
     for text in root.iter("{http://www.w3.org/2000/svg}text"):
         x, size = float(text.get("x")), float(text.get("font-size"))
-        length = len(text.text) * size * (0.6 if text.get("class") == "mono" else 0.5)
+        is_wide = text.get("class") == "mono" or text.get("font-weight")
+        length = len(text.text) * size * (0.61 if is_wide else 0.52)
         left = x - {None: 0, "middle": length / 2, "end": length}[text.get("text-anchor")]
         assert left >= 0, text.text
         assert left + length <= width, text.text
