@@ -65,6 +65,12 @@ class Strategy(MigrationHintsMixin):
         reproducible: Whether to sum by the tree over replicas, independent of algorithm and hosts.
         timeout: Seconds that a call waits; None means the job's default.
         is_default: Whether this is the strategy of a program that enters no scope.
+
+    Example:
+        >>> import syncvar as sv
+        >>> strategy = sv.get_strategy()
+        >>> isinstance(strategy, sv.Strategy), strategy.num_replicas_in_sync
+        (True, 1)
     """
 
     _has_copies = True  # every replica has a copy of every variable

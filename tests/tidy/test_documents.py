@@ -41,7 +41,7 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     assert main(command) == 0
     printed = capsys.readouterr().out
     if name == "settings":
-        printed = f"```text\n{printed}```\n"
+        printed = settings_table(printed)
     path = REPOSITORY / page
     text = path.read_text()
     assert marked.search(text), f"{page} has no place for the output of `syncvar {name}`"
@@ -51,6 +51,13 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     assert marked.search(text)[2] == printed, (
         "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
     )
+
+
+def settings_table(printed):
+    """Return the output of `syncvar settings` as a table of Markdown."""
+    rows = [re.fullmatch(r"(\w+) = (.*?): (.*)", line).groups() for line in printed.splitlines()]
+    lines = [f"| `{name}` | {default} | {text} |\n" for name, default, text in rows]
+    return "| variable | default | meaning |\n|---|---|---|\n" + "".join(lines)
 
 
 def options_text():
