@@ -5,41 +5,122 @@
 * `RendezvousError`, `LaunchError`: the job did not start, or a worker failed.
 * `InternalError`: a bug in syncvar.
 
-Every field is an attribute. The message contains the fields.
+Every field is an attribute. The message contains the fields, and ends with the error's `code`.
+A code never changes its meaning; `syncvar explain CODE` says what happened and what to do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
-from syncvar.core.process_ids import process_name
+from syncvar.core.process_ids import is_server, process_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+CODE = re.compile(r"SV-\d{3}")
+_CODE_AT_END = re.compile(rf"\s*\[{CODE.pattern}\]")
+
 
 class SyncvarError(Exception):
-    """Base of all exceptions of this package."""
+    """Base of all exceptions of this package.
+
+    Attributes:
+        code: Stable code of what happened, such as "SV-101". `str(error)` ends with it.
+
+    Example:
+        >>> str(ConfigError("workers must be at least 1"))
+        'workers must be at least 1 [SV-101]'
+        >>> ConfigError("workers must be at least 1").code
+        'SV-101'
+    """
+
+    code = "SV-100"
+
+    def __str__(self) -> str:
+        return with_code(super().__str__(), self.code)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def with_code(text: str, code: str) -> str:
+    """Return a message that ends with its code, without the codes of the errors that it quotes.
+
+    A message of several lines has the code on a line of its own.
+
+    Example:
+        >>> with_code("rank 1 was lost", "SV-301")
+        'rank 1 was lost [SV-301]'
+    """
+    gap = "\n" if "\n" in text else " "
+    return f"{without_codes(text)}{gap}[{code}]".lstrip()
+
+
+def without_codes(text: str) -> str:
+    """Return a text without the codes of the errors that it quotes."""
+    return _CODE_AT_END.sub("", text) if "[SV-" in text else text
+
+
+def error_message(error: BaseException) -> str:
+    """Return the message of any exception without a code, for texts and records that quote it."""
+    try:
+        return without_codes(str(error))
+    except Exception:  # noqa: BLE001  (a user's __str__ may raise anything)
+        return "<exception str() failed>"  # as the interpreter says
+
+
+def error_line(error: BaseException) -> str:
+    """Return the class of any exception and its message, without a code.
+
+    Example:
+        >>> error_line(ConfigError("workers must be at least 1"))
+        'ConfigError: workers must be at least 1'
+    """
+    return f"{type(error).__name__}: {error_message(error)}"
+
+
+def code_of(error: BaseException) -> str:
+    """Return the code of an exception of syncvar, or an empty text for another one."""
+    return error.code if isinstance(error, SyncvarError) else ""
+
+
+def _rebuild(kind: type[SyncvarError], args: tuple[Any, ...]) -> SyncvarError:
+    """Return a copy of an error; its fields follow. The class's own __init__ takes the fields."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class ConfigError(SyncvarError, ValueError):
     """A wrong argument or setting. Nothing was sent and nothing changed: fix it and call again."""
 
+    code = "SV-101"
+
 
 class SharedMemoryFull(ConfigError, MemoryError):
     """The shared memory of this host has no room for an array. Nothing was allocated."""
+
+    code = "SV-102"
 
 
 class RowOutOfRange(ConfigError, IndexError):
     """A row index of a scatter or lookup is outside the variable."""
 
+    code = "SV-103"
+
 
 class UsageError(SyncvarError, RuntimeError):
     """A valid call at the wrong time or in the wrong context. Nothing changed."""
 
+    code = "SV-104"
+
 
 class NoAggregation(UsageError, ValueError):
     """A write needs to combine the replicas of a variable that has aggregation NONE."""
+
+    code = "SV-105"
 
 
 class MismatchError(SyncvarError):
@@ -54,17 +135,26 @@ class MismatchError(SyncvarError):
         is_deadlock: Whether each rank of the table waits for the next one.
     """
 
+    code = "SV-201"
+
     def __init__(
         self, message: str, table: Mapping[int, str] | None = None, *, is_deadlock: bool = False
     ) -> None:
         self.table: dict[int, str] = dict(table or {})
         self.is_deadlock = is_deadlock
+        if is_deadlock:
+            self.code = "SV-202"
         rows = "".join(f"\n  rank {rank}: {call}" for rank, call in sorted(self.table.items()))
         super().__init__(message + rows)
 
 
 class TransportError(SyncvarError):
     """A link failed. Every group of this version of the membership is broken."""
+
+    code = "SV-311"
+
+
+_CODES_OF_LOSSES = {"raised": "SV-301", "interrupted": "SV-301", "memory": "SV-303"}
 
 
 class PeerLost(TransportError):
@@ -76,7 +166,11 @@ class PeerLost(TransportError):
         reason: Reason, for instance "signal 9".
         detail: Where this process noticed it; may be empty.
         status: Exit code of the process, or minus the signal that killed it; None if unknown.
+        kind: "raised" or "interrupted" if an exception ended it, "memory" if it ran out of memory,
+            otherwise "lost".
     """
+
+    code = "SV-304"
 
     def __init__(
         self,
@@ -86,15 +180,34 @@ class PeerLost(TransportError):
         detail: str = "",
         *,
         status: int | None = None,
+        kind: str = "lost",
     ) -> None:
+        self.code = loss_code(rank, status, kind)
         self.rank = rank
         self.host = host
         self.reason = reason
         self.detail = detail
         self.status = status
+        self.kind = kind
         text = f"{process_name(rank)}{f' on {host}' if host else ''} was lost"
         text += f": {reason}" if reason else ""
         super().__init__(text + (f" ({detail})" if detail else ""))
+
+
+def loss_code(rank: int, status: int | None, kind: str = "lost") -> str:
+    """Return the code of a lost process, from the fields of `PeerLost`.
+
+    Example:
+        >>> [loss_code(1, -9), loss_code(1, -9, "memory"), loss_code(1, 3), loss_code(1, None)]
+        ['SV-302', 'SV-303', 'SV-305', 'SV-304']
+    """
+    if is_server(rank):
+        return "SV-306"
+    if kind in _CODES_OF_LOSSES:
+        return _CODES_OF_LOSSES[kind]
+    if status is None:
+        return PeerLost.code
+    return "SV-302" if status < 0 else "SV-305"
 
 
 class DeadlineExceeded(TransportError, TimeoutError):
@@ -106,6 +219,8 @@ class DeadlineExceeded(TransportError, TimeoutError):
         timeout_s: Time limit, in seconds.
     """
 
+    code = "SV-307"
+
     def __init__(self, message: str, missing: Sequence[int] = (), timeout_s: float = 0.0) -> None:
         self.missing = tuple(missing)
         self.timeout_s = timeout_s
@@ -115,9 +230,13 @@ class DeadlineExceeded(TransportError, TimeoutError):
 class SharedMemoryUnavailable(TransportError):
     """The processes of this host cannot share memory. Their data goes through sockets instead."""
 
+    code = "SV-310"
+
 
 class HandshakeError(TransportError):
     """Two processes cannot communicate: they differ in version, byte order or job."""
+
+    code = "SV-309"
 
 
 class GroupBroken(TransportError):
@@ -128,6 +247,8 @@ class GroupBroken(TransportError):
         cause: First failure of the group, also in `__cause__`.
     """
 
+    code = "SV-308"
+
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         self.cause = cause
         super().__init__(message)
@@ -137,9 +258,13 @@ class GroupBroken(TransportError):
 class CheckpointError(SyncvarError):
     """A checkpoint cannot be written, or does not match the objects to restore."""
 
+    code = "SV-401"
+
 
 class NotFound(CheckpointError, FileNotFoundError):
     """There is no checkpoint at this path."""
+
+    code = "SV-402"
 
 
 class Corrupt(CheckpointError):
@@ -151,6 +276,8 @@ class Corrupt(CheckpointError):
         actual: Actual content.
         detail: Where it was noticed; may be empty.
     """
+
+    code = "SV-403"
 
     def __init__(self, key: str, expected: str = "", actual: str = "", detail: str = "") -> None:
         self.key = key
@@ -172,6 +299,8 @@ class RendezvousError(SyncvarError):
         missing: Ranks that did not join.
     """
 
+    code = "SV-501"
+
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         self.missing = tuple(missing)
         super().__init__(message)
@@ -180,9 +309,13 @@ class RendezvousError(SyncvarError):
 class LaunchError(SyncvarError):
     """A job could not be started, or one of its workers failed."""
 
+    code = "SV-502"
+
 
 class HostUnreachable(LaunchError):
     """A host of the job cannot be reached."""
+
+    code = "SV-503"
 
 
 class RankFailed(LaunchError):
@@ -199,22 +332,33 @@ class RankFailed(LaunchError):
         last_lines: Its traceback, or the last lines of its output.
     """
 
+    code = "SV-504"
+
     def __init__(self, rank: int, host: str, exit_code: int, last_lines: str) -> None:
         self.rank = rank
         self.host = host
         self.exit_code = exit_code
         self.last_lines = last_lines
         failed = f"rank {rank} on {host}" if rank >= 0 else "the job"
-        super().__init__(f"{failed} failed with exit code {exit_code}\n{last_lines}")
+        super().__init__(f"{failed} failed with exit code {exit_code}\n{last_lines.rstrip()}")
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n[{self.code}]"  # a traceback is evidence, so it keeps its code
 
 
 class InternalError(SyncvarError):
     """A bug in syncvar itself; please report it with this text."""
 
+    code = "SV-901"
+
 
 class PlanError(InternalError):
     """A schedule breaks its contract."""
 
+    code = "SV-902"
+
 
 class WireError(TransportError):
     """Received bytes are not a valid frame or message."""
+
+    code = "SV-312"
