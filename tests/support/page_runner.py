@@ -53,6 +53,7 @@ _VARYING = [
     (r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "HEX"),
     (r"(\bpid[s]?[ =]|process )\d+", r"\1NUMBER"),
     (r":\d{4,5}\b", ":PORT"),
+    (r"(ranks? [\d, -]+) on [\w.-]+", r"\1 on HOST"),
     (r"(seconds[=: ]+)[\d.]+", r"\1NUMBER"),
     (r"\b\d+(\.\d+)?(e-?\d+)?( ?)(s|ms|us|µs|ns|B|kB|KiB|MiB|GiB|MB|GB|%)(?!\w)", r"NUMBER \4"),
     (r"\s+", " "),
@@ -65,6 +66,7 @@ class Command(NamedTuple):
     line: str
     output: list[str]  # the lines that the page shows; none: anything
     may_fail: bool
+    needs: str = ""  # a key of NEEDS
 
 
 class Page(NamedTuple):
@@ -72,7 +74,11 @@ class Page(NamedTuple):
 
     files: dict[int, tuple[str, str]]  # by the number of the command before which it is written
     commands: list[Command]
-    needs: set[str]
+
+    @property
+    def needs(self):
+        """What this machine may lack."""
+        return {command.needs for command in self.commands} - {""}
 
 
 def blocks(text):
@@ -86,7 +92,7 @@ def blocks(text):
 
 def read_page(text):
     """Return the files and commands of a page, in its order."""
-    page = Page({}, [], set())
+    page = Page({}, [])
     files = []
     for words, body in blocks(text):
         options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -95,10 +101,9 @@ def read_page(text):
             continue
         if not words or words[0] not in ("console", "run"):
             continue
-        page.needs.update({options["needs"]} if "needs" in options else set())
         if not body.startswith("$ "):
             continue  # a list of commands, not run
-        found = _commands(body)
+        found = [one._replace(needs=options.get("needs", "")) for one in _commands(body)]
         if words[0] == "console" and "fails" in words:
             found[-1] = found[-1]._replace(may_fail=True)
         for name, content in files:
@@ -123,12 +128,18 @@ def _commands(body):
     return found
 
 
-def run_page(page, folder):
-    """Run the commands of a page in one shell; return a sentence for each difference."""
+def run_page(page, folder, met=()):
+    """Run the commands of a page in one shell; return a sentence for each difference.
+
+    Commands that need something that is not in `met` are left out.
+    """
+    left_out = {at for at, one in enumerate(page.commands) if one.needs not in {"", *met}}
     script = ["exec </dev/null"]
     notes = Path(folder, ".notes")
     notes.mkdir()
     for number, command in enumerate(page.commands):
+        if number in left_out:
+            continue
         if number in page.files:
             content = notes / f"{number}.file"
             content.write_text(page.files[number][1])
@@ -152,7 +163,7 @@ def run_page(page, folder):
     return [
         text
         for number, command in enumerate(page.commands)
-        if number not in page.files
+        if number not in page.files and number not in left_out
         for text in _differences(command, notes / str(number))
     ]
 

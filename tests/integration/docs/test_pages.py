@@ -11,21 +11,17 @@ TENSORS = {"torch", "jax"}
 
 
 def cases():
-    """Return the pages with commands that run here, each with the marks that its needs ask for."""
+    """Return the pages with commands, and what these may need, with the mark that this asks for."""
     for name, page in RUN.items():
-        if not page.commands:
-            continue
-        marks = [pytest.mark.slow]
-        if page.needs <= TENSORS and page.needs:
-            marks = [pytest.mark.tensors]
-        elif page.needs:
-            continue  # test_documents.py checks that the commands are understood
-        yield pytest.param(page, id=name, marks=marks)
+        if any(not one.needs for one in page.commands):
+            yield pytest.param(page, (), id=name, marks=pytest.mark.slow)
+        if page.needs & TENSORS:
+            yield pytest.param(page, TENSORS, id=f"{name}-tensors", marks=pytest.mark.tensors)
 
 
-@pytest.mark.parametrize("page", list(cases()))
-def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path):
-    found = run_page(page, tmp_path)
+@pytest.mark.parametrize(("page", "met"), list(cases()))
+def test_the_commands_of_a_page_print_what_it_shows(page, met, tmp_path):
+    found = run_page(page, tmp_path, met)
     assert not found, "\n\n".join(found)
 
 
