@@ -196,7 +196,8 @@ def commands(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
-    for name in ("train.py", "program"):
+    shown = re.findall(r"^```.* file=([\w.-]+)$", page.read_text(), re.MULTILINE)
+    for name in ("train.py", "program", *shown):
         (tmp_path / name).write_text("")
     (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
     for line in commands(page.read_text()):
