@@ -37,8 +37,9 @@ _COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw"
 def error_sections() -> dict[str, str]:
     """Return the section of each error code, in Markdown."""
     text = Path(__file__).with_name("errors.md").read_text(encoding="utf-8")
-    parts = re.split(r"^(?=### SV-)", text, flags=re.MULTILINE)
-    return {part[len("### ") :][: len("SV-000")]: part for part in parts[1:]}
+    parts = re.split(r"^(?=###? )", text, flags=re.MULTILINE)  # of a code, or of a family
+    sections = [part for part in parts if part.startswith("### SV-")]
+    return {part[len("### ") :][: len("SV-000")]: part for part in sections}
 
 
 def is_error_code(word: str) -> bool:

@@ -6,7 +6,8 @@
 * `InternalError`: a bug in syncvar.
 
 Every field is an attribute. The message contains the fields, and ends with the error's `code`.
-A code never changes its meaning; `syncvar explain CODE` says what happened and what to do.
+A code never changes its meaning; `syncvar explain CODE` says what happened and what to do. A new
+code needs a section in `cli/errors.md`, with a program that raises it.
 """
 
 from __future__ import annotations

@@ -102,6 +102,9 @@ def test_explain_prints_a_section(word, capsys):
     assert text.startswith("SV-402: NotFound, there is no checkpoint\n\nWhat happened. ")
     assert "\nsv402.py:\n    import syncvar as sv\n" in text
     assert "```" not in text
+    assert "Corrupt" not in text, "the next section"
+    main(["explain", "105"])
+    assert "Ranks disagree" not in capsys.readouterr().out, "the next family"
 
 
 def test_explain_of_an_unknown_code_lists_near_ones(capsys):
