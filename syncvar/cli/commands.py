@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import signal
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import syncvar
+from syncvar import _native
 from syncvar.cli import (
     bench,
     bench_options,
@@ -39,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="syncvar",
         description="Look at plans, settings and running jobs. Jobs are started by syncvar-launch.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the version has two lines
     )
-    parser.add_argument("--version", action="version", version=f"syncvar {syncvar.__version__}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_options(
         commands.add_parser(
@@ -79,6 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _version() -> str:
+    missing = _native.missing_reason()
+    return (
+        f"syncvar {syncvar.__version__}, Python {platform.python_version()}, "
+        f"NumPy {np.__version__}\nC extension: {f'no: {missing}' if missing else 'yes'}\n"
+    )
+
+
 def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
     texts: dict[str, Callable[[], str]] = {
         "plan": lambda: plan.text(chosen, RuntimeConfig.from_mapping(os.environ)),
@@ -112,12 +125,15 @@ def _coming_from(library: str | None) -> str:
 def _settings() -> str:
     lines = []
     for item in RuntimeConfig.runtime_settings():
-        unit = f" {item.unit}" if item.unit else ""
-        lines.append(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}\n")
+        unit = f" {item.unit}" if item.default != "" and item.unit else ""
+        default = f"{item.default}{unit}" if item.default != "" else f"({item.unit})"
+        others = ", ".join(one for one in item.choices if one != item.default)
+        default += f" (or {others})" if others else ""
+        lines.append(f"SYNCVAR_{item.name.upper()} = {default}: {item.text}\n")
     return "".join(lines) + (
-        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts "
-        "that another launcher has started\n"
-        "SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY\n"
-        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a "
-        "scheduler has started; your home without it\n"
+        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): secret of a job on several hosts, if "
+        "a scheduler and not syncvar-launch starts it\n"
+        "SYNCVAR_KEY_FILE = (path): file that holds this secret, with mode 0600\n"
+        "SYNCVAR_RENDEZVOUS_DIR = (path): folder on all hosts, through which ranks find each other "
+        "that a scheduler starts; without it, your home folder\n"
     )

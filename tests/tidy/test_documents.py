@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 
-import house
 import import_graph
 import pytest
 
@@ -15,6 +14,7 @@ from syncvar.core import errors
 from syncvar.core.environment import PREFIX
 from syncvar_launcher.options.option_table import ASIDE, LAUNCH_PREFIX, OPTIONS, WORKERS
 from syncvar_launcher.options.parse_options import parse
+from tests.support.page_runner import read_page
 from tests.support.paths import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
@@ -23,11 +23,11 @@ MOST_OF_THE_README = 8 * 1024
 GENERATED = {
     "rules": ("docs/reference/variable-rules.md", ["rules"]),
     "collectives": ("docs/reference/collectives.md", ["collectives"]),
-    "coming-from": ("docs/migration/index.md", ["coming-from"]),
     "settings": ("docs/reference/settings.md", ["settings"]),
     "coming-from words": ("docs/migration/index.md", ["coming-from", "words"]),
     **{
-        f"coming-from {one}": ("docs/migration/index.md", ["coming-from", one]) for one in LIBRARIES
+        f"coming-from {one}": (f"docs/migration/{one.replace('.', '-')}.md", ["coming-from", one])
+        for one in LIBRARIES
     },
 }
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -44,9 +44,7 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     assert main(command) == 0
     printed = capsys.readouterr().out
     if name == "settings":
-        printed = f"```text\n{printed}```\n"
-    if command[-1] in LIBRARIES:  # the rows of one library are those of the table of all
-        printed = printed[printed.index("What is different") :]
+        printed = settings_table(printed)
     path = REPOSITORY / page
     text = path.read_text()
     assert marked.search(text), f"{page} has no place for the output of `syncvar {name}`"
@@ -58,15 +56,11 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     )
 
 
-def test_the_picture_of_the_rooms_is_that_of_the_imports():
-    path = REPOSITORY / "docs" / "internals.md"
-    marked = re.compile(r"(<!-- rooms: [^>]*-->\n)(.*?)(<!-- end of rooms -->)", re.DOTALL)
-    text, picture = path.read_text(), import_graph.picture(house.Sources())
-    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        path.write_text(text := marked.sub(lambda found: found[1] + picture + found[3], text))
-    assert marked.search(text)[2] == picture, (
-        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
-    )
+def settings_table(printed):
+    """Return the output of `syncvar settings` as a table of Markdown."""
+    rows = [re.fullmatch(r"(\w+) = (.*?): (.*)", line).groups() for line in printed.splitlines()]
+    lines = [f"| `{name}` | {default} | {text} |\n" for name, default, text in rows]
+    return "| variable | default | meaning |\n|---|---|---|\n" + "".join(lines)
 
 
 def options_text():
@@ -196,19 +190,25 @@ def commands(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
-    shown = re.findall(r"^```.* file=([\w.-]+)$", page.read_text(), re.MULTILINE)
-    for name in ("train.py", "program", *shown):
+    files = re.findall(r"^```\w+ file=(\S+)", page.read_text(), re.MULTILINE)
+    for name in ("train.py", "program", *files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
+    for name, text in read_page(page.read_text()).files.values():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     for line in commands(page.read_text()):
         for command in line.split("#")[0].split("&&"):
             words = shlex.split(command.replace("…", "x").lstrip("$ "))
+            environ = {}
             while words and re.fullmatch(r"\w+=.*", words[0]):
-                del words[0]
+                name, _, value = words.pop(0).partition("=")
+                environ[name] = value
             if not words:
                 continue
             if words[0].rpartition("/")[2] == "syncvar-launch":
-                assert parse(words[1:], {}, tmp_path)
+                assert parse(words[1:], environ, tmp_path)
             elif words[0] == "syncvar":
                 with pytest.raises(SystemExit) as ended:
                     main([words[1], "--help"])
