@@ -318,7 +318,7 @@ class DistributedIterator(MigrationHintsMixin):
             state: Result of `state_dict`, also under another number of replicas.
 
         Raises:
-            ConfigError: `state` is none, or that of another dataset. Nothing has changed.
+            ConfigError: `state` is wrong, or belongs to another dataset. Nothing has changed.
         """
         epoch, position = read_state(state, {"input": self._feed.kind, "seed": self._feed.seed})
         self._close_elements()
