@@ -1,5 +1,7 @@
 """Build the documentation site: `sphinx-build -W --keep-going -b html docs build/site`."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import syncvar
@@ -29,6 +31,11 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+# The kernel of a notebook reads no settings of yours, and logs errors only.
+os.environ["IPYTHONDIR"] = tempfile.mkdtemp(prefix="ipython-")
+_profile = Path(os.environ["IPYTHONDIR"], "profile_default")
+_profile.mkdir()
+(_profile / "ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 40\n")
 highlight_language = "text"
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import signal
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import syncvar
+from syncvar import _native
 from syncvar.cli import (
     bench,
     bench_options,
@@ -39,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="syncvar",
         description="Look at plans, settings and running jobs. Jobs are started by syncvar-launch.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the version has two lines
     )
-    parser.add_argument("--version", action="version", version=f"syncvar {syncvar.__version__}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_options(
         commands.add_parser(
@@ -77,6 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
+
+
+def _version() -> str:
+    missing = _native.missing_reason()
+    return (
+        f"syncvar {syncvar.__version__}, Python {platform.python_version()}, "
+        f"NumPy {np.__version__}\nC extension: {f'no: {missing}' if missing else 'yes'}\n"
+    )
 
 
 def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:

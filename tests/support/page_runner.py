@@ -48,10 +48,10 @@ _BLOCK = re.compile(
 _VARYING = [
     (r"\x1b\[[0-9;]*m", ""),
     (r"(/[\w.+-]+){2,}", "PATH"),
-    (r"\b\d\d:\d\d:\d\d(\.\d+)?\b", "TIME"),
+    (r"\b(\d{4}-\d\d-\d\dT)?\d\d:\d\d:\d\d(\.\d+)?\b", "TIME"),
     (r"\b\d{4}-\d\d-\d\d\b", "DATE"),
     (r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "HEX"),
-    (r"(\bpid[s]?[ =]|process )\d+", r"\1NUMBER"),
+    (r"(\bpids?[ =]|\bprocess |\blauncher )\d+", r"\1NUMBER"),
     (r":\d{4,5}\b", ":PORT"),
     (r"(ranks? [\d, -]+) on [\w.-]+", r"\1 on HOST"),
     (r"(seconds[=: ]+)[\d.]+", r"\1NUMBER"),
@@ -151,7 +151,7 @@ def run_page(page, folder, met=()):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")}
     environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
     environ |= {"HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "100"}
-    for name in ("XDG_STATE_HOME", "PYTEST_ADDOPTS"):
+    for name in ("XDG_STATE_HOME", "PYTEST_ADDOPTS", "PYTHONUNBUFFERED"):
         environ.pop(name, None)
     subprocess.run(
         ["bash", "-c", "\n".join(script)],

@@ -14,6 +14,7 @@ from syncvar.cli.migration_table import LIBRARIES
 from syncvar.core.environment import PREFIX
 from syncvar_launcher.options.option_table import ASIDE, LAUNCH_PREFIX, OPTIONS, WORKERS
 from syncvar_launcher.options.parse_options import parse
+from tests.support.page_runner import read_page
 from tests.support.paths import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
@@ -158,15 +159,20 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
     for name in ("train.py", "program"):
         (tmp_path / name).write_text("")
     (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
+    for name, text in read_page(page.read_text()).files.values():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     for line in commands(page.read_text()):
         for command in line.split("#")[0].split("&&"):
             words = shlex.split(command.replace("…", "x").lstrip("$ "))
+            environ = {}
             while words and re.fullmatch(r"\w+=.*", words[0]):
-                del words[0]
+                name, _, value = words.pop(0).partition("=")
+                environ[name] = value
             if not words:
                 continue
             if words[0].rpartition("/")[2] == "syncvar-launch":
-                assert parse(words[1:], {}, tmp_path)
+                assert parse(words[1:], environ, tmp_path)
             elif words[0] == "syncvar":
                 with pytest.raises(SystemExit) as ended:
                     main([words[1], "--help"])
