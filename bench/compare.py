@@ -1,14 +1,16 @@
-"""syncvar beside its peers, on one host, in turns.
+"""Measure syncvar beside its peers. Libraries take turns.
 
-python bench/compare.py --setup                    once: the peers' virtual environments (see
-bench/README.md) python bench/compare.py --workers 2,4 --json FILE  the all-reduce python
-bench/compare.py --collective broadcast,all_gather --dtype float64    other collectives, another
-dtype python bench/compare.py --parts launch,import      other parts alone; see --parts python
-bench/compare.py --all --json FILE          every part, all collectives, every bound python
-bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root): beside
-gloo and mpirun python bench/compare.py --slow-peer                CPU time of a wait for a worker
-that comes 10 s late python bench/compare.py --busy-thread              slowdown beside a busy
-Python thread in each worker
+python bench/compare.py --setup                    once: the peers' virtual environments
+python bench/compare.py --workers 2,4 --json FILE  the all-reduce
+python bench/compare.py --collective broadcast,all_gather --dtype float64
+                                                   other collectives, another dtype
+python bench/compare.py --parts launch,import      other parts alone; see --parts
+python bench/compare.py --all --json FILE          every part, all collectives, every bound
+python bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root)
+python bench/compare.py --slow-peer                CPU time of a wait for a late worker
+python bench/compare.py --busy-thread              slowdown beside a busy Python thread
+
+bench/README.md describes the parts.
 """
 
 from __future__ import annotations
@@ -272,7 +274,7 @@ def _arguments() -> argparse.Namespace:
     add("--timeout", type=float, default=300.0, help="longest time of one turn in seconds [300]")
     add("--json", metavar="FILE", help="write everything that was measured")
     add("--png", metavar="FILE", help="draw time and ratio against size")
-    add("--markdown", metavar="FILE", help="write the tables as they stand in docs/benchmarks.md")
+    add("--markdown", metavar="FILE", help="write the tables as they stand in bench/results")
     add("--strict", action="store_true", help="end with 1 when a bound is missed")
     chosen = parser.parse_args()
     if chosen.all:

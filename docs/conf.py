@@ -1,8 +1,15 @@
 """Build the documentation site: `sphinx-build -W --keep-going -b html docs build/site`."""
 
 import os
+import re
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.util import inspect
+from sphinx.util.inspect import stringify_signature
 
 import syncvar
 
@@ -23,7 +30,6 @@ extensions = [
 root_doc = "index"
 exclude_patterns = ["_build", "pictures/*.py"]
 nitpicky = False
-suppress_warnings = ["misc.highlighting_failure"]  # until the picture of the rooms is an SVG
 
 # The pages are Markdown that also reads well in the repository.
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -46,14 +52,12 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 90
+smartquotes = False  # an option is --workers, a string is "sum"
 autosummary_generate = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_custom_sections = [
-    ("Cost", "notes_style"),
-    ("Order", "notes_style"),
-    ("Source", "notes_style"),
-]
+napoleon_use_ivar = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = "syncvar"
@@ -69,3 +73,75 @@ html_theme_options = {
     "header_links_before_dropdown": 6,
     "show_nav_level": 1,
 }
+
+
+_HEADER = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Cost|Order|Source|Example)s?:$")
+_ONE_LINE = re.compile(r"^(Cost|Order|Source): (.+)$")
+_PRIVATE = re.compile(r"= (_[A-Z_]+)")
+_OF_SV = re.compile(r"(?<!`)`sv\.([A-Za-z_][\w.]*)(\([^`]*\))?`(?!`)")
+# The program gets these from functions, or uses their members: it never calls the class.
+MADE_ELSEWHERE = {
+    *("Dataset", "DatasetIterator", "DistributedDataset", "DistributedIterator", "Engine"),
+    *("Group", "Mesh"),
+    *("PendingSave", "ReduceOp", "RemoteValue", "ReplicaContext", "ShardedVariable"),
+    *("VariableAggregation", "VariableSynchronization", "Work"),
+}
+
+
+def lay_out_docstring(
+    _app: Sphinx, _what: str, _name: str, _value: object, _options: object, lines: list[str]
+) -> None:
+    """Turn what our docstrings allow and napoleon does not know into reStructuredText."""
+    found, in_section = [], False
+    for index, line in enumerate(lines):
+        text = _OF_SV.sub(r"`sv.\1\2 <syncvar.\1>`", line)
+        section = _ONE_LINE.match(text)
+        if section:
+            text = f":{section[1]}: {section[2][0].upper()}{section[2][1:]}"
+        elif text in ("Returns:", "Yields:"):
+            text = f":{text.lower()}"
+        if section or _HEADER.match(line):
+            in_section = True
+        elif line and not line.startswith(" "):
+            in_section = False
+        if not in_section and line.startswith("    ") and not lines[index - 1]:
+            found += ["::", ""]  # a program between two paragraphs
+        found.append(text)
+    lines[:] = found
+
+
+def shorten_signature(  # noqa: PLR0913  (Sphinx passes these)
+    _app: Sphinx,
+    what: str,
+    name: str,
+    value: Any,
+    _options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Hide what is no argument: constructors of other modules, and the catch-all of hints."""
+    short = name.rpartition(".")[2]
+    if what == "class" and short in MADE_ELSEWHERE:
+        return "", None
+    if what == "class" and short == "Variable":
+        signature = stringify_signature(inspect.signature(value.__init__, bound_method=True))
+        signature, returns = signature.removesuffix(" -> None"), None
+    if signature:
+        signature = re.sub(r"(, )?\*\*_foreign: [^,)]*", "", signature)
+        constants = vars(sys.modules[value.__module__]) if hasattr(value, "__module__") else {}
+        signature = _PRIVATE.sub(lambda found: f"= {constants[found[1]]!r}", signature)
+    return signature, returns
+
+
+def leave_out_internals(
+    _app: Sphinx, _what: str, _name: str, value: object, _skip: object, _options: object
+) -> bool | None:
+    """Leave out the public members of which the docstring says that they are not for users."""
+    return "for this package only" in (inspect.getdoc(value) or "").lower() or None
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions above with autodoc."""
+    app.connect("autodoc-process-docstring", lay_out_docstring, priority=100)
+    app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("autodoc-skip-member", leave_out_internals)

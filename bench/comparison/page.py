@@ -1,4 +1,4 @@
-"""The tables of a run in Markdown, as they stand in docs/benchmarks.md."""
+"""The tables of a run in Markdown, as they stand in bench/results."""
 
 from __future__ import annotations
 

@@ -88,6 +88,13 @@ def shutdown() -> None:
 
     Raises:
         SyncvarError: An asynchronous call that was not waited for had failed.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.init()
+        >>> sv.shutdown()
+        >>> sv.is_initialized()
+        False
     """
     with _state.lock:
         context = joined()
@@ -99,7 +106,14 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined and not left."""
+    """Return whether this process has joined and not left.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.init()
+        >>> sv.is_initialized()
+        True
+    """
     return joined() is not None
 
 
@@ -126,22 +140,46 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its host."""
+    """Return this process's rank among those of its host.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.local_rank()
+        0
+    """
     return current().local_rank
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this host."""
+    """Return the number of ranks on this host.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.local_world_size()
+        1
+    """
     return current().local_world_size
 
 
 def host_index() -> int:
-    """Return the index of this host, 0 for the first."""
+    """Return the index of this host, 0 for the first.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.host_index()
+        0
+    """
     return current().host_index
 
 
 def host_count() -> int:
-    """Return the number of hosts."""
+    """Return the number of hosts.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.host_count()
+        1
+    """
     return current().host_count
 
 

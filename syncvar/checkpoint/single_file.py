@@ -150,6 +150,13 @@ def load(path: Any) -> Any:
 
     Cost: Every byte is read once, and once more for the digest. Nothing is sent, and no data from
         the file is executed.
+
+    Example:
+        >>> import os, tempfile, syncvar as sv
+        >>> path = os.path.join(tempfile.mkdtemp(), "step.safetensors")
+        >>> _ = sv.save(path, {"step": 7, "w": [1.0, 2.0]})
+        >>> sv.load(path)["step"]
+        7
     """
     where = checked_path(path, "sv.load('model.safetensors')")
     if os.path.isdir(where):

@@ -200,6 +200,7 @@ class Collective:
     functions: tuple[str, ...]  # functions of `syncvar`
     gives: str  # input of a rank, in words
     gets: str  # output of a rank, in words
+    cost: str  # what it costs, in words; the docstring has the details
     plans: tuple[str, ...]  # keys of `ALGORITHMS` whose schedules it runs
     bus: str = ""  # key of `BUS_FACTORS`; "" if no bytes move, or an unknown number
     # Relation of a rank's array to the rated size S. "vector": S; "cut": S, cut into n pieces;
@@ -274,12 +275,14 @@ _ALL = (
     Collective(
         name="all_reduce", functions=("all_reduce",), plans=("all_reduce",),
         gives="an array", gets="the combination of all ranks' arrays",
+        cost="one or two rounds; over links 2(n-1) rounds, 2(n-1)/n of the array sent",
         bus="2(n-1)/n", layout="vector", has_op=True, wanted=_everybody, in_place=True,
     ),
     Collective(
         name="all_reduce_shards", functions=("all_reduce_shards",),
         plans=("all_to_all", "all_gather"),
         gives="arrays by id, any of the ids 0 to m-1", gets="the combination of the m arrays",
+        cost="an exchange of ids, then two rounds: partial sums, results",
         bus="2(n-1)/n", layout="vector", has_op=True, ops=("sum", "mean"), wanted=_everybody,
         run=lambda case, x, **options: sv.all_reduce_shards(
             {case.size - 1 - case.rank: x}, case.op, **options
@@ -288,17 +291,20 @@ _ALL = (
     Collective(
         name="reduce", functions=("reduce",), plans=("reduce",),
         gives="an array", gets="root: the combination of all ranks' arrays; others: None",
+        cost="one round; over links ceil(log2 n) rounds of the array",
         bus="1", layout="vector", has_op=True, has_root=True, wanted=_at_root, in_place=True,
     ),
     Collective(
         name="reduce_scatter", functions=("reduce_scatter",), plans=("reduce_scatter",),
         gives="an array", gets="rank r: piece r of the combination, cut along axis 0",
+        cost="one round; over links n-1 rounds, (n-1)/n of the array sent",
         bus="(n-1)/n", layout="cut", has_op=True,
         wanted=lambda case: cut(_everybody(case), case.size)[case.rank],
     ),
     Collective(
         name="scan", functions=("scan",), plans=("scan",),
         gives="an array", gets="rank r: the combination of ranks 0 to r",
+        cost="one round; over links ceil(log2 n) rounds of the array",
         bus="1", layout="vector", has_op=True,
         wanted=lambda case: combined(case, range(case.rank + 1)), in_place=True,
     ),
@@ -306,11 +312,13 @@ _ALL = (
         name="exscan", functions=("exscan",), plans=("exscan",),
         gives="an array",
         gets="rank r: the combination of ranks 0 to r-1; rank 0: the op's identity",
+        cost="as `scan`",
         bus="1", layout="vector", has_op=True, wanted=_exclusive, in_place=True,
     ),
     Collective(
         name="broadcast", functions=("broadcast",), plans=("broadcast",),
         gives="root: an array; others: None, or one of that shape", gets="the root's array",
+        cost="one direct copy; over links ceil(log2 n) rounds of the array",
         bus="1", layout="vector", has_root=True, from_root=True,
         wanted=lambda case: part(case, case.root),
         in_place=True,
@@ -318,18 +326,21 @@ _ALL = (
     Collective(
         name="all_gather", functions=("all_gather",), plans=("all_gather",),
         gives="an array; lengths may differ", gets="all ranks' arrays, joined in rank order",
+        cost="one direct copy of each block; over links n-1 rounds, (n-1)/n of the result sent",
         bus="(n-1)/n", layout="blocks", wanted=_joined,
     ),
     Collective(
         name="gather", functions=("gather",), plans=("gather",),
         gives="an array; lengths may differ",
         gets="root: all ranks' arrays, joined in rank order; others: None",
+        cost="one direct copy of each block; over links each block once to the root",
         bus="(n-1)/n", layout="blocks", has_root=True,
         wanted=lambda case: _joined(case) if case.rank == case.root else None,
     ),
     Collective(
         name="scatter", functions=("scatter",), plans=("scatter",),
         gives="root: n arrays, or one to be cut along axis 0; others: None", gets="rank r: array r",
+        cost="one direct copy of each part; over links each part once from the root",
         bus="(n-1)/n", layout="cut", has_root=True, from_root=True,
         wanted=lambda case: cut(part(case, case.root), case.size)[case.rank],
     ),
@@ -337,6 +348,7 @@ _ALL = (
         name="all_to_all", functions=("all_to_all",), plans=("all_to_all",),
         gives="n arrays, or one to be cut along axis 0",
         gets="rank r: array r of each rank, a list",
+        cost="one direct copy of each part; over links n-1 rounds, each part once",
         bus="(n-1)/n", layout="cut",
         wanted=lambda case: [
             cut(part(case, rank), case.size)[case.rank] for rank in range(case.size)
@@ -347,29 +359,35 @@ _ALL = (
         plans=(),
         gives="send: an array for one rank; send_object: plain data",
         gets="recv: the array of one rank; recv_object: its object",
+        cost="one copy into shared memory and one out; over links two frames",
         bus="1", layout="vector",
         wanted=lambda case: part(case, (case.rank - 1) % case.size), run=_ring,
     ),
     Collective(
         name="barrier", functions=("barrier",), plans=("barrier",),
         gives="nothing", gets="None, after all ranks have entered",
+        cost="a look at each rank's word; over links ceil(log2 n) rounds of empty frames",
         run=lambda _case, _x, **options: sv.barrier(**options),
     ),
     Collective(
         name="all_gather_object", functions=("all_gather_object",), plans=("all_gather",),
         gives="plain data", gets="all ranks' objects, a list",
+        cost="one round for small objects, otherwise n-1 more",
     ),
     Collective(
         name="broadcast_object", functions=("broadcast_object",), plans=("broadcast",),
         gives="root: plain data", gets="the root's object", has_root=True, from_root=True,
+        cost="one round for small objects, otherwise ceil(log2 n) more",
     ),
     Collective(
         name="gather_object", functions=("gather_object",), plans=("gather",),
         gives="plain data", gets="root: all ranks' objects, a list; others: None", has_root=True,
+        cost="one round for small objects, otherwise each object once to the root",
     ),
     Collective(
         name="scatter_object", functions=("scatter_object",), plans=("scatter",),
         gives="root: a list of n objects", gets="rank r: object r", has_root=True, from_root=True,
+        cost="one round for small objects, otherwise each object once from the root",
     ),
 )  # fmt: skip
 

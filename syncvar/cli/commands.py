@@ -125,12 +125,15 @@ def _coming_from(library: str | None) -> str:
 def _settings() -> str:
     lines = []
     for item in RuntimeConfig.runtime_settings():
-        unit = f" {item.unit}" if item.unit else ""
-        lines.append(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}\n")
+        unit = f" {item.unit}" if item.default != "" and item.unit else ""
+        default = f"{item.default}{unit}" if item.default != "" else f"({item.unit})"
+        others = ", ".join(one for one in item.choices if one != item.default)
+        default += f" (or {others})" if others else ""
+        lines.append(f"SYNCVAR_{item.name.upper()} = {default}: {item.text}\n")
     return "".join(lines) + (
-        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts "
-        "that another launcher has started\n"
-        "SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY\n"
-        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a "
-        "scheduler has started; your home without it\n"
+        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): secret of a job on several hosts, if "
+        "a scheduler and not syncvar-launch starts it\n"
+        "SYNCVAR_KEY_FILE = (path): file that holds this secret, with mode 0600\n"
+        "SYNCVAR_RENDEZVOUS_DIR = (path): folder on all hosts, through which ranks find each other "
+        "that a scheduler starts; without it, your home folder\n"
     )

@@ -51,7 +51,8 @@ def merge_records(records: Sequence[FlightRecord]) -> dict[str, Any]:
         for event in record.events:
             events += _drawn(record, event, pid, rows[event], zero)
     for generation in sorted({record.generation for record in records}):
-        events += _arrows([record for record in records if record.generation == generation], zero)
+        some = [record for record in records if record.generation == generation]
+        events += _arrows(some, zero, len(events))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -142,8 +143,11 @@ def _drawn(
     return [at | {"ph": "X", "cat": "operation", "dur": lasted / 1000, "args": arguments}]
 
 
-def _arrows(records: Sequence[FlightRecord], zero: int) -> list[dict[str, Any]]:
-    """Return the waits and the arrows of the calls of one attempt."""
+def _arrows(records: Sequence[FlightRecord], zero: int, first: int) -> list[dict[str, Any]]:
+    """Return the waits and the arrows of the calls of one attempt.
+
+    The numbers of the arrows begin with `first`. Perfetto takes no other names for them.
+    """
     by_rank = {record.rank: record for record in records}
     rows = {record.rank: _rows(record, {})[0] for record in records}
     drawn: list[dict[str, Any]] = []
@@ -162,8 +166,7 @@ def _arrows(records: Sequence[FlightRecord], zero: int) -> list[dict[str, Any]]:
                 about = {"args": {"for_rank": last, "call": number_of(records, group, call)}}
                 wait = {"ph": "X", "cat": "wait", "name": f"wait for rank {last}"}
                 drawn.append(point | wait | about | {"dur": (entered - event.began_ns) / 1000})
-                ident = f"{by_rank[rank].generation}.{group}.{call}.{rank}"
-                arrow = {"cat": "waited for", "name": "came", "id": ident}
+                arrow = {"cat": "waited for", "name": "came", "id": first + len(drawn)}
                 drawn.append(start | arrow | {"ph": "s"})
                 head = {"ph": "f", "bp": "e", "ts": _us(max(end - 1, entered), zero)}
                 drawn.append(point | arrow | head)

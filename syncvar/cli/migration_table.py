@@ -76,13 +76,12 @@ def coming_from_text(library: str | None = None) -> str:
     table = _grid(("task", *titles, "syncvar"), rows)
     if library is None:
         return table
-    notes = [
-        f"- {one.title}: {text}\n"
-        for one in tasks()
-        for libraries, text in one.notes
-        if not libraries or library in libraries
-    ]
-    return f"{table}\nWhat is different:\n\n{''.join(notes)}"
+    notes = []
+    for one in tasks():
+        texts = [text for libraries, text in one.notes if not libraries or library in libraries]
+        if texts:
+            notes.append(f"- {one.title}: {' '.join(texts)}\n")
+    return f"{table}\nNotes by task:\n\n{''.join(notes)}"
 
 
 def _code(spelling: str) -> str:

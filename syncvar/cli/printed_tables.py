@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import TYPE_CHECKING
 
 import syncvar as sv
@@ -24,9 +23,8 @@ from syncvar.variables.policy import (
 if TYPE_CHECKING:
     from syncvar.cli.collective_registry import Collective
 
-_COST = re.compile(r"^Cost: (.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _COMMON = {"group": None, "async_op": False, "timeout": None}
-_COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw", "tests")
+_COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw")
 
 
 def collectives_text() -> str:
@@ -34,9 +32,7 @@ def collectives_text() -> str:
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     for one in available():
         calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
-        costs = "; ".join(filter(None, map(cost_of, one.functions))) or "-"
-        test = f"[{one.tests.rpartition('/')[2]}](../../{one.tests})"
-        cells = (calls, one.gives, one.gets, _algorithms(one), costs, one.bus or "-", test)
+        cells = (calls, one.gives, one.gets, _algorithms(one), one.cost, one.bus or "-")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, "", *_notes()]) + "\n"
 
@@ -56,12 +52,6 @@ def signature_of(name: str) -> str:
     return f"{name}({', '.join([*words, '…'] if is_common else words)})"
 
 
-def cost_of(name: str) -> str:
-    """Return the section "Cost" of a function's docstring on one line, without its full stop."""
-    found = _COST.search(inspect.getdoc(getattr(sv, name)) or "")
-    return " ".join(found[1].split()).rstrip(".") if found else ""
-
-
 def _algorithms(one: Collective) -> str:
     if one.name in one.plans:
         return ", ".join(ALGORITHMS.get(one.name, ())) or "-"
@@ -77,9 +67,9 @@ def _notes() -> list[str]:
         rows.setdefault(supported, []).append(f"`{op}`")
     common = ", ".join(f"{name}={default}" for name, default in _COMMON.items())
     lines = [
-        f"`…` is `{common}`. n is the number of ranks. busbw is the factor of `syncvar bench`",
-        "between size / time and the rate at the bottleneck; size is that of the vector, or of",
-        "all ranks' pieces together.",
+        f"`…` is `{common}`. n is the number of ranks. busbw is the factor",
+        "by which `syncvar bench` multiplies size / time, for the rate at the bottleneck. The size",
+        "is that of the vector, or of all ranks' pieces together.",
         "",
         f"dtypes: {', '.join(dtypes())}. ops:",
         "",
@@ -95,7 +85,7 @@ def _notes() -> list[str]:
 
 _WORDS = {
     (Travel.NOTHING, Effect.RETURN): "own copy",
-    (Travel.MEETING, Effect.RETURN): "own copy, when all have met",
+    (Travel.MEETING, Effect.RETURN): "own copy, after all replicas have called",
     (Travel.SUM, Effect.RETURN): "sum of the copies",
     (Travel.MEAN, Effect.RETURN): "mean of the copies",
     (Travel.FIRST, Effect.RETURN): "replica 0's copy",
@@ -103,14 +93,14 @@ _WORDS = {
     (Travel.SUM, Effect.CHANGE): "sum of what all pass",
     (Travel.MEAN, Effect.CHANGE): "mean of what all pass",
     (Travel.FIRST, Effect.CHANGE): "what replica 0 passes",
-    (Travel.SAME, Effect.CHANGE): "x, the same on all (compared)",
-    (Travel.FIRST, Effect.SHARE): "what replica 0 passes, split",
-    (Travel.SAME, Effect.SHARE): "x, the same on all, split",
-    (Travel.SAME, Effect.SPLIT_ANEW): "sum changed by the same rows, split anew",
+    (Travel.SAME, Effect.CHANGE): "x, equal on all (checked)",
+    (Travel.FIRST, Effect.SHARE): "what replica 0 passes, divided",
+    (Travel.SAME, Effect.SHARE): "x, equal on all (checked), divided",
+    (Travel.SAME, Effect.SPLIT_ANEW): "rows equal on all (checked) change the sum, divided again",
     (Travel.ALL_ROWS, Effect.CHANGE): "rows of all replicas",
     (Travel.MEAN_ROWS, Effect.CHANGE): "rows of all replicas, scaled by 1/N",
     (Travel.FIRST_ROWS, Effect.CHANGE): "rows of replica 0",
-    (Travel.QUESTION, Effect.RETURN): "that replica's copy, asked for",
+    (Travel.QUESTION, Effect.RETURN): "that replica's copy",
 }
 _CONTEXTS = (CallContext.REPLICA, CallContext.CROSS, CallContext.MERGE, CallContext.SPMD)
 _Cells = tuple[str, ...]

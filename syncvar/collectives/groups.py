@@ -124,6 +124,12 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
     Raises:
         ConfigError: The list is empty, or a rank is outside the world or named twice.
         MismatchError: The lists differ between ranks.
+
+    Example:
+        >>> import syncvar as sv
+        >>> group = sv.new_group([0])
+        >>> sv.all_reduce(2.0, group=group)
+        array(2.)
     """
     context = current()
     context.refuse_in_block("sv.new_group")

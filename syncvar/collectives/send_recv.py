@@ -209,8 +209,9 @@ def recv(
         source: Rank of the group that sends it; may be this one. Required.
         tag: Tag of the message, as the sender passes it.
         out: Array of the message's shape and dtype to write to.
-        group, async_op, timeout: See `syncvar.collectives`. An `async_op` receive from this rank
-            itself may precede the send; wait for it only after the send.
+        group, timeout: See `syncvar.collectives`.
+        async_op: See `syncvar.collectives`. A receive from this rank itself may precede the send;
+            wait for it only after the send.
 
     Returns:
         A new array in the shape and dtype of the message, or `out`.

@@ -19,27 +19,88 @@ if TYPE_CHECKING:
 
 
 class SyncvarError(Exception):
-    """Base of all exceptions of this package."""
+    """Base of all exceptions of this package.
+
+    Example:
+        >>> import syncvar as sv
+        >>> try:
+        ...     sv.all_reduce("text")
+        ... except sv.SyncvarError as error:
+        ...     print(type(error).__name__)
+        ConfigError
+    """
 
 
 class ConfigError(SyncvarError, ValueError):
-    """A wrong argument or setting. Nothing was sent and nothing changed: fix it and call again."""
+    """A wrong argument or setting. Nothing was sent and nothing changed: fix it and call again.
+
+    Example:
+        >>> import syncvar as sv
+        >>> try:
+        ...     sv.all_reduce([1.0, 2.0], op="median")
+        ... except sv.ConfigError as error:
+        ...     total = sv.all_reduce([1.0, 2.0])
+        >>> total
+        array([1., 2.])
+    """
 
 
 class SharedMemoryFull(ConfigError, MemoryError):
-    """The shared memory of this host has no room for an array. Nothing was allocated."""
+    """The shared memory of this host has no room for an array. Nothing was allocated.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> try:
+        ...     x = sv.empty(2**60)
+        ... except sv.SharedMemoryFull:
+        ...     x = np.empty(8)
+        >>> x.nbytes
+        64
+    """
 
 
 class RowOutOfRange(ConfigError, IndexError):
-    """A row index of a scatter or lookup is outside the variable."""
+    """A row index of a scatter or lookup is outside the variable.
+
+    Example:
+        >>> import syncvar as sv
+        >>> v = sv.Variable([1.0, 2.0])
+        >>> try:
+        ...     v.scatter_add([5], [1.0])
+        ... except sv.RowOutOfRange:
+        ...     print(v.numpy())
+        [1. 2.]
+    """
 
 
 class UsageError(SyncvarError, RuntimeError):
-    """A valid call at the wrong time or in the wrong context. Nothing changed."""
+    """A valid call at the wrong time or in the wrong context. Nothing changed.
+
+    Example:
+        >>> import syncvar as sv
+        >>> strategy = sv.MirroredStrategy()
+        >>> try:
+        ...     strategy.run(lambda: strategy.run(int))
+        ... except sv.UsageError as error:
+        ...     print(str(error).partition(";")[0])
+        strategy.run is called inside run
+    """
 
 
 class NoAggregation(UsageError, ValueError):
-    """A write needs to combine the replicas of a variable that has aggregation NONE."""
+    """A write needs to combine the replicas of a variable that has aggregation NONE.
+
+    Example:
+        >>> import syncvar as sv
+        >>> strategy = sv.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     v = sv.Variable(0.0)
+        >>> try:
+        ...     strategy.run(lambda: v.assign(1.0))
+        ... except sv.NoAggregation:
+        ...     print(v.aggregation.name)
+        NONE
+    """
 
 
 class MismatchError(SyncvarError):
@@ -52,6 +113,15 @@ class MismatchError(SyncvarError):
         message: Disagreement, in one sentence.
         table: Call of each rank that is known to take part.
         is_deadlock: Whether each rank of the table waits for the next one.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> from syncvar.testing import run_ranks
+        >>> errors = run_ranks(2, lambda: sv.all_reduce(np.ones(2 + sv.rank())))
+        >>> for rank, call in sorted(errors[0].table.items()):
+        ...     print(rank, call.partition(" at ")[0])
+        0 all_reduce(sum, float64[2]) (call 1)
+        1 all_reduce(sum, float64[3]) (call 1)
     """
 
     def __init__(
@@ -64,7 +134,21 @@ class MismatchError(SyncvarError):
 
 
 class TransportError(SyncvarError):
-    """A link failed. Every group of this version of the membership is broken."""
+    """A link failed. Every group of this version of the membership is broken.
+
+    Example:
+        >>> import syncvar as sv
+        >>> from syncvar.testing import run_ranks
+        >>> def step():
+        ...     if sv.rank() == 1:
+        ...         raise ValueError("bad row")
+        ...     try:
+        ...         sv.barrier()
+        ...     except sv.TransportError as error:
+        ...         return type(error).__name__
+        >>> run_ranks(2, step)[0]
+        'PeerLost'
+    """
 
 
 class PeerLost(TransportError):
@@ -76,6 +160,17 @@ class PeerLost(TransportError):
         reason: Reason, for instance "signal 9".
         detail: Where this process noticed it; may be empty.
         status: Exit code of the process, or minus the signal that killed it; None if unknown.
+
+    Example:
+        >>> import syncvar as sv
+        >>> from syncvar.testing import run_ranks
+        >>> def step():
+        ...     if sv.rank() == 1:
+        ...         raise ValueError("bad row")
+        ...     sv.barrier()
+        >>> lost = run_ranks(2, step)[0]
+        >>> lost.rank, lost.reason
+        (1, 'uncaught ValueError: bad row')
     """
 
     def __init__(
@@ -104,6 +199,16 @@ class DeadlineExceeded(TransportError, TimeoutError):
         message: Call, and how long it waited.
         missing: World ranks for which the call waited.
         timeout_s: Time limit, in seconds.
+
+    Example:
+        >>> import time, syncvar as sv
+        >>> from syncvar.testing import run_ranks
+        >>> def step():
+        ...     time.sleep(0.5 * sv.rank())
+        ...     sv.barrier(timeout=0.1)
+        >>> late = run_ranks(2, step)[0]
+        >>> late.missing, late.timeout_s
+        ((1,), 0.1)
     """
 
     def __init__(self, message: str, missing: Sequence[int] = (), timeout_s: float = 0.0) -> None:
@@ -113,11 +218,23 @@ class DeadlineExceeded(TransportError, TimeoutError):
 
 
 class SharedMemoryUnavailable(TransportError):
-    """The processes of this host cannot share memory. Their data goes through sockets instead."""
+    """The processes of this host cannot share memory. Their data goes through sockets instead.
+
+    Example:
+        >>> import syncvar as sv
+        >>> issubclass(sv.SharedMemoryUnavailable, sv.TransportError)
+        True
+    """
 
 
 class HandshakeError(TransportError):
-    """Two processes cannot communicate: they differ in version, byte order or job."""
+    """Two processes cannot communicate: they differ in version, byte order or job.
+
+    Example:
+        >>> import syncvar as sv
+        >>> issubclass(sv.HandshakeError, sv.TransportError)
+        True
+    """
 
 
 class GroupBroken(TransportError):
@@ -126,6 +243,20 @@ class GroupBroken(TransportError):
     Args:
         message: Reason why the group is broken.
         cause: First failure of the group, also in `__cause__`.
+
+    Example:
+        >>> import syncvar as sv
+        >>> from syncvar.testing import run_ranks
+        >>> def step():
+        ...     if sv.rank() == 1:
+        ...         raise ValueError("bad row")
+        ...     try:
+        ...         sv.barrier()
+        ...     except sv.PeerLost:
+        ...         sv.barrier()
+        >>> broken = run_ranks(2, step)[0]
+        >>> type(broken).__name__, type(broken.cause).__name__
+        ('GroupBroken', 'PeerLost')
     """
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
@@ -135,11 +266,32 @@ class GroupBroken(TransportError):
 
 
 class CheckpointError(SyncvarError):
-    """A checkpoint cannot be written, or does not match the objects to restore."""
+    """A checkpoint cannot be written, or does not match the objects to restore.
+
+    Example:
+        >>> import pathlib, tempfile, syncvar as sv
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "weights.txt")
+        >>> _ = path.write_text("1.0 2.0")
+        >>> try:
+        ...     sv.load(path)
+        ... except sv.CheckpointError as error:
+        ...     print(type(error).__name__)
+        CheckpointError
+    """
 
 
 class NotFound(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at this path."""
+    """There is no checkpoint at this path.
+
+    Example:
+        >>> import syncvar as sv
+        >>> try:
+        ...     start = sv.load("no-such-file")["step"]
+        ... except sv.NotFound:
+        ...     start = 0
+        >>> start
+        0
+    """
 
 
 class Corrupt(CheckpointError):
@@ -150,6 +302,17 @@ class Corrupt(CheckpointError):
         expected: Expected content, for instance a digest.
         actual: Actual content.
         detail: Where it was noticed; may be empty.
+
+    Example:
+        >>> import numpy as np, pathlib, tempfile, syncvar as sv
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "model.safetensors")
+        >>> _ = sv.save(path, {"w": np.ones(2)})
+        >>> _ = path.write_bytes(path.read_bytes()[:-1] + b"!")
+        >>> try:
+        ...     sv.load(path)
+        ... except sv.Corrupt as error:
+        ...     print(error.key == str(path))
+        True
     """
 
     def __init__(self, key: str, expected: str = "", actual: str = "", detail: str = "") -> None:
@@ -170,6 +333,12 @@ class RendezvousError(SyncvarError):
     Args:
         message: Reason.
         missing: Ranks that did not join.
+
+    Example:
+        >>> import syncvar as sv
+        >>> error = sv.RendezvousError("rank 3 did not join", missing=[3])
+        >>> error.missing
+        (3,)
     """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
@@ -178,11 +347,26 @@ class RendezvousError(SyncvarError):
 
 
 class LaunchError(SyncvarError):
-    """A job could not be started, or one of its workers failed."""
+    """A job could not be started, or one of its workers failed.
+
+    Example:
+        >>> import syncvar as sv
+        >>> try:
+        ...     sv.run(divmod, workers=1, args=(1, 0))
+        ... except sv.LaunchError as error:
+        ...     print(type(error).__name__)
+        RankFailed
+    """
 
 
 class HostUnreachable(LaunchError):
-    """A host of the job cannot be reached."""
+    """A host of the job cannot be reached.
+
+    Example:
+        >>> import syncvar as sv
+        >>> issubclass(sv.HostUnreachable, sv.LaunchError)
+        True
+    """
 
 
 class RankFailed(LaunchError):
@@ -197,6 +381,14 @@ class RankFailed(LaunchError):
         host: Its host.
         exit_code: Exit code of the job (128 + n for signal n).
         last_lines: Its traceback, or the last lines of its output.
+
+    Example:
+        >>> import syncvar as sv
+        >>> try:
+        ...     sv.run(divmod, workers=1, args=(1, 0))
+        ... except sv.RankFailed as error:
+        ...     print(error.rank, error.exit_code, type(error.__cause__).__name__)
+        0 1 ZeroDivisionError
     """
 
     def __init__(self, rank: int, host: str, exit_code: int, last_lines: str) -> None:
@@ -209,11 +401,23 @@ class RankFailed(LaunchError):
 
 
 class InternalError(SyncvarError):
-    """A bug in syncvar itself; please report it with this text."""
+    """A bug in syncvar itself; please report it with this text.
+
+    Example:
+        >>> import syncvar as sv
+        >>> issubclass(sv.InternalError, sv.SyncvarError)
+        True
+    """
 
 
 class PlanError(InternalError):
-    """A schedule breaks its contract."""
+    """A schedule breaks its contract.
+
+    Example:
+        >>> import syncvar as sv
+        >>> issubclass(sv.PlanError, sv.InternalError)
+        True
+    """
 
 
 class WireError(TransportError):

@@ -18,15 +18,15 @@ _SEVERAL_HOSTS = (
     "node1 slots=4, or -H node1:4,node2:4 (see --help-hosts)"
 )
 _WITHOUT_SSH = (
-    f"{_SEVERAL_HOSTS}; without ssh, start the script on each with torchrun --nnodes 2 "
-    "--nproc-per-node 4 --node-rank 0 --master-addr HOST --master-port 29500 train.py, or one "
-    "process for each rank with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
-    "MASTER_PORT set; on all of them with the same SYNCVAR_KEY (64 hexadecimal digits) or "
-    "SYNCVAR_KEY_FILE"
+    f"{_SEVERAL_HOSTS}. Without ssh, start the script on each host with torchrun --nnodes 2 "
+    "--nproc-per-node 4 --node-rank 0 --master-addr HOST --master-port 29500 train.py. Or start "
+    "each rank with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. "
+    "All need the same SYNCVAR_KEY (64 hexadecimal digits) or SYNCVAR_KEY_FILE"
 )
 _MODEL = (
     "a strategy takes no model, and makes none equal: keep your model and optimizer, and write the "
-    'lines of "A module of PyTorch" or "A model of Keras" in docs/migration/index.md'
+    'lines of "A module of PyTorch" (docs/migration/torch-distributed.md) or "A model of Keras" '
+    "(docs/migration/tf-distribute.md)"
 )
 _PLACES = {
     "op": "op",

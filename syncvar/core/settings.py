@@ -179,7 +179,7 @@ class RuntimeConfig(_Settings):
     stall_warning_s: float = _setting(
         "s",
         "wait after which a warning names the waiting and the late ranks; "
-        "again after 6 and 30 times as long",
+        "repeated after 6 times and 30 times this wait",
         default=10.0,
     )
     report_after_s: float = _setting(

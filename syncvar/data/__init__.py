@@ -1,11 +1,16 @@
 """Input data: datasets with the same global batches for every number of replicas.
 
-    dataset = sv.data.from_arrays({"x": images, "y": labels}, batch_size=128, shuffle=True)
-    for batch in strategy.experimental_distribute_dataset(dataset.prefetch(2)):
-        strategy.run(step, args=(batch,))    # each replica gets its part of the global batch
-
-A dataset knows nothing of replicas. `strategy.experimental_distribute_dataset` splits its batches;
+A dataset does not know the replicas. `strategy.experimental_distribute_dataset` splits its batches;
 `strategy.distribute_datasets_from_function` gives each replica a dataset of its own, see `shard`.
+
+Example:
+    >>> import numpy as np, syncvar as sv
+    >>> dataset = sv.data.from_arrays({"x": np.arange(4.0)}, batch_size=2, shuffle=True)
+    >>> strategy = sv.MirroredStrategy()
+    >>> for batch in strategy.experimental_distribute_dataset(dataset.prefetch(2)):
+    ...     print(strategy.run(lambda batch: batch["x"].shape, args=(batch,)))
+    (2,)
+    (2,)
 """
 
 from __future__ import annotations

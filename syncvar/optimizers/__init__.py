@@ -1,11 +1,16 @@
 """Optimizers: the gradients of all replicas become one step, the same on every copy.
 
-    optimizer = sv.optimizers.Adam(1e-3, clip_norm=1.0)
-    optimizer.apply_gradients(zip(gradients, weights))
-
 Start reading in `base`: `apply_gradients` is the same for all optimizers. `builtin_optimizers` has
 the public classes; `update_rules` and `custom_rules` their arithmetic, which servers use too.
 `gradient_call` and `gradient_buckets` carry and clip the gradients; `slots` keeps the state.
+
+Example:
+    >>> import syncvar as sv
+    >>> w = sv.Variable([3.0, 4.0])
+    >>> optimizer = sv.optimizers.SGD(0.5, clip_norm=1.0)
+    >>> optimizer.apply_gradients(zip([[0.0, 2.0]], [w], strict=True))
+    >>> w.numpy()
+    array([3. , 3.5], dtype=float32)
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Optimizer(MigrationHintsMixin):
 
     @property
     def variables(self) -> list[Variable]:
-        """Its own variables that exist: iterations and slots, in order of creation."""
+        """Its own variables that exist (iterations and slots), in order of creation."""
         return list(self._step.slots.tracked.values())
 
     def tracked(self) -> dict[str, Variable]:

@@ -253,7 +253,7 @@ class AdamW(Adam):
 class LAMB(Adam):
     """LAMB: Adam's direction, scaled for each variable by its own norm.
 
-    u = m' / (sqrt(v') + epsilon) + weight_decay * w; w -= learning_rate * (|w| / |u|) * u. The
+    `u = m' / (sqrt(v') + epsilon) + weight_decay * w; w -= learning_rate * (|w| / |u|) * u`. The
     quotient is 1 if either norm is zero. The paper's function phi is the identity.
 
     Args:

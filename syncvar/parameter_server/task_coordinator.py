@@ -44,7 +44,15 @@ _TAKING_FUNCTIONS = ("schedule", "create_per_worker_dataset")
 
 
 class RemoteValue:
-    """The future result of a scheduled function; `ClusterCoordinator.schedule` returns it."""
+    """The future result of a scheduled function; `ClusterCoordinator.schedule` returns it.
+
+    Example:
+        >>> import operator, syncvar as sv
+        >>> coordinator = sv.ClusterCoordinator(sv.ParameterServerStrategy(staleness=None))
+        >>> value = coordinator.schedule(operator.mul, (6, 7))
+        >>> value.fetch()
+        42
+    """
 
     def __init__(self, wait: Callable[[int, float | None], tuple[bool, Any]], task: int) -> None:
         self._wait, self._task = wait, task

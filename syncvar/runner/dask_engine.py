@@ -44,7 +44,8 @@ class Dask:
         ConfigError: Dask is not installed.
 
     Example:
-        sv.run(train, workers=8, engine=sv.engines.Dask(client))
+        >>> import syncvar as sv
+        >>> sv.run(train, workers=8, engine=sv.engines.Dask(client))  # doctest: +SKIP
     """
 
     def __init__(self, client: Any = None, *, workers: Sequence[str] | None = None) -> None:

@@ -5,6 +5,13 @@ loop. `remote_call` runs in the engine's worker; `ray_engine` and `dask_engine` 
 
 The ranks find each other as those of torchrun do, by rank 0's address, and with the job's secret.
 An engine carries messages as bytes. It pickles them, but syncvar unpickles only the function.
+
+Example:
+    >>> import syncvar as sv
+    >>> sv.engines.engine_of("spark")
+    Traceback (most recent call last):
+    ...
+    syncvar.core.errors.ConfigError: ...
 """
 
 from __future__ import annotations
@@ -38,10 +45,10 @@ _LOOK_S = 1.0
 
 @runtime_checkable
 class Engine(Protocol):
-    """A place where ranks run. `drive` calls the methods in this order.
+    """A cluster on which `sv.run` can run ranks. `drive` calls the methods in this order.
 
-    Places are numbered from 0 in the order of `gather`; each is a process of its own. `gather` to
-    `end` run once for each start.
+    Each rank has a place, which is a process. Places are numbered from 0 in the order of `gather`.
+    `gather` to `end` run once for each start.
     """
 
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:

@@ -180,7 +180,7 @@ def run(  # noqa: PLR0913  (public signature)
         LaunchError: The launcher itself failed, or the engine has no space for so many workers.
 
     Cost: starting the workers, 0.2 to 0.4 s; on Ray about 1 s, and 3 s more if a cluster has to
-    start.
+        start.
 
     Example:
         >>> import syncvar as sv

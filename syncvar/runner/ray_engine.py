@@ -52,7 +52,9 @@ class Ray:
         ConfigError: Ray is not installed, or an argument is wrong.
 
     Example:
-        sv.run(train, workers=8, engine=sv.engines.Ray(cpus=4, strategy="SPREAD"))
+        >>> import syncvar as sv
+        >>> engine = sv.engines.Ray(cpus=4, strategy="SPREAD")  # doctest: +SKIP
+        >>> results = sv.run(train, workers=8, engine=engine)  # doctest: +SKIP
     """
 
     def __init__(

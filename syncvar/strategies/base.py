@@ -65,6 +65,12 @@ class Strategy(MigrationHintsMixin):
         reproducible: Whether to sum by the tree over replicas, independent of algorithm and hosts.
         timeout: Seconds that a call waits; None means the job's default.
         is_default: Whether this is the strategy of a program that enters no scope.
+
+    Example:
+        >>> import syncvar as sv
+        >>> strategy = sv.get_strategy()
+        >>> isinstance(strategy, sv.Strategy), strategy.num_replicas_in_sync
+        (True, 1)
     """
 
     _has_copies = True  # every replica has a copy of every variable
@@ -540,8 +546,8 @@ class Scope:
                 f"this block of strategy.scope() makes a model of another library "
                 f"({', '.join(names[:4])}). A strategy synchronizes variables of sv only, so each "
                 "rank would train its own copy. Make the model outside the block, and average its "
-                'gradients: "A module of PyTorch" and "A model of Keras" in '
-                "docs/migration/index.md"
+                'gradients: "A module of PyTorch" in docs/migration/torch-distributed.md, and '
+                '"A model of Keras" in docs/migration/tf-distribute.md'
             )
 
 

@@ -157,6 +157,12 @@ def get_replica_context() -> ReplicaContext | None:
     """Return this replica's context; None in cross and merge context.
 
     Outside every scope it is the context of the default strategy.
+
+    Example:
+        >>> import syncvar as sv
+        >>> strategy = sv.MirroredStrategy()
+        >>> strategy.run(lambda: sv.get_replica_context().replica_id_in_sync_group)
+        0
     """
     return None if in_cross_replica_context() else ReplicaContext(get_strategy())
 

@@ -184,7 +184,7 @@ class Feed:
 
 
 class DistributedDataset:
-    """This replica's batches of each step; as often readable as its source.
+    """This replica's batches of each step. It can be read as often as its source.
 
     From `strategy.experimental_distribute_dataset` or `distribute_datasets_from_function`.
 

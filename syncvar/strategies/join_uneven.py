@@ -113,6 +113,13 @@ class Uneven:
         group: Ranks of the block; None means the world.
         stop_at_first: Whether the block ends with the first rank that leaves.
         timeout: Seconds, or None for the job's default.
+
+    Example:
+        >>> import syncvar as sv
+        >>> with sv.uneven() as block:
+        ...     working = block.working
+        >>> working
+        (0,)
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class ValueContext:
 
 
 class ReduceOp(StrEnum):
-    """How values of several replicas, or of several ranks, are combined: names of an op.
+    """The ops that combine values of several replicas, or of several ranks.
 
     Example:
         >>> import syncvar as sv

@@ -3,6 +3,13 @@
 A partitioner is called with a shape and a dtype and returns the number of parts of each axis. The
 parts are contiguous rows, the first (rows mod parts) of them one row longer: `row_ranges` lists
 them.
+
+Example:
+    >>> import numpy as np, syncvar as sv
+    >>> sv.partitioners.MaxSize(16)((7, 2), np.float32)
+    [4, 1]
+    >>> sv.partitioners.row_ranges(7, 4)
+    [[0, 2], [2, 4], [4, 6], [6, 7]]
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ if not TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixedShards:
-    """Cut into a given number of parts, or into rows where there are fewer.
+    """Cut into a given number of parts; into single rows if there are fewer rows.
 
     Args:
         num_shards: Parts, at least 1.
@@ -64,7 +71,7 @@ class FixedShards:
 
 @dataclass(frozen=True, slots=True)
 class MinSize:
-    """Cut into as many parts as can be, of at least about so many bytes each.
+    """Cut into as many parts as possible, of at least about so many bytes each.
 
     Args:
         min_shard_bytes: Bytes below which parts are not cut, at least 1.

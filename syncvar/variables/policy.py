@@ -30,6 +30,11 @@ class Named(Enum):
 class VariableSynchronization(Named):
     """When the copies of a variable are made equal.
 
+    * `ON_WRITE`: A write combines what the replicas pass, so all copies stay equal.
+    * `ON_READ`: A write changes this replica's copy. A read outside `run` combines the copies.
+    * `NONE`: A write changes this replica's copy, and the others never see it.
+    * `AUTO`: As `ON_WRITE`, but syncvar may delay increments, so that they travel together.
+
     Example:
         >>> import syncvar as sv
         >>> sv.Variable(0.0, synchronization="on_read").synchronization
@@ -44,6 +49,11 @@ class VariableSynchronization(Named):
 
 class VariableAggregation(Named):
     """How values of several replicas become one.
+
+    * `NONE`: Not at all. An access that would have to combine values raises NoAggregation.
+    * `SUM`: The sum of the values.
+    * `MEAN`: The mean of the values.
+    * `ONLY_FIRST_REPLICA`: The value of replica 0.
 
     Example:
         >>> import syncvar as sv

@@ -42,10 +42,16 @@ _OF_BOOLS = (AccessKind.SCATTER_UPDATE, AccessKind.SCATTER_MIN, AccessKind.SCATT
 
 
 class DistributedValues:
-    """Base of values that every replica has one of.
+    """Base class of values that have one part on each replica.
 
     Args:
         value: This process's part.
+
+    Example:
+        >>> import syncvar as sv
+        >>> x = sv.PerReplica(3.0)
+        >>> isinstance(x, sv.DistributedValues), x.values
+        (True, (3.0,))
     """
 
     def __init__(self, value: Any) -> None:

@@ -37,22 +37,27 @@ _PACES = ("eager", "deferred")
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `Variable.explain()` returns.
+    """Mode and counters of a variable, with reasons; `Variable.explain()` returns it.
 
     Args:
-        mode: The synchronization in force; of an AUTO variable with the pace that was chosen, or
-            pinned.
-        requested: What the program asked for.
-        rule: Why.
+        mode: The synchronization in force. For an AUTO variable also its pace, eager or deferred,
+            and whether the program has pinned it.
+        requested: The synchronization that the program asked for.
+        rule: Why the mode in force is that one.
         numbers: Counters of this replica: replicas, reads, writes, collectives, nbytes (of the
             value). Where AUTO may defer, also increments (writes that can wait), turns (reads that
             came after one) and pending (that wait now).
         changes: (step, from, to, why) of each change of pace. The step is the number of the
-            strategy's run at whose end (pin: after which) it changed; outside every scope that of
-            the variable's increment (pin: write).
-        reason: Of an AUTO variable, why its pace is what it is now: what AUTO decided last, when,
-            and from which numbers, also where it changed nothing; or why there is nothing to
-            decide.
+            strategy's run at whose end the pace changed. Outside every scope it is the number of
+            the variable's increment. After `pin` it is the number of the run or write before.
+        reason: For an AUTO variable, what AUTO decided last, when, and from which numbers; or why
+            there is nothing to decide.
+
+    Example:
+        >>> import syncvar as sv
+        >>> explanation = sv.Variable(0.0, synchronization="ON_READ", name="seen").explain()
+        >>> explanation.mode, explanation.numbers["writes"]
+        ('ON_READ', 0)
     """
 
     mode: str
@@ -209,7 +214,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """The mode in force: ON_WRITE, ON_READ or NONE."""
+        """The mode in force (ON_WRITE, ON_READ or NONE)."""
         return self._synchronization
 
     @property

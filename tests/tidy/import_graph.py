@@ -1,4 +1,4 @@
-"""Draw the rooms of syncvar and what they import, for docs/internals.md: `python tests/tidy/import_graph.py`."""
+"""The rooms of syncvar and what they import, for docs/pictures/rooms.py and test_internals."""
 
 import tomllib
 
@@ -38,19 +38,3 @@ def edges(found):
         room: sorted(targets - set().union(*map(reached, targets)))
         for room, targets in direct.items()
     }
-
-
-def picture(found):
-    """Return a Mermaid flow chart: one box for each layer, and arrows to imported rooms."""
-    lines = ["```mermaid", "flowchart TB", f"  {LAUNCHER}"]
-    for number, layer in zip(range(len(layers()), 0, -1), layers(), strict=True):
-        lines.append(f'  subgraph layer{number} [" "]')
-        lines += [f"    {room}" for room in layer]
-        lines.append("  end")
-    graph = edges(found)
-    lines += [f"  {room} --> {target}" for room in sorted(graph) for target in graph[room]]
-    return "\n".join([*lines, "```", ""])
-
-
-if __name__ == "__main__":
-    print(picture(house.Sources()), end="")

@@ -36,6 +36,12 @@ def test_a_public_name(name):
                 )
 
 
+@pytest.mark.parametrize("name", sv.__all__)
+def test_a_public_name_has_an_example(name):
+    documented = inspect.getdoc(getattr(sv, name))
+    assert "\nExample:\n    >>> " in documented, f"the docstring of {name} has no example"
+
+
 def check_annotations(name, function):
     signature = inspect.signature(function)
     for parameter in list(signature.parameters.values()):

@@ -1,4 +1,5 @@
 import importlib
+import json
 import re
 import sys
 import tomllib
@@ -410,3 +411,12 @@ def test_the_page_of_a_run_marks_what_misses_its_bound(bench):
         == f"Of {len(found)} bounds {len(found) - missed - 2} were reached, {missed} missed, 2 not measured."
     )
     assert page.page({}) == []
+
+
+def test_the_newest_results_as_data_give_the_tables_beside_them(bench):
+    data = BENCH / "results" / "2026-11-26.json"
+    tables = bench("comparison.page").page(json.loads(data.read_text()))
+    rows = [line for line in tables if line.startswith("|")]
+    assert len(rows) > 250
+    shown = data.with_suffix(".md").read_text().splitlines()
+    assert rows == [line for line in shown if line.startswith("|")]

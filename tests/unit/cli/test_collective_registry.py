@@ -25,7 +25,7 @@ from syncvar.cli.collective_registry import (
     ops_of,
     part,
 )
-from syncvar.cli.printed_tables import cost_of, signature_of
+from syncvar.cli.printed_tables import signature_of
 from syncvar.cli.selftest import SelfTestResult, outcome_lines
 from syncvar.core.reduce_ops import OPS
 from syncvar.runtime.call_record import BUS_FACTORS
@@ -52,8 +52,8 @@ def signature_text(name):
 def test_a_row_is_complete(one):
     assert not one.bus or one.bus in BUS_FACTORS
     assert one.layout in ("vector", "cut", "blocks", "none")
-    assert one.gives
-    assert one.gets
+    for cell in (one.gives, one.gets, one.cost):
+        assert 0 < len(cell.split()) <= 20, "a cell of a table is short"
     assert set(one.plans) <= set(ALGORITHMS), "a key of the table of algorithms"
     tests = (REPOSITORY / one.tests).read_text()
     for name in one.functions:
@@ -61,11 +61,6 @@ def test_a_row_is_complete(one):
         assert signature_of(name).startswith(f"{name}(")
         assert ("op=" in signature_of(name)) == one.has_op
         assert ("root=" in signature_of(name)) == one.has_root
-
-
-def test_the_cost_is_that_of_the_docstring():
-    assert cost_of("all_reduce").startswith("ring, 2(n-1) rounds")
-    assert "\n" not in cost_of("broadcast")
 
 
 def test_every_op_has_a_reference():

@@ -382,6 +382,8 @@ def test_arrows_lead_from_the_last_to_come_to_the_ends_of_those_who_waited():
     ]
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert len(starts) == sum(e["ph"] == "s" for e in events)
+    assert all(isinstance(ident, int) for ident in starts)  # Perfetto refuses other names
     assert set(starts) == set(ends)
     assert sorted((starts[key]["pid"], ends[key]["pid"]) for key in starts) == [(2, 0), (2, 1)]
     slices = [e for e in events if e.get("cat") == "operation"]

@@ -89,7 +89,7 @@ def test_one_library_beside_syncvar_with_its_notes_only(library, capsys):
 @pytest.mark.parametrize("library", ["horovod", "torch.distributed"])
 def test_who_comes_with_a_module_is_sent_to_its_section(library):
     shown = coming_from_text(library)
-    assert '"A module of PyTorch" in docs/migration/index.md' in shown
+    assert '"A module of PyTorch" in docs/migration/torch-distributed.md' in shown
     (row,) = [line for line in shown.splitlines() if "Parallel" in line or "model.named_" in line]
     assert 'sv.all_reduce(grads, "mean", out=grads)' in row
 

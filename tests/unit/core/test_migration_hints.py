@@ -310,7 +310,7 @@ def test_the_package_runs_as_the_command(monkeypatch, capsys):
         runpy.run_module("syncvar", run_name="__main__")
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert "SYNCVAR_KEY = (64 hexadecimal digits): the secret" in printed
+    assert "SYNCVAR_KEY = (64 hexadecimal digits): secret of a job" in printed
     assert "SYNCVAR_KEY_FILE = (path): " in printed
 
 

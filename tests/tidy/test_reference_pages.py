@@ -1,0 +1,122 @@
+"""The pages of docs/reference: each public name and each command stands on one of them."""
+
+import inspect
+import os
+import re
+
+import pytest
+
+import syncvar as sv
+import syncvar.testing
+from syncvar.cli.commands import main
+from tests.support.paths import REPOSITORY
+
+FOLDER = REPOSITORY / "docs" / "reference" / "api"
+INDEX = FOLDER / "index.md"
+MODULES = {
+    "data": sv.data,
+    "engines": sv.engines,
+    "optimizers": sv.optimizers,
+    "partitioners": sv.partitioners,
+    "testing": syncvar.testing,
+}
+PUBLIC = {
+    *(f"syncvar.{name}" for name in sv.__all__),
+    *(f"syncvar.{short}.{name}" for short, one in MODULES.items() for name in one.__all__),
+}
+PROPER = {"Adam", "Adam's", "Dask", "RMSProp", "Ray"}
+WITHOUT_DOCSTRING = {"syncvar.testing.TRANSPORT_CHECKS"}
+DIRECTIVE = re.compile(
+    r"^\.\. (?:autoclass|autofunction|py:data|py:module):: ([\w.]+)", re.MULTILINE
+)
+MARKED = re.compile(r"(<!-- names: .*? -->\n)(.*)(<!-- end of names -->)", re.DOTALL)
+
+
+def names_on(page):
+    """Return the names that a page documents, in its order."""
+    return DIRECTIVE.findall(page.read_text())
+
+
+def pages():
+    """Return the pages in the order of the table of contents."""
+    listed = re.search(r"```{toctree}\n.*?\n\n(.*?)```", INDEX.read_text(), re.DOTALL)[1]
+    return [FOLDER / f"{name}.md" for name in listed.split()]
+
+
+def test_every_page_is_in_the_table_of_contents():
+    assert sorted([*pages(), INDEX]) == sorted(FOLDER.glob("*.md"))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_public_name_stands_on_one_page(name):
+    homes = [page.name for page in pages() for one in names_on(page) if one == name]
+    assert len(homes) == 1, f"{name} has to stand on one page of docs/reference/api: {homes}"
+
+
+def value_of(name):
+    """Return what a public name is."""
+    value = sv
+    for part in name.removeprefix("syncvar.").split("."):
+        value = MODULES["testing"] if part == "testing" else getattr(value, part)
+    return value
+
+
+def summary(name):
+    """Return the first sentence of a name's docstring, as half a sentence of Markdown."""
+    if name in WITHOUT_DOCSTRING:
+        return "the checks that `check_transport` makes, by name"
+    value = value_of(name)
+    first = inspect.getdoc(value).partition("\n\n")[0].replace("\n", " ")
+    sentence = re.match(r".*?[.](?= |$)", first)[0].rstrip(".")
+    head, _, tail = sentence.partition(": ")
+    if tail:  # a title and an explanation
+        sentence = tail if len(head.split()) <= 1 + inspect.ismodule(value) else head
+    if " -= " in sentence:
+        return f"`{sentence}`"
+    begin = sentence.partition(" ")[0]
+    if begin == "A" or (not begin.isupper() and begin not in PROPER):
+        sentence = sentence[0].lower() + sentence[1:]
+    return sentence.replace("|", "\\|")
+
+
+def table():
+    """Return the table of all public names, by page."""
+    parts = []
+    for page in pages():
+        title = re.match(r"# (.*)", page.read_text())[1]
+        rows = [
+            f"| [`{name.removeprefix('syncvar.')}`](#{name}) | {summary(name)} |\n"
+            for name in names_on(page)
+            if not name.startswith(("syncvar.collectives", "syncvar.testing")) or name in PUBLIC
+        ]
+        parts.append(
+            f"## [{title}]({page.name})\n\n| name | in short |\n|---|---|\n{''.join(rows)}"
+        )
+    return "\n".join(parts)
+
+
+def test_the_table_lists_all_names():
+    text = INDEX.read_text()
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        INDEX.write_text(text := MARKED.sub(lambda found: found[1] + table() + found[3], text))
+    assert MARKED.search(text)[2] == table(), (
+        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    )
+
+
+def test_the_commands_have_a_section_each(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = set(re.findall(r"^    ([a-z-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE))
+    text = (FOLDER.parent / "command-line.md").read_text()
+    assert commands == set(re.findall(r"^## `syncvar ([a-z-]+)", text, re.MULTILINE))
+
+
+def test_the_glossary_is_sorted_and_marks_own_words():
+    text = (FOLDER.parent / "glossary.md").read_text()
+    sections = re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]
+    words = [re.findall(r"^### (.*)$", section, re.MULTILINE) for section in sections]
+    assert len(words) == 3
+    assert all(one == sorted(one, key=str.lower) for one in words)
+    own = " ".join(re.search(r"<!-- own words: (.*?) -->", text, re.DOTALL)[1].split())
+    assert set(own.split(", ")) <= {one for section in words for one in section}
