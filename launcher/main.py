@@ -59,14 +59,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _launch(arguments, ahead)
     except SyncvarError as error:
-        _refuse(str(error))
+        from syncvar.core.errors import error_message
+
+        _refuse(error_message(error), _code_of(error))
         return _exit_code_of(error)
     except OSError as error:
         if error.errno not in OF_LIMITS:
             raise
         from syncvar.core.exit_status import LIMITS
+        from syncvar_launcher.local.host_resources import LimitTooLow
 
-        _refuse(f"a limit of the system is too low: {error.strerror}")
+        _refuse(f"a limit of the system is too low: {error.strerror}", LimitTooLow.code)
         return LIMITS
     finally:
         clock.stop()
@@ -101,7 +104,15 @@ def _exit_code_of(error: SyncvarError) -> int:
     return next((code for kind, code in codes if isinstance(error, kind)), exit_status.INTERNAL)
 
 
-def _refuse(sentence: str) -> None:
+def _code_of(error: SyncvarError) -> str:
+    """Return the code for `syncvar explain`; the launcher's settings have one of their own."""
+    from syncvar.core.errors import ConfigError
+    from syncvar_launcher.options.option_table import WRONG_OPTION
+
+    return WRONG_OPTION if error.code == ConfigError.code else error.code
+
+
+def _refuse(sentence: str, code: str) -> None:
     """Report why nothing has started, on standard error or to the caller of `sv.run`."""
     outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
     if outcome is not None:
@@ -111,7 +122,9 @@ def _refuse(sentence: str) -> None:
             with open(outcome, "wb") as file:  # noqa: PTH123
                 file.write(pack_object({"refused": sentence}))
             return
-    sys.stderr.write(f"syncvar-launch: {sentence}\n")
+    from syncvar.core.errors import with_code
+
+    sys.stderr.write(f"syncvar-launch: {with_code(sentence, code)}\n")
 
 
 def _options_of(arguments: list[str], here: Path) -> LaunchOptions:

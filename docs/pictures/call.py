@@ -24,7 +24,7 @@ def steps_of(title):
 
 def sentence(words):
     """Return the first sentence, without the marks of Markdown."""
-    plain = " ".join(words.replace("`", "").split())
+    plain = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", words).replace("`", "").split())
     return re.split(r"(?<=[.]) ", re.sub(r" \([^)]*\)", "", plain))[0].rstrip(".") + "."
 
 

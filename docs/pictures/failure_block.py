@@ -17,6 +17,7 @@ NOTES = [
     ("others:", "Where the other ranks stood, and what they raised then."),
     ("try:", "Commands that show more: a debugger, a log for each rank."),
     ("evidence: flight", "The last calls of each rank; syncvar explain reads them."),
+    ("more:", "The code of the failure: what happened, and what to do."),
 ]
 
 

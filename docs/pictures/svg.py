@@ -1,4 +1,8 @@
-"""A small writer of SVG pictures: boxes, arrows and text on a light background of their own."""
+"""A small writer of SVG pictures: boxes, arrows and text on a light background of their own.
+
+Each other file of this folder draws one picture, in `draw()`. This command writes them all:
+`SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/tidy/test_pictures.py`.
+"""
 
 import textwrap
 from pathlib import Path

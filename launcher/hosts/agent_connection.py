@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 import syncvar
-from syncvar.core.errors import WireError
+from syncvar.core.errors import WireError, error_message
 from syncvar_launcher.hosts.agent_protocol import Message, PipeOutbox, Reader, checked_facts, pack
 from syncvar_launcher.local.worker_start import child_of
 
@@ -211,7 +211,7 @@ class RemoteHost:
                 try:
                     messages += self._reader.feed(data)
                 except WireError as error:
-                    self.end(f"{NOT_UNDERSTOOD}: {error}")
+                    self.end(f"{NOT_UNDERSTOOD}: {error_message(error)}")
                     break
         return messages
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
-from syncvar.core.errors import ConfigError, SyncvarError, WireError
+from syncvar.core.errors import ConfigError, SyncvarError, WireError, error_message
 from syncvar.core.exit_status import CONFIGURATION, LIMITS
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.hosts.agent_protocol import (
@@ -258,7 +258,7 @@ class HostAgent:
         code = LIMITS if is_limit else CONFIGURATION
         if isinstance(error, CannotFork):
             code = error.exit_code
-        self._send("start_failed", reason=str(error), exit_code=code)
+        self._send("start_failed", reason=error_message(error), exit_code=code)
 
     def _signal_groups(self, message: Message) -> None:
         if self._ranks is not None:

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.bootstrap.job_private import JobDirectory
-from syncvar.core.errors import ConfigError, SyncvarError, WireError
+from syncvar.core.errors import ConfigError, SyncvarError, WireError, error_message
 from syncvar.core.output_files import EVIDENCE, PRIVATE, LostFile, create_file, write_error_text
 from syncvar_launcher.hosts.agent_connection import poll_hosts
 from syncvar_launcher.hosts.agent_protocol import CALL_PART_NBYTES
@@ -242,7 +242,7 @@ class HostCopy:
         except WireError:
             raise
         except (OSError, SyncvarError) as error:
-            self._failure = str(error)
+            self._failure = error_message(error)
         if message["kind"] != "stage_end":
             return None
         return {"folder": "" if self._failure else str(self._folder), "reason": self._failure}

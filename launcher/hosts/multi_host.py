@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_status
-from syncvar.core.errors import HostUnreachable, WireError
+from syncvar.core.errors import HostUnreachable, WireError, error_message
 from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar_launcher.hosts.agent_connection import (
     AGENT,
@@ -350,7 +350,7 @@ class JobHosts:
                         try:
                             take(one, message)
                         except WireError as error:
-                            one.end(f"{NOT_UNDERSTOOD}: {error}")
+                            one.end(f"{NOT_UNDERSTOOD}: {error_message(error)}")
             for descriptor in ready:
                 if listeners is not None:
                     listeners.readable(descriptor)

@@ -11,7 +11,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from syncvar.core.errors import WireError
+from syncvar.core.errors import WireError, error_message
 from syncvar.core.exit_status import INTERNAL
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
@@ -449,7 +449,7 @@ class RemoteWorkers:
                 return []
             return list(handler(message, site) or ())
         except (WireError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            site.remote.end(f"{NOT_UNDERSTOOD}: {message['kind']}: {error}")
+            site.remote.end(f"{NOT_UNDERSTOOD}: {message['kind']}: {error_message(error)}")
             return []
 
     def _forward_output(self, message: Message, _: HostSlot) -> Iterator[Event]:

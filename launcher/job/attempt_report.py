@@ -232,6 +232,7 @@ class AttemptReport:
             traceback=self._traceback(cause),
             last_lines=self._forwarder.last_lines(cause.rank) if is_process else (),
             stands_above=is_shown and self._forwarder.stands_above(cause.rank),
+            code=cause.code,
         )
 
     def _traceback(self, cause: FailureCause) -> str:

@@ -348,7 +348,8 @@ class WorkerSet:
         if is_server(action.rank):
             self.store.servers.ended(action.rank, action.reason)
         if action.has_ended:
-            self.store.ended(action.rank, action.reason, self.watch.now(), action.status)
+            now = self.watch.now()
+            self.store.ended(action.rank, action.reason, now, action.status, action.kind)
         else:
             self.store.fence_rank(action.rank, action.reason, self.watch.now())
 

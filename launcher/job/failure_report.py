@@ -28,6 +28,8 @@ _FURTHER_LINES = 12
 _MESSAGES = 3
 _COMMANDS = 2
 _OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # torch.distributed needs them: --torch-env
+TIME_LIMIT = "SV-507"  # code of a job that its time limit has ended
+LOST_FILES = "SV-508"  # code of a job that has succeeded, and of which files are missing
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -44,6 +46,7 @@ class FailureReport(NamedTuple):
     traceback: str = ""  # traceback of the exception, or an empty text
     last_lines: Sequence[str] = ()  # last lines that the rank wrote, shown without a traceback
     stands_above: bool = False  # whether the launcher has just shown these lines
+    code: str = ""  # code that `syncvar explain` describes, or an empty text
 
 
 class WorkerTraceback(NamedTuple):
@@ -94,7 +97,7 @@ def failure_block(
 
     Example:
         >>> others = [SecondaryFailure(0, "computing"), SecondaryFailure(1, "computing")]
-        >>> failure = FailureReport(rank=2, status=-9, host="b")
+        >>> failure = FailureReport(rank=2, status=-9, host="b", code="SV-302")
         >>> print(failure_block(failure, others, arguments=["-n", "3", "a.py"]), end="")
         syncvar: rank 2 on b was killed by signal 9 (SIGKILL)
         evidence: rank 2 wrote nothing
@@ -103,6 +106,7 @@ def failure_block(
         try:
           syncvar-launch --debug 2 -n 3 a.py
           syncvar-launch --log-dir logs -n 3 a.py
+        more: syncvar explain SV-302
     """
     alike, further = _split_first(raised, failure)
     lines = [f"syncvar: {failure_sentence(failure)}"]
@@ -126,6 +130,8 @@ def failure_block(
         lines.append(f"whole output: {escape(files.log_dir)} ({rank})")
     if files.records:
         lines.append(f"evidence: {escape(files.records)}")
+    if failure.code:
+        lines.append(f"more: syncvar explain {failure.code}")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import syncvar
 from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core import exit_status
-from syncvar.core.errors import HostUnreachable
+from syncvar.core.errors import HostUnreachable, with_code
 from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
@@ -29,7 +29,7 @@ from syncvar_launcher.io.standard_streams import (
 from syncvar_launcher.job.attempt import Attempt
 from syncvar_launcher.job.attempt_report import JobConsole
 from syncvar_launcher.job.attempt_workers import AttemptStart
-from syncvar_launcher.job.failure_report import FailureReport, failure_block
+from syncvar_launcher.job.failure_report import LOST_FILES, TIME_LIMIT, FailureReport, failure_block
 from syncvar_launcher.job.job_files import (
     EventLog,
     check_requested_files,
@@ -227,7 +227,9 @@ class _RestartLoop:
             if now >= self.limit:
                 limit_s = self.options.limits.timeout_s
                 reason = f"the time limit of {limit_s:g} s passed before the restart"
-                failure = FailureReport(-1, None, elapsed_s=now - self.began, reason=reason)
+                failure = FailureReport(
+                    -1, None, elapsed_s=now - self.began, reason=reason, code=TIME_LIMIT
+                )
                 self._end_in_pause(exit_status.TIMEOUT, failure_block(failure))
                 return False
             if now >= until:
@@ -285,7 +287,9 @@ class _RestartLoop:
         if code or not lost.has_result or self._has_caller:
             return code
         code = exit_status.LOST_FILE
-        self.console.show(f"all ranks succeeded, and files are lost: exit code {code}")
+        self.console.show(
+            with_code(f"all ranks succeeded, and files are lost: exit code {code}", LOST_FILES)
+        )
         return code
 
     def _show_totals(self) -> list[LostFile]:

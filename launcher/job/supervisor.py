@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.core.errors import LaunchError, RendezvousError, loss_code
 from syncvar.core.exit_status import (
     INTERNAL,
+    LIMITS,
     PREEMPTED,
     RENDEZVOUS,
     TIMEOUT,
@@ -22,6 +24,8 @@ from syncvar.core.exit_status import (
 )
 from syncvar.core.process_ids import is_server, server_number
 from syncvar.core.restart_policy import HOPELESS_CODES, HOPELESS_ERRORS
+from syncvar_launcher.job.failure_report import TIME_LIMIT
+from syncvar_launcher.local.host_resources import OUT_OF_MEMORY, LimitTooLow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +55,23 @@ class FailureCause(NamedTuple):
     traceback: str = ""  # traceback, or an empty text
     brief: str = ""  # traceback without frames that do not help the script's author
     beyond: str = ""  # what the launcher knows beyond the status, or an empty text
+    error_code: str = ""  # code of an exception of syncvar, or an empty text
     at: float | None = None  # when the launcher first learned it, in seconds of the clock
+
+    @property
+    def kind(self) -> str:
+        """The kind of the failure, as in `PeerLost`."""
+        if self.error not in ("", "SystemExit"):
+            return "raised"
+        return "memory" if self.beyond == OUT_OF_MEMORY else "lost"
+
+    @property
+    def code(self) -> str:
+        """The code of the failure, which `syncvar explain` describes."""
+        if self.error_code:
+            return self.error_code
+        status = self.exit_code if self.error == "SystemExit" else self.status
+        return loss_code(self.rank, status, self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +83,14 @@ class NotifyPeerLost:
         reason: Why, in words.
         status: Exit code of its process, or minus the signal; None if it raised, or if unknown.
         has_ended: Whether its process has ended.
+        kind: The kind of the failure, as in `PeerLost`.
     """
 
     rank: int
     reason: str
     status: int | None = None
     has_ended: bool = True
+    kind: str = "lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +222,17 @@ class Supervisor:
             return []
         text = str(record["traceback"])
         brief = str(record.get("brief", text))
-        cause = FailureCause(rank, weight, None, exit_code, reason, error, text, brief)
+        cause = FailureCause(
+            rank,
+            weight,
+            None,
+            exit_code,
+            reason,
+            error,
+            text,
+            brief,
+            error_code=str(record.get("code", "")),
+        )
         actions = self._fail(cause, now)
         return [] if error in _REPORTED_BY_ENGINE else [*actions]
 
@@ -303,14 +335,24 @@ class Supervisor:
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
         """Note that the ranks did not all meet."""
         self.job_cause = self.job_cause or FailureCause(
-            -1, Severity.DISAGREEMENT, None, RENDEZVOUS, reason, at=now
+            -1,
+            Severity.DISAGREEMENT,
+            None,
+            RENDEZVOUS,
+            reason,
+            error_code=RendezvousError.code,
+            at=now,
         )
         self._end_at(now + self.config.abort_grace_s)
         return []
 
     def never_began(self, reason: str, exit_code: int) -> None:
         """Note that no worker has begun or will begin."""
-        self.job_cause = self.job_cause or FailureCause(-1, Severity.OWN, None, exit_code, reason)
+        codes = {LIMITS: LimitTooLow.code, RENDEZVOUS: RendezvousError.code}
+        code = codes.get(exit_code, LaunchError.code)
+        self.job_cause = self.job_cause or FailureCause(
+            -1, Severity.OWN, None, exit_code, reason, error_code=code
+        )
         self.running.clear()
 
     def signalled(self, number: int, now: float) -> list[Action]:
@@ -332,7 +374,9 @@ class Supervisor:
             and self._term_at is None
         ):
             limit = f"the time limit of {self.timeout_s:g} s passed"
-            self.job_cause = FailureCause(-1, Severity.OWN, None, TIMEOUT, limit, at=now)
+            self.job_cause = FailureCause(
+                -1, Severity.OWN, None, TIMEOUT, limit, error_code=TIME_LIMIT, at=now
+            )
             return self._terminate(now)
         if self._kill_at is not None and now >= self._kill_at:
             return self._kill()
@@ -477,4 +521,4 @@ def _notice(cause: FailureCause) -> NotifyPeerLost:
         status = cause.exit_code if cause.error == "SystemExit" else None
     else:
         status = cause.status
-    return NotifyPeerLost(cause.rank, cause.reason, status)
+    return NotifyPeerLost(cause.rank, cause.reason, status, kind=cause.kind)

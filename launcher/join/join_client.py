@@ -22,7 +22,7 @@ import zmq
 import syncvar
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_status
-from syncvar.core.errors import ConfigError, HostUnreachable
+from syncvar.core.errors import ConfigError, HandshakeError, HostUnreachable, with_code
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import (
@@ -250,11 +250,12 @@ class _Host:
             else:
                 self._failures += 1
                 if self._failures >= _TRIES and not self._has_joined:
-                    _show(
+                    refusal = (
                         f"the program that listens at {self._place} does not accept the key of "
                         f"{self._chosen.join.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
+                    _show(with_code(refusal, HandshakeError.code))
                     self._code = exit_status.KEY
 
     def _lose(self, reason: str) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from syncvar.bootstrap.job_private import secret_of_file
 from syncvar.bootstrap.kv_store import shared_folder
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar.core.errors import ConfigError, HostUnreachable, WireError
+from syncvar.core.errors import ConfigError, HostUnreachable, WireError, error_message
 from syncvar.core.output_files import PRIVATE, create_file
 from syncvar.protocol.auth_keys import KEY_BYTES, derive
 from syncvar.transports.zeromq_sockets import address_towards_any, bracket_ipv6
@@ -300,7 +300,7 @@ class JoinGroup:
                 try:
                     one.learn(message["facts"])
                 except WireError as error:
-                    one.end(f"{NOT_UNDERSTOOD}: {error}")
+                    one.end(f"{NOT_UNDERSTOOD}: {error_message(error)}")
 
     def _dismiss(self, one: RemoteHost, reason: str) -> None:
         self._pipes.pop(one.host.name).refuse(reason)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
-from syncvar.core.errors import ConfigError, WireError
+from syncvar.core.errors import ConfigError, WireError, error_message
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.zeromq_sockets import (
     bound_messages,
@@ -359,7 +359,7 @@ class Listener:
         try:
             hello = Hello.read(data[1:])
         except WireError as error:
-            self._refuse(identity, address, str(error))
+            self._refuse(identity, address, error_message(error))
             return
         name = f"{hello.name} ({address})"
         if len(self._links) >= self._places:

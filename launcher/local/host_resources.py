@@ -203,9 +203,13 @@ class OutOfMemory:
 class LimitTooLow(ConfigError):
     """A limit of the system is too low for the job; the exit code is 71."""
 
+    code = "SV-505"
+
 
 class TimePassed(HostUnreachable):
     """The time limit of the job passed during the logins to its hosts; the exit code is 124."""
+
+    code = "SV-507"
 
 
 def needed_files(workers: int, hosts: int, *, has_logs: bool, are_linked: bool) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from syncvar.core import exit_status
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, error_message, with_code
 from syncvar.core.settings import nearest
 from syncvar_launcher.options.option_table import (
     BY_FLAG,
@@ -26,6 +26,7 @@ from syncvar_launcher.options.option_table import (
     PROGRAM,
     RUN,
     WORKERS,
+    WRONG_OPTION,
     Option,
     read_stats,
     read_variables,
@@ -150,7 +151,8 @@ class CommandLine(NamedTuple):
 
 def usage_error(message: str) -> NoReturn:
     """End with the exit code for a wrong command line, after a message on standard error."""
-    sys.stderr.write(f"{PROGRAM}: {message}\nSee {PROGRAM} --help.\n")
+    text = with_code(message, WRONG_OPTION)
+    sys.stderr.write(f"{PROGRAM}: {text}\nSee {PROGRAM} --help.\n")
     sys.exit(exit_status.USAGE)
 
 
@@ -256,7 +258,7 @@ class _ArgumentReader:
                 return self._option.value(text, is_text=True)
             check_assignment(text)  # the shell has split the words already
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(error_message(error)) from None
         return text
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROGRAM = "syncvar-launch"
+WRONG_OPTION = "SV-506"  # code of a wrong command line, file or variable of the launcher
 LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 START_METHODS = ("auto", "spawn", "fork")

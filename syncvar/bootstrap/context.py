@@ -27,6 +27,7 @@ from syncvar.core.errors import (
     TransportError,
     UsageError,
 )
+from syncvar.core.exit_status import is_failing
 from syncvar.core.process_ids import rank_list
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.frame import PROTOCOL_VERSION
@@ -114,6 +115,7 @@ def join_handshake(
                 message["reason"],
                 "while the ranks met",
                 status=next(iter(message["status"]), None),
+                kind=message["failure_kind"],
             )
         elif message["kind"] not in _OF_LAST_GENERATION:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
@@ -404,7 +406,10 @@ class ProcessContext:
             engine.stop()
             is_unnoticed = self.is_rank_served and not orderly and engine.failure is None
             if self._control is not None and is_unnoticed:  # a launcher notices it by itself
-                self._control.send(pack_message("process_failure", reason=reason))
+                kind = "raised" if is_failing() or sys.exception() is not None else "lost"
+                self._control.send(
+                    pack_message("process_failure", reason=reason, failure_kind=kind)
+                )
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
             if self._control is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar._native import entrance, message_entrance, note_change
 from syncvar.core.environment import environment_of
-from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError, error_line
 from syncvar.core.exit_status import exit_error_text
 from syncvar.core.fork_cleanup import register_exit
 
@@ -274,7 +274,7 @@ def member(environ: MutableMapping[str, str]) -> Iterator[None]:
     except BaseException as error:
         from syncvar.core.stack_dump import frames_before
 
-        abandon(f"{type(error).__name__}: {error}"[:2000], frames_before(error.__traceback__))
+        abandon(error_line(error)[:2000], frames_before(error.__traceback__))
         raise
     finally:
         with _state.lock:

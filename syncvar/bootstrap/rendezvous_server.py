@@ -122,9 +122,19 @@ class RendezvousServer:
             for peer in self._asking:
                 self._send_servers(peer)
 
-    def ended(self, rank: int, reason: str, now: float, status: int | None = None) -> None:
-        """Inform the other ranks that a rank ended with an error, and with this status if known."""
-        self._carry_out(self.coordinator.ended(rank, reason, now, status))
+    def ended(
+        self,
+        rank: int,
+        reason: str,
+        now: float,
+        status: int | None = None,
+        kind: str = "lost",
+    ) -> None:
+        """Inform the other ranks that a rank ended with an error, and with this status if known.
+
+        `kind` is that of `PeerLost`.
+        """
+        self._carry_out(self.coordinator.ended(rank, reason, now, status, kind))
 
     def fence_rank(self, rank: int, reason: str, now: float) -> None:
         """Inform all ranks, including itself, that a rank counts as failed."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from syncvar.core import stack_dump
 from syncvar.core.environment import claim_rank
+from syncvar.core.errors import code_of, error_message
 from syncvar.core.exit_status import StatusPipe, error_exit_code, set_status_pipe
 from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.core.process_ids import server_number
@@ -222,7 +223,7 @@ def failure_of(error: BaseException) -> WorkerFailure:
         return WorkerFailure(name, str(error.code), text, text, status)
     code = 130 if isinstance(error, KeyboardInterrupt) else error_exit_code(error)
     text, brief = _traceback_texts(error)
-    return WorkerFailure(name, _message(error), text, brief, code)
+    return WorkerFailure(name, error_message(error), text, brief, code)
 
 
 def _fail(pipe: StatusPipe, error: BaseException) -> NoReturn:
@@ -231,8 +232,10 @@ def _fail(pipe: StatusPipe, error: BaseException) -> NoReturn:
     if sys.excepthook is not sys.__excepthook__:
         written = ""  # the script's own hook writes something unknown
     elif _is_ours(error) and name in _CONSEQUENCES:
-        written = f"{name}: {message}\n"  # every surviving rank has the same traceback
-    pipe.announce_failure(name, message, text, code, brief=brief, written=written)
+        written = f"{name}: {error}\n"  # every surviving rank has the same traceback
+    pipe.announce_failure(
+        name, message, text, code, code=code_of(error), brief=brief, written=written
+    )
     _abandon_job(f"uncaught {name}: {message}"[:2000], error)
     if sys.excepthook is not sys.__excepthook__:
         _call_hook(error)
@@ -240,13 +243,6 @@ def _fail(pipe: StatusPipe, error: BaseException) -> NoReturn:
         sys.stderr.write(written)
     sys.stderr.flush()
     raise SystemExit(code)
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  (the script's own error may do anything here)
-        return "<exception str() failed>"  # as the interpreter says
 
 
 def _call_hook(error: BaseException) -> None:

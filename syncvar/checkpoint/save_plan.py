@@ -15,7 +15,14 @@ from syncvar.checkpoint.checkpoint_format import (
     Stored,
     itemsize_of,
 )
-from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
+from syncvar.core.errors import (
+    CheckpointError,
+    Corrupt,
+    MismatchError,
+    NotFound,
+    SyncvarError,
+    error_message,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +152,7 @@ def failure_of(error: SyncvarError) -> list[str]:
     """Return an error as data for the other ranks."""
     if isinstance(error, Corrupt):
         return ["Corrupt", error.key, error.expected, error.actual, error.detail]
-    return ["NotFound" if isinstance(error, NotFound) else "CheckpointError", str(error)]
+    return ["NotFound" if isinstance(error, NotFound) else "CheckpointError", error_message(error)]
 
 
 def raise_failures(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncvar.cli.explain import explain_records
+from syncvar.cli.printed_tables import explain_code, is_error_code
 from syncvar.cli.record_files import FlightRecord, calls_of, load, names_of, number_of
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import JOBS_MAX, find_job, state_folder
@@ -199,14 +200,15 @@ def add_options(commands: Any) -> None:
     )
     explain = commands.add_parser(
         "explain",
-        help="name the first call in which ranks diverged; exit code 1 if there is one, else 0",
+        help="explain an error code; or name the first call in which ranks diverged (exit code 1 "
+        "if there is one, else 0)",
     )
     explain.add_argument(
         "records",
         nargs="*",
-        metavar="JOB|DIR|FILE",
-        help="job id in the block of a failed job (default: the latest); or folders with "
-        "flight-rank<r>.json, or such files",
+        metavar="CODE|JOB|DIR|FILE",
+        help="error code such as SV-301; or job id in the block of a failed job (default: the "
+        "latest); or folders with flight-rank<r>.json, or such files",
     )
 
 
@@ -246,6 +248,11 @@ def _write_trace(path: str, trace: Mapping[str, Any]) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Run a command; return the exit code."""
+    if chosen.command == "explain" and len(chosen.records) == 1:
+        (word,) = chosen.records
+        if is_error_code(word) and not os.path.exists(word):
+            print(explain_code(word), end="")
+            return 0
     records = load(_of_job(chosen.records) if chosen.command == "explain" else chosen.records)
     if chosen.command == "explain":
         text, has_diverged = explain_records(records)

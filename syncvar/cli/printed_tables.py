@@ -1,13 +1,19 @@
-"""The tables of `syncvar collectives` and `syncvar rules` in Markdown, from the code itself."""
+"""The tables of `syncvar collectives` and `syncvar rules`, and the sections of error codes.
+
+The tables come from the code itself, the sections from `errors.md`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
 from syncvar.cli.collective_registry import available, dtypes, ops_of
+from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS
 from syncvar.variables.policy import (
     AccessKind,
@@ -25,6 +31,36 @@ if TYPE_CHECKING:
 
 _COMMON = {"group": None, "async_op": False, "timeout": None}
 _COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw")
+
+
+def error_sections() -> dict[str, str]:
+    """Return the section of each error code, in Markdown."""
+    text = Path(__file__).with_name("errors.md").read_text(encoding="utf-8")
+    parts = re.split(r"^(?=###? )", text, flags=re.MULTILINE)  # of a code, or of a family
+    sections = [part for part in parts if part.startswith("### SV-")]
+    return {part[len("### ") :][: len("SV-000")]: part for part in sections}
+
+
+def is_error_code(word: str) -> bool:
+    """Return whether a word has the form of an error code: SV-301, sv-301 or 301."""
+    return re.fullmatch(r"(sv-?)?\d{3}", word, re.IGNORECASE) is not None
+
+
+def explain_code(word: str) -> str:
+    """Return the section of an error code as text for a terminal."""
+    sections, number = error_sections(), int(word[-3:])
+    code = f"SV-{number:03}"
+    if code not in sections:
+        near = sorted(sections, key=lambda one: abs(int(one[-3:]) - number))[:3]
+        raise ConfigError(
+            f"there is no error code {code}; near it are {', '.join(sorted(near))}. "
+            "All codes stand in docs/reference/errors.md"
+        )
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", sections[code].removeprefix("### "))
+    text = re.sub(r"^```.* file=(\S+)$", r"\1:\n\g<0>", text, flags=re.MULTILINE)
+    blocks = re.split(r"^```.*\n", text, flags=re.MULTILINE)  # every other part is code
+    blocks[1::2] = [re.sub(r"^(?=.)", "    ", one, flags=re.MULTILINE) for one in blocks[1::2]]
+    return "".join(blocks).replace("**", "").rstrip() + "\n"
 
 
 def collectives_text() -> str:

@@ -5,30 +5,93 @@
 * `RendezvousError`, `LaunchError`: the job did not start, or a worker failed.
 * `InternalError`: a bug in syncvar.
 
-Every field is an attribute. The message contains the fields.
+Every field is an attribute. The message contains the fields, and ends with the error's `code`.
+A code never changes its meaning; `syncvar explain CODE` says what happened and what to do. A new
+code needs a section in `cli/errors.md`, with a program that raises it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
-from syncvar.core.process_ids import process_name
+from syncvar.core.process_ids import is_server, process_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+CODE = re.compile(r"SV-\d{3}")
+_CODE_AT_END = re.compile(rf"\s*\[{CODE.pattern}\]")
 
 
 class SyncvarError(Exception):
     """Base of all exceptions of this package.
 
+    Attributes:
+        code: Stable code of what happened, such as "SV-101". `str(error)` ends with it.
+
     Example:
-        >>> import syncvar as sv
-        >>> try:
-        ...     sv.all_reduce("text")
-        ... except sv.SyncvarError as error:
-        ...     print(type(error).__name__)
-        ConfigError
+        >>> str(ConfigError("workers must be at least 1"))
+        'workers must be at least 1 [SV-101]'
+        >>> ConfigError("workers must be at least 1").code
+        'SV-101'
     """
+
+    code = "SV-100"
+
+    def __str__(self) -> str:
+        return with_code(super().__str__(), self.code)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def with_code(text: str, code: str) -> str:
+    """Return a message that ends with its code, without the codes of the errors that it quotes.
+
+    A message of several lines has the code on a line of its own.
+
+    Example:
+        >>> with_code("rank 1 was lost", "SV-301")
+        'rank 1 was lost [SV-301]'
+    """
+    gap = "\n" if "\n" in text else " "
+    return f"{without_codes(text)}{gap}[{code}]".lstrip()
+
+
+def without_codes(text: str) -> str:
+    """Return a text without the codes of the errors that it quotes."""
+    return _CODE_AT_END.sub("", text) if "[SV-" in text else text
+
+
+def error_message(error: BaseException) -> str:
+    """Return the message of any exception without a code, for texts and records that quote it."""
+    try:
+        return without_codes(str(error))
+    except Exception:  # noqa: BLE001  (a user's __str__ may raise anything)
+        return "<exception str() failed>"  # as the interpreter says
+
+
+def error_line(error: BaseException) -> str:
+    """Return the class of any exception and its message, without a code.
+
+    Example:
+        >>> error_line(ConfigError("workers must be at least 1"))
+        'ConfigError: workers must be at least 1'
+    """
+    return f"{type(error).__name__}: {error_message(error)}"
+
+
+def code_of(error: BaseException) -> str:
+    """Return the code of an exception of syncvar, or an empty text for another one."""
+    return error.code if isinstance(error, SyncvarError) else ""
+
+
+def _rebuild(kind: type[SyncvarError], args: tuple[Any, ...]) -> SyncvarError:
+    """Return a copy of an error; its fields follow. The class's own __init__ takes the fields."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class ConfigError(SyncvarError, ValueError):
@@ -44,6 +107,8 @@ class ConfigError(SyncvarError, ValueError):
         array([1., 2.])
     """
 
+    code = "SV-101"
+
 
 class SharedMemoryFull(ConfigError, MemoryError):
     """The shared memory of this host has no room for an array. Nothing was allocated.
@@ -57,6 +122,8 @@ class SharedMemoryFull(ConfigError, MemoryError):
         >>> x.nbytes
         64
     """
+
+    code = "SV-102"
 
 
 class RowOutOfRange(ConfigError, IndexError):
@@ -72,6 +139,8 @@ class RowOutOfRange(ConfigError, IndexError):
         [1. 2.]
     """
 
+    code = "SV-103"
+
 
 class UsageError(SyncvarError, RuntimeError):
     """A valid call at the wrong time or in the wrong context. Nothing changed.
@@ -85,6 +154,8 @@ class UsageError(SyncvarError, RuntimeError):
         ...     print(str(error).partition(";")[0])
         strategy.run is called inside run
     """
+
+    code = "SV-104"
 
 
 class NoAggregation(UsageError, ValueError):
@@ -101,6 +172,8 @@ class NoAggregation(UsageError, ValueError):
         ...     print(v.aggregation.name)
         NONE
     """
+
+    code = "SV-105"
 
 
 class MismatchError(SyncvarError):
@@ -124,11 +197,15 @@ class MismatchError(SyncvarError):
         1 all_reduce(sum, float64[3]) (call 1)
     """
 
+    code = "SV-201"
+
     def __init__(
         self, message: str, table: Mapping[int, str] | None = None, *, is_deadlock: bool = False
     ) -> None:
         self.table: dict[int, str] = dict(table or {})
         self.is_deadlock = is_deadlock
+        if is_deadlock:
+            self.code = "SV-202"
         rows = "".join(f"\n  rank {rank}: {call}" for rank, call in sorted(self.table.items()))
         super().__init__(message + rows)
 
@@ -150,6 +227,11 @@ class TransportError(SyncvarError):
         'PeerLost'
     """
 
+    code = "SV-311"
+
+
+_CODES_OF_LOSSES = {"raised": "SV-301", "interrupted": "SV-301", "memory": "SV-303"}
+
 
 class PeerLost(TransportError):
     """Another rank, or a server, has failed or cannot be reached.
@@ -160,6 +242,8 @@ class PeerLost(TransportError):
         reason: Reason, for instance "signal 9".
         detail: Where this process noticed it; may be empty.
         status: Exit code of the process, or minus the signal that killed it; None if unknown.
+        kind: "raised" or "interrupted" if an exception ended it, "memory" if it ran out of memory,
+            otherwise "lost".
 
     Example:
         >>> import syncvar as sv
@@ -173,6 +257,8 @@ class PeerLost(TransportError):
         (1, 'uncaught ValueError: bad row')
     """
 
+    code = "SV-304"
+
     def __init__(
         self,
         rank: int,
@@ -181,15 +267,34 @@ class PeerLost(TransportError):
         detail: str = "",
         *,
         status: int | None = None,
+        kind: str = "lost",
     ) -> None:
+        self.code = loss_code(rank, status, kind)
         self.rank = rank
         self.host = host
         self.reason = reason
         self.detail = detail
         self.status = status
+        self.kind = kind
         text = f"{process_name(rank)}{f' on {host}' if host else ''} was lost"
         text += f": {reason}" if reason else ""
         super().__init__(text + (f" ({detail})" if detail else ""))
+
+
+def loss_code(rank: int, status: int | None, kind: str = "lost") -> str:
+    """Return the code of a lost process, from the fields of `PeerLost`.
+
+    Example:
+        >>> [loss_code(1, -9), loss_code(1, -9, "memory"), loss_code(1, 3), loss_code(1, None)]
+        ['SV-302', 'SV-303', 'SV-305', 'SV-304']
+    """
+    if is_server(rank):
+        return "SV-306"
+    if kind in _CODES_OF_LOSSES:
+        return _CODES_OF_LOSSES[kind]
+    if status is None:
+        return PeerLost.code
+    return "SV-302" if status < 0 else "SV-305"
 
 
 class DeadlineExceeded(TransportError, TimeoutError):
@@ -211,6 +316,8 @@ class DeadlineExceeded(TransportError, TimeoutError):
         ((1,), 0.1)
     """
 
+    code = "SV-307"
+
     def __init__(self, message: str, missing: Sequence[int] = (), timeout_s: float = 0.0) -> None:
         self.missing = tuple(missing)
         self.timeout_s = timeout_s
@@ -226,6 +333,8 @@ class SharedMemoryUnavailable(TransportError):
         True
     """
 
+    code = "SV-310"
+
 
 class HandshakeError(TransportError):
     """Two processes cannot communicate: they differ in version, byte order or job.
@@ -235,6 +344,8 @@ class HandshakeError(TransportError):
         >>> issubclass(sv.HandshakeError, sv.TransportError)
         True
     """
+
+    code = "SV-309"
 
 
 class GroupBroken(TransportError):
@@ -259,6 +370,8 @@ class GroupBroken(TransportError):
         ('GroupBroken', 'PeerLost')
     """
 
+    code = "SV-308"
+
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         self.cause = cause
         super().__init__(message)
@@ -279,6 +392,8 @@ class CheckpointError(SyncvarError):
         CheckpointError
     """
 
+    code = "SV-401"
+
 
 class NotFound(CheckpointError, FileNotFoundError):
     """There is no checkpoint at this path.
@@ -292,6 +407,8 @@ class NotFound(CheckpointError, FileNotFoundError):
         >>> start
         0
     """
+
+    code = "SV-402"
 
 
 class Corrupt(CheckpointError):
@@ -314,6 +431,8 @@ class Corrupt(CheckpointError):
         ...     print(error.key == str(path))
         True
     """
+
+    code = "SV-403"
 
     def __init__(self, key: str, expected: str = "", actual: str = "", detail: str = "") -> None:
         self.key = key
@@ -341,6 +460,8 @@ class RendezvousError(SyncvarError):
         (3,)
     """
 
+    code = "SV-501"
+
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         self.missing = tuple(missing)
         super().__init__(message)
@@ -358,6 +479,8 @@ class LaunchError(SyncvarError):
         RankFailed
     """
 
+    code = "SV-502"
+
 
 class HostUnreachable(LaunchError):
     """A host of the job cannot be reached.
@@ -367,6 +490,8 @@ class HostUnreachable(LaunchError):
         >>> issubclass(sv.HostUnreachable, sv.LaunchError)
         True
     """
+
+    code = "SV-503"
 
 
 class RankFailed(LaunchError):
@@ -391,13 +516,18 @@ class RankFailed(LaunchError):
         0 1 ZeroDivisionError
     """
 
+    code = "SV-504"
+
     def __init__(self, rank: int, host: str, exit_code: int, last_lines: str) -> None:
         self.rank = rank
         self.host = host
         self.exit_code = exit_code
         self.last_lines = last_lines
         failed = f"rank {rank} on {host}" if rank >= 0 else "the job"
-        super().__init__(f"{failed} failed with exit code {exit_code}\n{last_lines}")
+        super().__init__(f"{failed} failed with exit code {exit_code}\n{last_lines.rstrip()}")
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n[{self.code}]"  # a traceback is evidence, so it keeps its code
 
 
 class InternalError(SyncvarError):
@@ -409,6 +539,8 @@ class InternalError(SyncvarError):
         True
     """
 
+    code = "SV-901"
+
 
 class PlanError(InternalError):
     """A schedule breaks its contract.
@@ -419,6 +551,10 @@ class PlanError(InternalError):
         True
     """
 
+    code = "SV-902"
+
 
 class WireError(TransportError):
     """Received bytes are not a valid frame or message."""
+
+    code = "SV-312"

@@ -14,6 +14,8 @@ import signal
 import sys
 from enum import IntEnum
 
+from syncvar.core.errors import error_line
+
 USAGE = 2
 RENDEZVOUS = 69
 INTERNAL = 70
@@ -110,14 +112,8 @@ def exit_code_of(status: int) -> int:
 
 def exit_error_text() -> str:
     """Return the exception that ends this process, as text for other ranks, or an empty text."""
-    if not is_failing():
-        return ""
-    error = sys.last_value
-    try:
-        text = str(error)
-    except Exception:  # a user's __str__ may raise anything
-        text = "<exception str() failed>"
-    return f"uncaught {type(error).__name__}: {text}"[:2000]
+    error = getattr(sys, "last_value", None)
+    return f"uncaught {error_line(error)}"[:2000] if is_failing() and error is not None else ""
 
 
 def is_failing() -> bool:
@@ -163,18 +159,21 @@ class StatusPipe:
         text: str,
         exit_code: int,
         *,
+        code: str = "",
         brief: str = "",
         written: str = "",
     ) -> None:
         """Report how the script failed, before the error is written to standard error.
 
-        `brief` is the traceback without frames of no use to the script's author, by default all.
-        `written` follows on standard error, so the launcher need not show it twice.
+        `code` is that of an exception of syncvar. `brief` is the traceback without frames of no
+        use to the script's author, by default all. `written` follows on standard error, so the
+        launcher need not show it twice.
         """
         self._has_failed = True
         record: dict[str, str | int] = {
             "event": "failed",
             "error": error,
+            "code": code,
             "message": _sendable(message)[:2000],
             "traceback": _sendable(text)[-_TEXT_MAX:],
             "brief": _sendable(brief or text)[-_TEXT_MAX:],

@@ -240,7 +240,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
             The repeated dataset.
 
         Raises:
-            ConfigError: `times` is no such integer.
+            ConfigError: `times` is not such an integer.
         """
         if times is None:
             return Dataset(StreamRepeat(self._source, None), rows=self._rows)
@@ -260,7 +260,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
             The dataset.
 
         Raises:
-            ConfigError: The size is no such integer.
+            ConfigError: The size is not such an integer.
         """
         size = integer_of("the size", size, 1)
         return Dataset(Prefetched(self._source, size), rows=self._rows)
@@ -384,7 +384,7 @@ class DatasetIterator:
             state: Result of `state_dict` from a dataset with the same steps.
 
         Raises:
-            ConfigError: It is no such state, or its seed differs. Nothing changed.
+            ConfigError: It is not such a state, or its seed differs. Nothing changed.
         """
         epoch, position = read_state(state, {"seed": _seed_of(self._source)})
         self.close()

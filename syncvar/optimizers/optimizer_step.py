@@ -13,7 +13,7 @@ import numpy as np
 
 from syncvar.collectives.reduce_args import check_finite
 from syncvar.collectives.sharded_sums import shards_request
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_call import Call, combine_cached, combining_request
 from syncvar.runtime.call_record import CallFields, CallLabel
@@ -217,7 +217,7 @@ class GradientStep:
         if self.accumulate > 1 and slots.calls is not None:
             number = int(copy_of(slots.calls))
             if number < self.accumulate - 1:
-                self._refused = self._refused or f"{type(failure).__name__}: {failure}"
+                self._refused = self._refused or error_line(failure)
                 self.set_calls(number + 1)
                 raise failure
             self.set_calls(0)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.core.errors import SyncvarError
+from syncvar.core.errors import SyncvarError, error_message
 from syncvar.parameter_server.messages import OutgoingMessage, changes, reads
 from syncvar.parameter_server.replicated_state import ReplicatedState, WorkerRequest, is_about
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -331,7 +331,7 @@ class PrimaryReplica:
             result = self.ledger.read(message["rank"], message["operations"], request.arrays)
         except (SyncvarError, KeyError, IndexError, TypeError) as error:
             name = type(error).__name__ if isinstance(error, SyncvarError) else "WireError"
-            self._reply(message, (name, str(error)))
+            self._reply(message, (name, error_message(error)))
         else:
             self._reply(message, None, result.results, tuple(result.arrays))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, WireError
+from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, WireError, error_message
 from syncvar.parameter_server.messages import READS, push_of, rule_key_of, slots_of, spec_of
 from syncvar.parameter_server.shard import Shard, check_slots, rule_of
 
@@ -381,7 +381,7 @@ class ReplicatedState:
                 self._perform(rank, worker, operation, request.arrays)
             except SyncvarError as error:  # a custom rule whose trial, before other pushes, passed
                 if message["incarnation"] == worker.incarnation:
-                    worker.refusals[message["number"]] = type(error).__name__, str(error)
+                    worker.refusals[message["number"]] = type(error).__name__, error_message(error)
 
     def _perform(
         self, rank: int, worker: WorkerState, operation: dict[str, Any], arrays: Arrays
@@ -429,7 +429,7 @@ class ReplicatedState:
             for operation in request.message["operations"]:
                 self._check(operation, request.arrays, created)
         except SyncvarError as error:
-            return type(error).__name__, str(error)
+            return type(error).__name__, error_message(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             reason = f"an operation of a request is malformed: {type(error).__name__}: {error}"
             return "WireError", reason

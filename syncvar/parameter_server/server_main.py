@@ -21,7 +21,7 @@ import zmq
 from syncvar.bootstrap import worker_main
 from syncvar.bootstrap.job_private import keys_of
 from syncvar.core.environment import RankEnvironment
-from syncvar.core.errors import ConfigError, WireError
+from syncvar.core.errors import ConfigError, WireError, error_line
 from syncvar.core.fork_cleanup import handle_signal
 from syncvar.core.output_files import write_record
 from syncvar.core.process_ids import SERVER_0, is_server, process_name, server_number
@@ -237,7 +237,7 @@ class ServerLoop:
 
     def failed(self, error: BaseException) -> None:
         """Write the flight record of a server that ends by an exception."""
-        reason = f"uncaught {type(error).__name__}: {error}"
+        reason = f"uncaught {error_line(error)}"
         self._recorder.ended(reason, frames_before(error.__traceback__))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives.sharded_sums import tree_combined
-from syncvar.core.errors import ConfigError, SyncvarError
+from syncvar.core.errors import ConfigError, SyncvarError, error_message
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.custom_rules import CustomRule
 from syncvar.optimizers.update_rules import (
@@ -387,7 +387,7 @@ class Shard:
         try:
             self._combine([push for _, push in sorted(pushes.items())])
         except SyncvarError as error:  # from a custom rule; the server has acknowledged the pushes
-            self.failures.append((sorted(pushes), type(error).__name__, str(error)))
+            self.failures.append((sorted(pushes), type(error).__name__, error_message(error)))
 
     def _combine(self, pushes: list[Push]) -> None:
         """Apply a round: as one push if all have equal kinds, else one after another by rank."""

@@ -62,7 +62,7 @@ class ParameterServerStrategy(Strategy):
     synchronous training does, with the bytes of reproducible=True. They use the variable's
     aggregation, or SUM where it is NONE. With None, no read waits.
 
-    The constructor, variables, reads and writes are no collectives, and the launcher can restart a
+    The constructor, variables, reads and writes are not collective, and the launcher can restart a
     worker that dies. `reduce`, `gather` and datasets are collectives of all workers.
 
     Args:
@@ -168,7 +168,7 @@ class ParameterServerStrategy(Strategy):
             Their values, read-only, in order.
 
         Raises:
-            ConfigError: An item is no such variable.
+            ConfigError: An item is not such a variable.
             PeerLost: A server has failed, and no other has a copy.
             DeadlineExceeded: The servers did not answer in time.
 

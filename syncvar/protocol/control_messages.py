@@ -54,7 +54,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         **_of(int, "group call"),
         "missing": _Ranks,
     },
-    "process_failure": {"reason": str},
+    "process_failure": _of(str, "reason failure_kind"),
     "status": {**_of(str, "last_call stack"), "age_s": float, "is_finished": bool},
     "leave": {"entered": _Counts, **_of(list[int], "skipped sent"), "sites": _Texts},
     # server -> launcher

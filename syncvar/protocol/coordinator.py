@@ -148,14 +148,24 @@ class Coordinator:
             raise WireError(f"a worker may not send {message['kind']!r}")
         return handler(rank, message, now)
 
-    def ended(self, rank: int, reason: str, now: float, status: int | None = None) -> list[Action]:
-        """Record that a rank's process has failed, for instance with "signal 9" and status -9."""
+    def ended(
+        self,
+        rank: int,
+        reason: str,
+        now: float,
+        status: int | None = None,
+        kind: str = "lost",
+    ) -> list[Action]:
+        """Record that a rank's process has failed, for instance with "signal 9" and status -9.
+
+        `kind` is that of `PeerLost`.
+        """
         del now
         if rank in self.failed_ranks:
             return []
         self._drop_reports(rank)
         self.failed_ranks[rank] = reason
-        data = self._lost_data(rank, reason, status)
+        data = self._lost_data(rank, reason, status, kind)
         others = sorted(self.next_handshake.members)
         joining = [SendMessage(other, data) for other in others if other != rank]
         return self._send_to_others(rank, data) + joining
@@ -275,7 +285,7 @@ class Coordinator:
         return self._send(message["members"], data, but=rank)
 
     def _process_failure(self, rank: int, message: Message, now: float) -> list[Action]:
-        return self.ended(rank, message["reason"], now)
+        return self.ended(rank, message["reason"], now, kind=message["failure_kind"])
 
     def _group_failure(self, rank: int, message: Message, _now: float) -> list[Action]:
         self._drop_reports(rank)
@@ -361,8 +371,10 @@ class Coordinator:
             *(SendMessage(rank, data) for rank in sorted(handshake.members)),
         ]
 
-    def _lost_data(self, rank: int, reason: str, status: int | None = None) -> bytes:
-        fields = {"failure_kind": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
+    def _lost_data(
+        self, rank: int, reason: str, status: int | None = None, kind: str = "lost"
+    ) -> bytes:
+        fields = {"failure_kind": kind, "reason": reason, "group": -1, "call": -1, "missing": []}
         return self._abort_data(rank, fields, status)
 
     def _abort_data(self, rank: int, fields: Message, status: int | None = None) -> bytes:

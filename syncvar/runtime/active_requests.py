@@ -284,7 +284,10 @@ class Verdicts:
         waiting = next(iter(active.values()), None)
         detail = f"while in {self._call(waiting)}" if waiting is not None else ""
         status = next(iter(message["status"]), None)
-        self._core.break_generation(PeerLost(rank, host, message["reason"], detail, status=status))
+        kind = message["failure_kind"]
+        self._core.break_generation(
+            PeerLost(rank, host, message["reason"], detail, status=status, kind=kind)
+        )
 
     def _apply_decision(self, decision: Message) -> None:
         self._core.recorder.note("verdict", decision["text"])

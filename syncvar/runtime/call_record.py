@@ -14,7 +14,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from syncvar.core.errors import MismatchError, PeerLost
+from syncvar.core.errors import MismatchError, PeerLost, error_line
 from syncvar.core.process_ids import rank_spans
 from syncvar.core.stack_dump import current_frames, frames_of
 
@@ -223,7 +223,7 @@ def error_fields(error: BaseException) -> ErrorFields:
 
 def error_text(error: BaseException) -> str:
     """Return an error as one line of a record."""
-    return f"{type(error).__name__}: {error}"[:DETAIL_MAX]
+    return error_line(error)[:DETAIL_MAX]
 
 
 def call_site(thread: int) -> str:

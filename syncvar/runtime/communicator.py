@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from syncvar._native import CommunicatorState, note_change
-from syncvar.core.errors import ConfigError, MismatchError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, UsageError, error_line
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.call_record import CallInfo, own_site
 from syncvar.runtime.link_exchange import LinkExchange, NullSink
@@ -350,7 +350,7 @@ class Communicator(CommunicatorState):
         self.recorder.refused(CallInfo(name, self.identity, self.members, 0, 0, ""), call, error)
         if self.engine is not None and self.size > 1:
             self.engine.book.announce(self.identity, call + 1)
-            reason = f"{type(error).__name__}: {error}"
+            reason = error_line(error)
             self.engine.reject_call(self.identity, self.members, call, name, reason)
 
     def require_free(self, name: str) -> None:
@@ -404,7 +404,7 @@ class Communicator(CommunicatorState):
             if self.uneven is not None:
                 self.uneven.abort_step(error)
             if self.size > 1:
-                reason = f"left strategy.run: {type(error).__name__}: {error}"
+                reason = f"left strategy.run: {error_line(error)}"
                 self.engine.abort_step(
                     self.identity, self.members, self.next_call - 1, self.block_end, reason
                 )

@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from syncvar._native import AdmissionState
-from syncvar.core.errors import GroupBroken, InternalError, UsageError
+from syncvar.core.errors import GroupBroken, InternalError, UsageError, error_line, error_message
 from syncvar.protocol.control_messages import pack_message
 from syncvar.runtime.sequence import SequenceTracker
 
@@ -126,7 +126,7 @@ class Core(AdmissionState):
         if not self._failure_raised or isinstance(failure, UsageError):
             self._failure_raised = True
             raise failure
-        raise GroupBroken(f"this group broke earlier: {failure}", failure)
+        raise GroupBroken(f"this group broke earlier: {error_message(failure)}", failure)
 
     def allows(self, group: int, call: int) -> bool:
         """Return whether a call may run without the lock: nothing is known that would refuse it."""
@@ -341,7 +341,7 @@ class Core(AdmissionState):
         if operation.is_published:
             self.interrupted(operation, error)
         else:
-            reason = f"{type(error).__name__}: {error}"
+            reason = error_line(error)
             self.reject_call(
                 operation.group, operation.members, operation.call, operation.label, reason
             )

@@ -25,6 +25,7 @@ from syncvar.core.errors import (
     SharedMemoryFull,
     SharedMemoryUnavailable,
     UsageError,
+    error_message,
 )
 from syncvar.shm import segment_file
 from syncvar.shm.allocator import AllocatedRange, AllocationMap, Range, RegionAllocator
@@ -143,7 +144,7 @@ class SharedSegment:
         try:
             shm = cls.attach(fd, local_rank, checks=config.check_shm == "on")
         except SharedMemoryUnavailable as error:
-            return str(error)
+            return error_message(error)
         if shm.segment[:2] != (environment.host_index, generation):
             shm.close()
             here = f"host {environment.host_index}, generation {generation}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from syncvar.collectives.all_reduce import agree, agreement_request
-from syncvar.core.errors import MismatchError, UsageError
+from syncvar.core.errors import MismatchError, UsageError, error_line
 from syncvar.core.process_ids import rank_list
 from syncvar.runtime.call_record import CallFields, CallLabel, collective_of
 from syncvar.runtime.communicator import fingerprint
@@ -142,7 +142,7 @@ class ActiveGroup:
         left its loop waits in the next one.
         """
         if not isinstance(error, PeerExhausted):  # all active ranks raise PeerExhausted together
-            self._block.end(f"{_LEFT_RUN}{type(error).__name__}: {error}")
+            self._block.end(f"{_LEFT_RUN}{error_line(error)}")
 
     def announce(self, reason: str) -> None:
         """Let all further membership all-reduces of the others fail; does not wait."""

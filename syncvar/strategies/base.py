@@ -117,8 +117,9 @@ class Strategy(MigrationHintsMixin):
         """Number of runs in which replicas compare every replicated variable once; 0 for never.
 
         Replicas compare digests of all bytes. Set it to the same number on every replica.
-        `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). A model of up to a MiB is
-        compared in the runs whose number it divides, a larger one a MiB at a time over many runs.
+        `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). If the
+        variables have up to 1 MiB together, every N-th run compares all of them. Otherwise the runs
+        compare them 1 MiB at a time.
         A run compares a variable before its first write, and the rest at its end. Outside `run`,
         steps count instead: the writes of the variable that is written most often.
 
@@ -127,7 +128,7 @@ class Strategy(MigrationHintsMixin):
         With 1, replicas compare before the first write of every run.
 
         Raises:
-            ConfigError: The new value is no whole number of at least 0.
+            ConfigError: The new value is not a whole number of at least 0.
 
         Cost: 0.2 to 0.4 ns for each byte of all variables in so many runs, half of it outside runs.
             A run with something to compare makes two or three small exchanges more.
@@ -383,7 +384,7 @@ class Strategy(MigrationHintsMixin):
 
         Raises:
             UsageError: The call is in replica context.
-            ConfigError: `dataset` is no iterable. While reading: a batch has no first axis. The
+            ConfigError: `dataset` is not iterable. While reading: a batch has no first axis. The
                 other replicas raise MismatchError.
             MismatchError: While reading: replicas read different batches.
 
@@ -416,7 +417,7 @@ class Strategy(MigrationHintsMixin):
 
         Raises:
             UsageError: The call is in replica context.
-            ConfigError: `fn` returns no iterable; the other replicas raise MismatchError.
+            ConfigError: `fn` returns nothing iterable; the other replicas raise MismatchError.
             MismatchError: While reading: the batches of replicas differ in pytree, dtype or shape
                 of a row.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange, gather_objects, meet
-from syncvar.core.errors import ConfigError, MismatchError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, UsageError, error_line
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.data.batches import (
     BatchPolicy,
@@ -284,7 +284,7 @@ class DistributedIterator(MigrationHintsMixin):
         try:
             batch = self._agree(*self._read())
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"[:200]
+            self._failure = error_line(error)[:200]
             self._close_elements()
             raise
         if batch is _END:
@@ -318,7 +318,7 @@ class DistributedIterator(MigrationHintsMixin):
             state: Result of `state_dict`, also under another number of replicas.
 
         Raises:
-            ConfigError: `state` is none, or that of another dataset. Nothing has changed.
+            ConfigError: `state` is wrong, or belongs to another dataset. Nothing has changed.
         """
         epoch, position = read_state(state, {"input": self._feed.kind, "seed": self._feed.seed})
         self._close_elements()

@@ -11,7 +11,7 @@ from syncvar.collectives.groups import Group, communicator_of
 from syncvar.collectives.object_collectives import broadcast_object
 from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.array_types import library_of
-from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError, error_line
 from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of
 from syncvar.variables.policy import CallContext
@@ -198,7 +198,7 @@ class Uneven:
         is_caught_up = False
         try:
             if error is not None and not isinstance(error, PeerExhausted):
-                self.end(f"{LEFT}{type(error).__name__}: {error}")
+                self.end(f"{LEFT}{error_line(error)}")
                 self._abandon()
                 return False
             if self.is_over:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.process import use
 from syncvar.core.environment import HostMap, RankEnvironment, split_evenly
-from syncvar.core.errors import SharedMemoryUnavailable
+from syncvar.core.errors import SharedMemoryUnavailable, error_line
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.arithmetic import gil_monitor
@@ -106,7 +106,7 @@ def run_ranks(  # noqa: PLR0913  (public signature)
             results[rank] = error
             for segment in filter(None, segments):
                 segment.abort()  # first of all, as the launcher does
-            network.ended(rank, f"uncaught {type(error).__name__}: {error}")
+            network.ended(rank, f"uncaught {error_line(error)}")
             if context is not None:
                 context.close(orderly=False)
 

@@ -216,7 +216,8 @@ class MemoryNetwork:
         """Report the failure of a rank to the coordinator, as the launcher would."""
         with self.lock:
             if self.coordinator is not None:
-                self.carry_out(self.coordinator.ended(rank, reason, time.monotonic()))
+                now = time.monotonic()
+                self.carry_out(self.coordinator.ended(rank, reason, now, kind="raised"))
 
     def carry_out(self, actions: list[Action]) -> None:
         """Carry out the decisions of the coordinator."""

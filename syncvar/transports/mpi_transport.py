@@ -19,7 +19,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.errors import TransportError, WireError
+from syncvar.core.errors import TransportError, WireError, error_message
 from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, FrameType, Header, parse_header
 from syncvar.transports.base import (
     Arrival,
@@ -386,7 +386,7 @@ class MpiTransport:
                 self._arrived(one, buffer)
             except WireError as error:
                 self.refused_frames += 1
-                self._lose(one.rank, str(error))
+                self._lose(one.rank, error_message(error))
         self._pending.discard(source)
 
     def _arrived(self, one: _Incoming, buffer: bytearray) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 from zmq.backend import zmq_poll
 
-from syncvar.core.errors import TransportError, WireError
+from syncvar.core.errors import TransportError, WireError, error_message
 from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header, parse_header
 from syncvar.transports.base import (
     Arrival,
@@ -369,7 +369,7 @@ class ZeromqTransport:
             header = self._checked(source, data, payload, checksum)
         except WireError as error:
             self.refused_frames += 1
-            self._lose(source, str(error))
+            self._lose(source, error_message(error))
             return None
         if header.kind == FrameType.BYE:
             self._departed.add(source)

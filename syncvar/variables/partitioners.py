@@ -45,7 +45,7 @@ class FixedShards:
         num_shards: Parts, at least 1.
 
     Raises:
-        ConfigError: `num_shards` is no integer or below 1.
+        ConfigError: `num_shards` is not an integer of at least 1.
 
     Example:
         >>> import syncvar as sv
@@ -78,7 +78,7 @@ class MinSize:
         max_shards: Parts at most, at least 1.
 
     Raises:
-        ConfigError: An argument is no integer or below 1.
+        ConfigError: An argument is not an integer of at least 1.
 
     Example:
         >>> import syncvar as sv
@@ -115,7 +115,7 @@ class MaxSize:
         max_shards: Parts at most, at least 1, whatever their bytes; None for no limit.
 
     Raises:
-        ConfigError: An argument is no integer or below 1.
+        ConfigError: An argument is not an integer of at least 1.
 
     Example:
         >>> import syncvar as sv
@@ -152,7 +152,7 @@ def row_ranges(rows: int, shards: int) -> list[list[int]]:
         shards: Parts, at least 1; those after the rows are used up are empty.
 
     Raises:
-        ConfigError: An argument is no integer or too small.
+        ConfigError: An argument is not an integer, or is too small.
 
     Example:
         >>> import syncvar as sv

@@ -36,7 +36,7 @@ import numpy as np
 from syncvar._native import CopyGuard
 from syncvar.collectives.shm_arrays import SharedArraySpec, memory_in_common
 from syncvar.collectives.stage_builders import meet
-from syncvar.core.errors import SharedMemoryFull, UsageError
+from syncvar.core.errors import SharedMemoryFull, UsageError, error_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ def warn_shm_is_full(context: ProcessContext, error: SharedMemoryFull) -> None:
         context.extras["warned_shm_is_full"] = True
         _log.warning(
             "variables of this rank use private memory from now on, so their writes are copied: %s",
-            str(error),
+            error_message(error),
         )
 
 

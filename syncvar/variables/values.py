@@ -82,8 +82,8 @@ def _refuse_ambiguous(label: str) -> Callable[..., NoReturn]:
 class PerReplica(DistributedValues):
     """This process's part of a value that may differ between replicas.
 
-    Pass it to `run`, `reduce`, `gather` or `experimental_local_results`; using it as a number is
-    refused.
+    Pass it to `run`, `reduce`, `gather` or `experimental_local_results`; used as a
+    number it raises UsageError.
 
     Example:
         >>> import syncvar as sv

@@ -135,8 +135,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         trainable: None means True, but False for ON_READ.
         name: 1 to 128 of `A-Z a-z 0-9 _ . / -`; a name taken twice gets `_1`, `_2`.
         dtype: None means that of the value; Python floats make float32, ints int64.
-        synchronization: When the copies are made equal.
-        aggregation: How values of several replicas become one.
+        synchronization: When the copies are made equal; a `VariableSynchronization` or its name.
+        aggregation: How values of several replicas become one; a `VariableAggregation` or its name.
         shape: Required shape of the initial value; None for any.
 
     Raises:
@@ -252,8 +252,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         may return a partly written value.
 
         Args:
-            copy: False returns a view that is valid until the next write. True, as long as the
-                array or a part of it exists, makes the next write go to new memory.
+            copy: With False, the result is a view that is valid until the next write. With True,
+                the next write goes to new memory while the result or a view of it exists.
 
         Raises:
             NoAggregation: ON_READ with aggregation NONE, outside `run`.

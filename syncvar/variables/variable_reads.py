@@ -18,6 +18,7 @@ from syncvar.core.errors import (
     PeerLost,
     SyncvarError,
     UsageError,
+    error_message,
 )
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.variables.policy import AccessKind, CallContext, Travel, VariableSynchronization
@@ -126,7 +127,7 @@ def _advise_reader(state: VariableState, operation: AccessKind, error: SyncvarEr
         f"    value = {name}.{method}()\n    if sv.rank() == 0: print(value)\n"
         f"or take this replica's copy, which needs no other:\n    {name}.local_value()"
     )
-    text = str(error)
+    text = error_message(error)
     if advice not in text:
         error.args = (text + advice,)
 

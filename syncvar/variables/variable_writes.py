@@ -9,7 +9,7 @@ import numpy as np
 
 from syncvar._native.constants import StoreResult
 from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
 from syncvar.variables.policy import (
@@ -111,7 +111,7 @@ def _defer(state: VariableState, queue: WriteQueue, operation: AccessKind, x: An
     try:
         array = checked_operand(state, operation, x, is_reduced=True)
     except Exception as error:
-        queue.refuse(state, operation, op, digest, f"{type(error).__name__}: {error}")
+        queue.refuse(state, operation, op, digest, error_line(error))
         raise
     tally.writes += 1
     queue.add(state, operation, op, digest, array)

@@ -348,4 +348,4 @@ def test_wrong_options_of_ray_are_refused(options, words):
 
     with pytest.raises(sv.ConfigError) as raised:
         sv.engines.Ray(**options)
-    assert str(raised.value) == words
+    assert str(raised.value) == f"{words} [SV-101]"

@@ -22,6 +22,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,13 +154,15 @@ def run_page(page, folder, met=()):
     environ |= {"HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "100"}
     for name in ("XDG_STATE_HOME", "PYTEST_ADDOPTS", "PYTHONUNBUFFERED"):
         environ.pop(name, None)
-    subprocess.run(
-        ["bash", "-c", "\n".join(script)],
-        cwd=folder,
-        env=environ,
-        timeout=LIMIT_S * 1.2,
-        check=False,
-    )
+    # `syncvar stacks` looks for jobs here; the path of a socket has to be short.
+    with tempfile.TemporaryDirectory() as jobs:
+        subprocess.run(
+            ["bash", "-c", "\n".join(script)],
+            cwd=folder,
+            env=environ | {"XDG_RUNTIME_DIR": jobs},
+            timeout=LIMIT_S * 1.2,
+            check=False,
+        )
     return [
         text
         for number, command in enumerate(page.commands)

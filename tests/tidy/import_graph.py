@@ -1,4 +1,4 @@
-"""The rooms of syncvar and what they import, for docs/pictures/rooms.py and test_internals."""
+"""The rooms of syncvar and what they import, for docs/pictures/rooms.py and docs/internals.md."""
 
 import tomllib
 

@@ -10,6 +10,7 @@ import pytest
 
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES
+from syncvar.core import errors
 from syncvar.core.environment import PREFIX
 from syncvar_launcher.options.option_table import ASIDE, LAUNCH_PREFIX, OPTIONS, WORKERS
 from syncvar_launcher.options.parse_options import parse
@@ -17,6 +18,7 @@ from tests.support.page_runner import read_page
 from tests.support.paths import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
+ERRORS = REPOSITORY / "syncvar" / "cli" / "errors.md"
 MOST_OF_THE_README = 8 * 1024
 GENERATED = {
     "rules": ("docs/reference/variable-rules.md", ["rules"]),
@@ -29,7 +31,8 @@ GENERATED = {
     },
 }
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
-CONSOLE = re.compile(r"^```console[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Commands that have to fail may be wrong on purpose.
+CONSOLE = re.compile(r"^```console(?! fails)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -81,6 +84,44 @@ def test_the_options_of_the_launcher_stand_in_their_page():
     before, _, rest = path.read_text().partition(begin)
     _, _, after = rest.partition(end)
     page = f"{before}{begin}{options_text()}{end}{after}"
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        path.write_text(page)
+    assert path.read_text() == page, (
+        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    )
+
+
+def errors_text():
+    """Return the tree of the exceptions, the table of their codes, and the section of each code."""
+    codes = re.findall(r"^### ((SV-\d+): (.*))$", ERRORS.read_text(), re.MULTILINE)
+    links = {}
+    rows = ["| code | what happened |\n|---|---|\n"]
+    for heading, code, title in codes:
+        link = f"[{code}](#{re.sub(r'[^a-z0-9 -]', '', heading.lower()).replace(' ', '-')})"
+        links.setdefault(title.partition(",")[0], []).append(link)
+        rows.append(f"| {link} | {title} |\n")
+    _, _, sections = ERRORS.read_text().partition("\n\n")
+    tree = "".join(branch(errors.SyncvarError, links))
+    return f"{tree}\n## Codes\n\n{''.join(rows)}\n{sections}"
+
+
+def branch(kind, links, depth=0):
+    """Yield the line of an exception class and those of its subclasses, in the order of the file."""
+    builtin = [f"`{base.__name__}`" for base in kind.__bases__ if base.__module__ == "builtins"]
+    also = f" (also {' and '.join(builtin)})" if builtin and builtin != ["`Exception`"] else ""
+    sentence = kind.__doc__.partition(". ")[0].partition("\n")[0].rstrip(".")
+    yield f"{'  ' * depth}- `{kind.__name__}`{also}: {sentence}. {', '.join(links[kind.__name__])}\n"
+    for one in kind.__subclasses__():
+        if one.__module__ == errors.__name__:
+            yield from branch(one, links, depth + 1)
+
+
+def test_the_errors_stand_in_their_page():
+    path = REPOSITORY / "docs/reference/errors.md"
+    begin, end = "<!-- errors: from syncvar/cli/errors.md -->\n", "<!-- end of errors -->"
+    before, _, rest = path.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    page = f"{before}{begin}{errors_text()}{end}{after}"
     if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
         path.write_text(page)
     assert path.read_text() == page, (

@@ -306,12 +306,13 @@ def unknown_identity_reason(environ: Mapping[str, str]) -> str:
         return "" if own == "1" else _refusal(*seen)
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:  # many programs set RANK alone
-        missing = " and ".join(name for name in _TORCH if name not in environ)
+        missing = [name for name in _TORCH if name not in environ]
+        verb = "is" if len(missing) == 1 else "are"
         return (
-            f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun sets them, and "
-            f"{missing or 'the rest'} not: set MASTER_ADDR and MASTER_PORT to where rank 0 can be "
-            f"reached, the same for all {size}. Where each is alone on purpose, set "
-            f"{OWN_SIZE}=1, or call sv.init(alone=True)"
+            f"RANK={rank} and WORLD_SIZE={size} are set, but {' and '.join(missing)} {verb} not: "
+            "set MASTER_ADDR and MASTER_PORT to where rank 0 can be reached, the same for all "
+            f"{size} processes. Where each is alone on purpose, set {OWN_SIZE}=1, or call "
+            "sv.init(alone=True)"
         )
     return ""
 

@@ -277,7 +277,7 @@ def test_nobody_runs_a_job(stacks):
     code, _, _, errors = stacks(os.getpid())
     assert (code, errors) == (
         2,
-        f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running\n",
+        f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running [SV-101]\n",
     )
 
 

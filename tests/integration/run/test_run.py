@@ -80,7 +80,7 @@ def test_a_script_without_a_guard_is_told_to_have_one(tmp_path):
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("syncvar.core.errors.ConfigError: a worker that imported "), ended.stderr
-    assert last.endswith(": put the call under if __name__ == '__main__':"), ended.stderr
+    assert last.endswith(": put the call under if __name__ == '__main__': [SV-101]"), ended.stderr
     assert ended.stderr.count("Traceback") == 1, ended.stderr
     assert "RankFailed" not in ended.stderr
     assert "syncvar: rank" not in ended.stderr, "nothing of a job in the job"

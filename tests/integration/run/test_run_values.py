@@ -237,7 +237,7 @@ def test_classes_of_the_main_program_stay_themselves(line, tmp_path):
 def test_the_refusal_names_the_remedy_before_anything_starts(call, words, nothing_starts):
     with pytest.raises(sv.ConfigError, match=words) as raised:
         call()
-    assert str(raised.value).endswith("sv.run(..., pickle=True)")
+    assert str(raised.value).endswith("sv.run(..., pickle=True) [SV-101]")
     assert "\n" not in str(raised.value)
 
 
@@ -252,7 +252,7 @@ def test_a_result_that_cannot_travel_names_the_remedy():
         sv.run(Model, workers=1, args=(1,))
     words = "the result of the function on rank 0 cannot be returned: result is a "
     assert str(raised.value.__cause__).startswith(words)
-    assert str(raised.value.__cause__).endswith("sv.run(..., pickle=True)")
+    assert str(raised.value.__cause__).endswith("sv.run(..., pickle=True) [SV-101]")
     with pytest.raises(
         sv.RankFailed, match="the result of the function on rank 0 cannot be pickled"
     ):
@@ -307,7 +307,9 @@ def test_what_cannot_be_copied_is_named(cell, words, nothing_starts):
     with pytest.raises(sv.ConfigError) as raised:
         sv.run(cell(variable), workers=1)
     assert words in str(raised.value)
-    assert str(raised.value).endswith(": make strategies and variables inside the function")
+    assert str(raised.value).endswith(
+        ": make strategies and variables inside the function [SV-101]"
+    )
 
 
 def test_a_lock_of_another_cell_is_named(nothing_starts):

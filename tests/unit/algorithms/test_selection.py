@@ -167,7 +167,7 @@ def test_an_unknown_algorithm_is_answered_with_the_nearest_name_and_the_list():
         with pytest.raises(ConfigError) as caught:
             call()
         assert str(caught.value) == (
-            "there is no algorithm 'rign' for all_reduce (did you mean ring?). Known: direct, owners, tree, doubling, halving, ring, reproducible"
+            "there is no algorithm 'rign' for all_reduce (did you mean ring?). Known: direct, owners, tree, doubling, halving, ring, reproducible [SV-101]"
         )
 
 

@@ -139,11 +139,12 @@ def test_a_size_that_is_no_number_is_named():
 
 
 def test_a_size_above_1_without_an_address_is_no_world_of_one():
-    for given in (
-        {"RANK": "0", "WORLD_SIZE": "2"},
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
+    for given, missing in (
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR and MASTER_PORT are not"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "but MASTER_PORT is not"),
     ):
-        assert "set MASTER_ADDR and MASTER_PORT" in unknown_identity_reason(given)
+        reason = unknown_identity_reason(given)
+        assert f"are set, {missing}: set MASTER_ADDR and MASTER_PORT" in reason
     for given in (
         {"RANK": "0"},
         {"WORLD_SIZE": "2"},

@@ -11,7 +11,7 @@ from syncvar.cli.commands import main
 from syncvar.cli.explain import divergences, explain_records
 from syncvar.cli.flight_commands import merge_records, unaligned_hosts
 from syncvar.cli.record_files import as_record, calls_of, load
-from syncvar.core.errors import ConfigError, MismatchError, PeerLost
+from syncvar.core.errors import ConfigError, MismatchError, PeerLost, error_line
 from syncvar.core.process_ids import SERVER_0
 from syncvar.runtime.call_record import COLUMNS, ErrorFields, Event, error_fields
 from syncvar.runtime.recorder import FORMAT, record_name
@@ -126,8 +126,8 @@ def killed():
     """Rank 1 was killed in call 3: rank 0 was past it, rank 2 was not."""
     failed = {"state": "failed", "error": LOST}
     return [
-        data(0, [*same(0, 3), call(3, SUM, 30, 90, **failed)], reason=f"PeerLost: {LOST}"),
-        data(2, [*same(2, 2), call(2, SUM, 22, 91, **failed)], reason=f"PeerLost: {LOST}"),
+        data(0, [*same(0, 3), call(3, SUM, 30, 90, **failed)], reason=error_line(LOST)),
+        data(2, [*same(2, 2), call(2, SUM, 22, 91, **failed)], reason=error_line(LOST)),
     ]
 
 

@@ -261,9 +261,9 @@ def test_an_average_is_a_mean(op):
         (Member("AVG"), ": write 'mean'"),
         (Member("MPI_LAND"), ': write "and"'),
         ("summ", r" \(did you mean sum\?\)"),
-        ("wobble", "not 'wobble'$"),
-        (["sum"], r"not \['sum'\]$"),
-        (None, "not None$"),
+        ("wobble", "not 'wobble' .SV-101.$"),
+        (["sum"], r"not \['sum'\] .SV-101.$"),
+        (None, "not None .SV-101.$"),
     ],
 )
 def test_a_foreign_op_is_explained(op, said):
@@ -272,12 +272,12 @@ def test_a_foreign_op_is_explained(op, said):
 
 
 def test_a_foreign_reduction_of_a_strategy_is_explained():
-    with pytest.raises(ConfigError, match=r"not 'ReduceOp.AVG': write 'mean'$"):
+    with pytest.raises(ConfigError, match=r"not 'ReduceOp.AVG': write 'mean' .SV-101.$"):
         sv.get_strategy().reduce("ReduceOp.AVG", X, axis=0)
-    with pytest.raises(ConfigError, match=r"aggregation must be one of .*: write 'sum'$"):
+    with pytest.raises(ConfigError, match=r"aggregation must be one of .*: write 'sum' .SV-101.$"):
         sv.Variable(0.0, aggregation=Member("MPI_SUM"))
     with pytest.raises(
-        ConfigError, match=r"op of all_reduce_shards must be one of .*: write 'mean'$"
+        ConfigError, match=r"op of all_reduce_shards must be one of .*: write 'mean' .SV-101.$"
     ):
         sv.all_reduce_shards({0: X}, Member("AVG"))
 
@@ -352,7 +352,7 @@ def refused(arguments, capsys):
 def test_options_of_other_launchers_are_explained(capsys):
     known = [name for word in foreign_names() if word.place == "option" for name in word.names]
     for name in known:
-        assert f"unknown option {name}: {hint_for('option', name)}\n" in refused(
+        assert f"unknown option {name}: {hint_for('option', name)} [SV-506]\n" in refused(
             [name, "4", "train.py"], capsys
         )
     for name in ("--machinefile", "-machinefile", "-f"):
@@ -368,7 +368,7 @@ def test_options_of_other_launchers_are_explained(capsys):
     for first, second in itertools.pairwise(["-npernode", "2", "-mca", "btl", "-map-by", "core"]):
         if first.startswith("-"):
             assert "unknown option" in refused([first, second, "train.py"], capsys)
-    assert "unknown option --wobble\n" in refused(["--wobble", "train.py"], capsys)
+    assert "unknown option --wobble [SV-506]\n" in refused(["--wobble", "train.py"], capsys)
     assert "unknown option --worker (did you mean --workers?)" in refused(
         ["--worker", "2", "train.py"], capsys
     )

@@ -239,11 +239,11 @@ def test_what_a_map_sees():
         ),
         (
             lambda: from_generator(list).shuffle(buffer_size=7),
-            "no buffer.*7.*another order$",
+            "no buffer.*7.*another order .SV-101.$",
         ),
         (
             lambda: from_generator(list).repeat().shuffle(7),
-            "buffer_size=7.*another order, and before repeat, which has no end$",
+            "buffer_size=7.*another order, and before repeat, which has no end .SV-101.$",
         ),
         (lambda: from_generator(list).batch(2, drop_remainder=None), "drop_remainder"),
         (lambda: from_generator(list).at(-1), "epoch"),

@@ -38,7 +38,7 @@ def test_too_many_are_refused_with_what_there_is():
     with pytest.raises(ConfigError) as raised:
         place_workers(rooms(2, (1, 3)), 6)
     assert str(raised.value) == (
-        "6 workers have no place: the hosts have 5 slots (n0 2, n1 3); write --workers 5, or give a host more: name:N in -H, slots=N or max_slots=N in a host file"
+        "6 workers have no place: the hosts have 5 slots (n0 2, n1 3); write --workers 5, or give a host more: name:N in -H, slots=N or max_slots=N in a host file [SV-101]"
     )
 
 

@@ -74,7 +74,7 @@ def test_too_few_cores_for_cores_per_worker_names_numbers_and_remedy(mode):
         plan_binding(4, range(6), 6, mode, 2)
     assert str(caught.value) == (
         "4 workers with 2 cores each need 8 cores, but this host lets us use 6: "
-        "use --cores-per-worker 1 or at most 3 workers, or leave --cores-per-worker out"
+        "use --cores-per-worker 1 or at most 3 workers, or leave --cores-per-worker out [SV-101]"
     )
 
 

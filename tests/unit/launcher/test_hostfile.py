@@ -126,8 +126,9 @@ def test_an_error_shows_the_place_and_what_to_write(text, line, column, words):
     assert words in told
     assert (raised.value.line, raised.value.column) == (line, column), told
     assert told.startswith(f"hosts:{line}:{column}: ")
-    assert told.splitlines()[-1] == "  " + " " * (column - 1) + "^"
-    assert told.splitlines()[-2] == "  " + text.split("\n")[line - 1]
+    assert told.splitlines()[-1] == "[SV-101]"
+    assert told.splitlines()[-2] == "  " + " " * (column - 1) + "^"
+    assert told.splitlines()[-3] == "  " + text.split("\n")[line - 1]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n# nothing\n", b"a\n^a"])

@@ -228,7 +228,7 @@ def test_all_options_together(folder):
     ],
 )
 def test_usage_errors(capsys, argv, message):
-    assert usage_error(capsys, *argv) == message
+    assert usage_error(capsys, *argv) == f"{message} [SV-506]"
 
 
 @pytest.mark.parametrize(

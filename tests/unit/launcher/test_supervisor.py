@@ -104,7 +104,7 @@ def test_a_plain_end_has_the_code_that_shells_give_it(status):
 def test_the_others_are_told_once_of_each_failure():
     one = supervisor()
     (told,) = one.failed(1, OWN, 1.0)
-    assert told == NotifyPeerLost(1, "uncaught ValueError: mine", status=None)
+    assert told == NotifyPeerLost(1, "uncaught ValueError: mine", status=None, kind="raised")
     assert one.exited(1, 1, 1.1, joined=True) == []
     assert one.silent(1, "silent", 1.2) == []
 

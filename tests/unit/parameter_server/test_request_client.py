@@ -43,5 +43,5 @@ def test_a_lost_server_without_a_copy_fails_requests_by_its_name():
     asking.pull(1, "v")
     ticket, _ = client.request(asking.parts(), 0.0)
     client.server_lost(1, 0.0, "signal 9")
-    assert str(ticket.error) == "server 1 was lost: signal 9"
+    assert str(ticket.error) == "server 1 was lost: signal 9 [SV-306]"
     assert ticket.error.rank == SERVER_0 + 1

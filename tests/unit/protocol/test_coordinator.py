@@ -196,14 +196,14 @@ def test_a_rank_that_ended_badly_is_told_to_all_others_once():
 
 def test_a_rank_that_says_how_it_fails_is_told_to_all_others_once():
     coordinator = joined()
-    messages = say(coordinator, 1, "process_failure", reason="uncaught ValueError: no data")
+    reason = "uncaught ValueError: no data"
+    messages = say(coordinator, 1, "process_failure", reason=reason, failure_kind="raised")
     assert sorted(messages) == [0, 2]
     assert all(
         one["kind"] == "abort" and one["rank"] == 1 for each in messages.values() for one in each
     )
-    assert {one["reason"] for each in messages.values() for one in each} == {
-        "uncaught ValueError: no data"
-    }
+    found = {(one["reason"], one["failure_kind"]) for each in messages.values() for one in each}
+    assert found == {(reason, "raised")}
     assert not coordinator.ended(1, "its process ended without leaving", 2.0)
 
 

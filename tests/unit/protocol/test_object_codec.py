@@ -235,7 +235,7 @@ def test_frames_are_refused_with_what_to_write(home, name, remedy):
     write = f"write {re.escape(remedy)}"
     with pytest.raises(ConfigError, match=f"which cannot travel: {write}; objects may be"):
         pack_object([value])
-    words = rf"args\[0\] is a {home}.{name}, .* {write}, or sv.run\(\.\.\., pickle=True\)$"
+    words = rf"args\[0\] is a {home}.{name}, .* {write}, or sv.run\(\.\.\., pickle=True\) .SV-101.$"
     with pytest.raises(ConfigError, match=words):
         pack_object([value], place="args", advice="sv.run(..., pickle=True)")
 

@@ -117,7 +117,9 @@ def test_processes_are_called_what_they_are():
     ]
     assert [short_name(one) for one in (7, SERVER_0 + 1)] == ["7", "server 1"]
     assert [is_server(one) for one in (SERVER_0 - 1, SERVER_0)] == [False, True]
-    assert str(PeerLost(SERVER_0 + 1, "b", "signal 9")) == "server 1 on b was lost: signal 9"
+    assert (
+        str(PeerLost(SERVER_0 + 1, "b", "signal 9")) == "server 1 on b was lost: signal 9 [SV-306]"
+    )
 
 
 def test_the_failure_block_names_a_server():

@@ -13,7 +13,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.cli.explain import divergences
 from syncvar.cli.record_files import as_record, load
-from syncvar.core.errors import MismatchError, PeerLost, UsageError
+from syncvar.core.errors import MismatchError, PeerLost, UsageError, error_line
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.call_record import UNRECORDED, CallInfo, ErrorFields
 from syncvar.runtime.recorder import RING, Recorder
@@ -76,9 +76,7 @@ def test_an_error_is_recorded_as_data(error, fields):
     recorder.begin(TOLD, 1).end(error)
     recorder.broke(error)
     failed, broke = recorder.events()
-    wanted = ErrorFields(f"{type(error).__name__}: {error}", type(error).__name__)._replace(
-        **fields
-    )
+    wanted = ErrorFields(error_line(error), type(error).__name__)._replace(**fields)
     for event in (failed, broke):
         assert {name: getattr(event, name) for name in wanted._fields} == wanted._asdict()
 

@@ -265,7 +265,7 @@ def test_an_address_space_that_is_too_small(host):
     )
     assert ended.stdout == (
         "the system refused to map 1 TiB: Cannot allocate memory; this process may map 8 GiB (ulimit -v); "
-        "a smaller SYNCVAR_SHM_BYTES may fit\n"
+        "a smaller SYNCVAR_SHM_BYTES may fit [SV-310]\n"
     )
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
@@ -497,7 +497,7 @@ def test_a_full_region_is_told(host):
     assert str(caught.value) == (
         "40 MiB of shared memory asked for, but 20 MiB of the 29.8 MiB of local rank 0 are in use and no free piece is as "
         "large: ask for less, or raise shm_bytes (64 MiB for all ranks of the host), for instance by "
-        "SYNCVAR_SHM_BYTES=134217728"
+        "SYNCVAR_SHM_BYTES=134217728 [SV-102]"
     )
     for kind in (MemoryError, ConfigError, SyncvarError):
         assert isinstance(caught.value, kind)
@@ -517,7 +517,7 @@ def test_a_container_s_limit_is_told_before_anything_is_touched(host):
         shm.empty(100 * MIB, np.uint8)
     assert str(caught.value) == (
         "100 MiB of shared memory asked for, but 1.9 GiB of 2 GiB are in use: ask for less, or raise the container's "
-        "limit (/sys/fs/cgroup/memory.max)"
+        "limit (/sys/fs/cgroup/memory.max) [SV-102]"
     )
     assert held(made) == before
 
@@ -531,7 +531,7 @@ def test_a_full_file_system_is_told(host, monkeypatch):
         "100 MiB of shared memory asked for, but the system has no more room for it"
     )
     assert str(caught.value).endswith(
-        "ask for less, or raise the size of /dev/shm or the memory limit of the container"
+        "ask for less, or raise the size of /dev/shm or the memory limit of the container [SV-102]"
     )
 
 
