@@ -238,6 +238,8 @@ def stack_text(frames: Sequence[StackFrame], folder: str) -> str:
     chain = " < ".join([*places[:_CALLERS], *["…"][: len(places) > _CALLERS]])
     if users and innermost is users[0]:
         return f"in user code, {chain}"
+    if users and _is_ours(visible[visible.index(users[0]) - 1].file):
+        return f"in syncvar, called at {chain}"
     return f"in {_place(innermost, folder)}" + (f", called at {chain}" if users else "")
 
 

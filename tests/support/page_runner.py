@@ -102,8 +102,7 @@ def read_page(text):
             continue
         if not words or words[0] not in ("console", "run"):
             continue
-        if not body.startswith("$ "):
-            continue  # a list of commands, not run
+        assert body.startswith("$ "), f"this block begins with no command: {body[:80]!r}"
         found = [one._replace(needs=options.get("needs", "")) for one in _commands(body)]
         if words[0] == "console" and "fails" in words:
             found[-1] = found[-1]._replace(may_fail=True)

@@ -33,6 +33,6 @@ def test_the_block_of_the_picture_is_that_of_its_program(tmp_path):
 def without_places(text):
     """Return the lines without what differs between two runs and two machines."""
     text = re.sub(r" on \S+ exited", " on HOST exited", text)
-    text = re.sub(r": in (\S+, called at|user code,) ", ": in PLACE, called at ", text)
+    text = re.sub(r": in (syncvar, called at|user code,) ", ": in PLACE, called at ", text)
     text = re.sub(r"  ranks 0, 2(:.*)", r"  rank 0\1\n  rank 2\1", text)
     return [normalize(line) for line in text.splitlines()]

@@ -79,7 +79,7 @@ def test_dumps_are_read_with_their_names():
         (user(9, 9, 9, 9, 49), "in user code, train.py:9 < train.py:49"),
         (user(3, file="/elsewhere/job/x.py"), "in user code, /elsewhere/job/x.py:3"),
         (user(0), "in user code, train.py:?"),
-        (ours(7, 8) + user(49), "in syncvar/runtime/progress.py:7, called at train.py:49"),
+        (ours(7, 8) + user(49), "in syncvar, called at train.py:49"),
         (ours(5, file="examples/digits.py"), "in user code, syncvar/examples/digits.py:5"),
         (
             user(7, file="/v/lib/python3/dist-packages/numpy/linalg.py") + user(49),
@@ -123,7 +123,7 @@ def test_dumps_are_read_with_their_names():
         ),
         (
             ours(106, file="core/stack_dump.py") + ours(2) + user(49),
-            "in syncvar/runtime/progress.py:2, called at train.py:49",
+            "in syncvar, called at train.py:49",
         ),
         ([], ""),
     ],
