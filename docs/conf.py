@@ -37,6 +37,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+nb_merge_streams = True
 # The kernel of a notebook reads no settings of yours, and logs errors only.
 os.environ["IPYTHONDIR"] = tempfile.mkdtemp(prefix="ipython-")
 _profile = Path(os.environ["IPYTHONDIR"], "profile_default")

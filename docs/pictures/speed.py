@@ -12,6 +12,7 @@ RESULTS = svg.HERE.parents[1] / "bench" / "results"
 NEWEST = "2026-11-26.json"  # written by bench/compare.py --json
 ARRAYS = {"private": ("ordinary arrays", "blue"), "resident": ("sv.empty, in place", "green")}
 FASTER, SLOWER = "green", "orange"
+WIDTH = 640  # as wide as the column of text on the site
 UNITS = {1 << 20: "MiB", 1 << 10: "KiB", 1: "B"}
 
 
@@ -30,12 +31,12 @@ def draw():
     """Return the picture of all_reduce: a bar for each size, up if syncvar is faster."""
     rows = [row for part in results()["comparison"] for row in part["rows"]]
     rows = [row for row in rows if row["collective"] == "all_reduce"]
-    picture = svg.Picture(720, 556, "All-reduce: time of the fastest peer, divided by syncvar's")
+    picture = svg.Picture(WIDTH, 556, "All-reduce: time of the fastest peer, divided by syncvar's")
     picture.text(20, 30, picture.title, size=16, bold=True)
     for at, (words, kind) in enumerate(ARRAYS.values()):
-        picture.box(20 + at * 180, 44, 14, 14, kind=kind, radius=2)
-        picture.text(40 + at * 180, 56, words, size=13, color=svg.MUTED)
-    picture.text(700, 56, "above the line syncvar is faster", size=13, anchor="end")
+        picture.box(20 + at * 150, 44, 14, 14, kind=kind, radius=2)
+        picture.text(40 + at * 150, 56, words, size=13, color=svg.MUTED)
+    picture.text(WIDTH - 20, 56, "above the line syncvar is faster", size=13, anchor="end")
     for at, workers in enumerate((2, 4)):
         _panel(picture, 84 + at * 240, workers, [row for row in rows if row["workers"] == workers])
     return picture.render()
@@ -48,11 +49,11 @@ def _panel(picture, top, workers, rows):
     for power in range(4):
         y = base - power * step
         color = svg.INK if power == 0 else "#d0d7de"
-        picture.line((60, y), (700, y), color=color, dashed=power > 0)
+        picture.line((60, y), (WIDTH - 20, y), color=color, dashed=power > 0)
         picture.text(52, y + 4, f"{2**power}x", size=12, anchor="end", color=svg.MUTED)
     sizes = sorted({row["size"] for row in rows})
     for at, size in enumerate(sizes):
-        middle = 118 + at * 105
+        middle = 106 + at * 92
         picture.text(middle, base + 32, size_name(size), size=13, anchor="middle")
         for side, (arrays, (_, kind)) in enumerate(ARRAYS.items()):
             found = [row for row in rows if row["size"] == size and row["kind"] == arrays]
@@ -64,16 +65,16 @@ def _panel(picture, top, workers, rows):
                 picture.text(left + 18, y, f"{row['ratio']:.2f}", size=11, anchor="middle")
 
 
-def bars(title, rows, *, ends=("a peer is faster", "syncvar is faster"), left=290):
+def bars(title, rows, *, ends=("a peer is faster", "syncvar is faster"), left=270):
     """Return a picture with a row for each (words, ratio), on a scale of powers of two.
 
     Bars go right from the line at 1 if the ratio is above 1, and left if it is below.
     """
     powers = [math.log2(ratio) for _, ratio in rows]
     lowest, highest = min(-1, math.floor(min(powers))), max(1, math.ceil(max(powers)))
-    step = (720 - left - 90) / (highest - lowest)
+    step = (WIDTH - left - 90) / (highest - lowest)
     line = left + 40 - lowest * step
-    picture = svg.Picture(720, 96 + 28 * len(rows), title)
+    picture = svg.Picture(WIDTH, 96 + 28 * len(rows), title)
     picture.text(20, 30, title, size=16, bold=True)
     picture.text(line - 10, 56, ends[0], size=12, anchor="end", color=svg.MUTED)
     picture.text(line + 10, 56, ends[1], size=12, color=svg.MUTED)

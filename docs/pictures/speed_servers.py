@@ -10,5 +10,5 @@ def draw():
         (f"push and pull of {speed.size_name(one['size'])}", one["server_mb_s"] / one["echo_mb_s"])
         for one in found
     ]
-    title = "Parameter server: bytes a second, as a multiple of a ZeroMQ echo's"
+    title = "Parameter server: bytes a second / those of a ZeroMQ echo"
     return speed.bars(title, rows, ends=("the echo is faster", "the server is faster"))

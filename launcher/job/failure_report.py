@@ -304,8 +304,11 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     """Show the traceback of the first of a group, and how the messages of the others differ."""
     calls, message = _split(group[0].traceback)
     by_message: dict[str, list[WorkerTraceback]] = {}
+    bare = _split(_without_own_name(group[0]))[1]
     for one in group:
-        by_message.setdefault(_split(_without_own_name(one))[1], []).append(one)
+        is_same = _split(one.traceback)[1] == message  # a table that names all ranks, for instance
+        key = bare if is_same else _split(_without_own_name(one))[1]
+        by_message.setdefault(key, []).append(one)
     alike, *different = by_message.values()
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:

@@ -74,10 +74,10 @@ def send(
         PeerLost: The receiver has failed.
         DeadlineExceeded: The receiver did not take a long message in time.
 
-    Cost: on one host half a microsecond for a small array whose dtype and shape were sent before (C
-        extension), and a copy into shared memory. Of a long array up to 8 MiB go through shared
-        memory while both ranks copy; the receiver reads the rest directly. Between hosts, or if
-        shared memory is full, two frames over a link; a long message waits for one more.
+    Cost: on one host a copy into shared memory and one out of it; least for a dtype and shape that
+        were sent before. Of a long array up to 8 MiB go through shared memory while both ranks
+        copy; the receiver reads the rest directly. Between hosts, or if shared memory is full, two
+        frames over a link; a long message waits for one more.
 
     Example:
         >>> import numpy as np, syncvar as sv

@@ -59,8 +59,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         SharedMemoryFull: There is no room in shared (or private) memory. The text names what is in
             use, and the setting `shm_bytes`.
 
-    Cost: microseconds if freed memory is reused; else the system provides pages, 0.2 ms for each
-        MiB.
+    Cost: little if freed memory is reused; otherwise a page fault for each page.
 
     Example:
         >>> import syncvar as sv
@@ -155,7 +154,8 @@ def shared_array(
         SharedMemoryFull: There is no room, on any rank.
         PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
-    Cost: one small broadcast. The group's first rank allocates the memory: 0.2 ms for each MiB.
+    Cost: one small broadcast. The group's first rank allocates the memory, with a page fault for
+        each page.
 
     Example:
         >>> import syncvar as sv

@@ -179,8 +179,7 @@ def run(  # noqa: PLR0913  (public signature)
             its attributes.
         LaunchError: The launcher itself failed, or the engine has no space for so many workers.
 
-    Cost: starting the workers, 0.2 to 0.4 s; on Ray about 1 s, and 3 s more if a cluster has to
-        start.
+    Cost: the start of the workers, and of a cluster of Ray or Dask if there is none.
 
     Example:
         >>> import syncvar as sv

@@ -250,7 +250,7 @@ class SharedSegment:
         Blocks of a page or more begin one cache line into a page, see `allocator`. It raises
         SharedMemoryFull if the region, the container or the machine has no room.
 
-        Cost: one or two microseconds for reused memory, else 0.2 ms for each MiB.
+        Cost: little for reused memory; otherwise a page fault for each page.
         """
         with self._changing():
             allocation = self._take(nbytes)

@@ -130,8 +130,8 @@ class Strategy(MigrationHintsMixin):
         Raises:
             ConfigError: The new value is not a whole number of at least 0.
 
-        Cost: 0.2 to 0.4 ns for each byte of all variables in so many runs, half of it outside runs.
-            A run with something to compare makes two or three small exchanges more.
+        Cost: one digest of all variables in so many runs. A run with something to compare makes
+            two or three small exchanges more.
 
         Example:
             >>> import syncvar as sv

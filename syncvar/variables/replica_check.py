@@ -267,8 +267,8 @@ def check_equal(
         ConfigError: `value` holds something that cannot be compared, or `every` is not a whole
             number of at least 1.
 
-    Cost: 0.1 to 0.2 ns for each byte and an exchange of 16 bytes between all ranks; if values
-        differ, three more exchanges.
+    Cost: a digest of all bytes, and an exchange of 16 bytes between all ranks; if values differ,
+        three more exchanges.
 
     Example:
         >>> import numpy as np, syncvar as sv

@@ -161,6 +161,13 @@ def test_equal_tracebacks_are_shown_once():
     )
 
 
+def test_a_message_that_names_each_rank_is_shown_once_where_it_is_equal():
+    table = "MismatchError: not the same call\n  rank 0: sum\n  rank 1: sum\n  rank 2: mean"
+    text = block(*[trace(7, table)] * 3)
+    assert "evidence: traceback of ranks 0-2\n" in text
+    assert text.count("MismatchError") == 1
+
+
 def test_where_messages_differ_three_are_listed():
     text = block(*[trace(7, f"KeyError: {max(1, rank)}\nmore") for rank in range(7)])
     assert "evidence: traceback of ranks 0-6, with the message of ranks 0, 1\n" in text
