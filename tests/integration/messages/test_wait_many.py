@@ -112,12 +112,15 @@ def test_waits_for_the_first_and_for_all(launch):
     assert own.startswith("UsageError: recv from rank 0, which is this one"), own
     assert (
         number
-        == "ConfigError: wait_any: works[1] must be what a call with async_op=True returns, not 1.0"
+        == "ConfigError: wait_any: works[1] must be what a call with async_op=True returns, not 1.0 [SV-101]"
     )
-    assert one == "ConfigError: wait_all takes a list of started calls, not one: write work.wait()"
+    assert (
+        one
+        == "ConfigError: wait_all takes a list of started calls, not one: write work.wait() [SV-101]"
+    )
     assert (
         no_list
-        == "ConfigError: wait_all takes a list of what calls with async_op=True return, not 3"
+        == "ConfigError: wait_all takes a list of what calls with async_op=True return, not 3 [SV-101]"
     )
     assert (
         "root must be an integer, not array([1., 1.]): pass the array for the result by name, out=buffer"
