@@ -1,4 +1,4 @@
-"""Each example that README lists runs by the command written there."""
+"""Each example of docs/how-to/train.md runs by the command written there."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.paths import REPOSITORY
 
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs/how-to/train.md"
 EXAMPLES = REPOSITORY / "syncvar" / "examples"
 _IN_DEFAULT_RUN = ("resume", "embedding")  # the others run in other tests by the same command
 _COMMAND = re.compile(r"`(syncvar-launch [^`]* -m syncvar\.examples\.(\w+)[^`]*)`")
@@ -18,12 +18,12 @@ _COMMAND = re.compile(r"`(syncvar-launch [^`]* -m syncvar\.examples\.(\w+)[^`]*)
 
 def commands():
     """Return the command of each example, by its name."""
-    text = README.read_text()
-    listed = text[text.index("Examples, each by") :].split("\n\n")[0]
-    (common,) = [command for command, name in _COMMAND.findall(listed) if name == "NAME"]
-    made = {name: command for command, name in _COMMAND.findall(listed) if name != "NAME"}
-    names = re.findall(r"`(\w+)`", listed)
-    return {**{name: common.replace("NAME", name) for name in names}, **made}
+    listed = " ".join(PAGE.read_text().partition("## Examples")[2].split())
+    found = _COMMAND.findall(listed)
+    (common,) = [command for command, name in found if name == "NAME"]
+    special = {name: command for command, name in found if name != "NAME"}
+    names = re.findall(r"`(\w+)`", listed[listed.index("|---|") :])
+    return {**{name: common.replace("NAME", name) for name in names}, **special}
 
 
 def marks(name):
@@ -38,7 +38,7 @@ def test_every_example_is_listed():
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in commands()])
-def test_an_example_of_readme_runs_as_written(name, tmp_path):
+def test_a_listed_example_runs_as_written(name, tmp_path):
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
         ["sh", "-c", commands()[name]],
