@@ -70,7 +70,7 @@ def test_a_size_that_does_not_fit_is_a_wrong_setting(launch):
     job = launch("print(1)", workers=9, env={"SYNCVAR_SHM_BYTES": str(16 << 20)})
     assert job.wait() == 78, str(job)
     assert job.err == (
-        "syncvar-launch: shm_bytes (16777216) is too small for 9 ranks on a host: they need at least 20971520\n"
+        "syncvar-launch: shm_bytes (16777216) is too small for 9 ranks on a host: they need at least 20971520 [SV-506]\n"
     )
 
 
