@@ -13,7 +13,7 @@ The kinds of blocks that a page may have, by the words after the three backticks
 
 A comment `<!-- run: COMMAND -->` is a command that the reader does not see. Times, sizes, process
 numbers, ports, job names, hashes and paths may differ from what the page shows. So may the order of
-lines, because ranks print at the same time. `...` stands for any text in a line, and a line `...`
+lines, because ranks print at the same time, and which ranks share a line of a failure block. `...` stands for any text in a line, and a line `...`
 for any lines.
 """
 
@@ -185,6 +185,7 @@ def difference(shown, printed):
     """Return a sentence on the first line that differs, or an empty text."""
     if not [line for line in shown if line.strip()]:
         return ""
+    shown, printed = one_rank_a_line(shown), one_rank_a_line(printed)
     left = [normalize(line) for line in printed if line.strip()]
     may_have_more = False
     # Lines with `...` last: a line that says more chooses first.
@@ -199,6 +200,27 @@ def difference(shown, printed):
             return f"it did not print: {line}"
         del left[at]
     return "" if may_have_more or not left else f"the page does not show: {left[0]}"
+
+
+def one_rank_a_line(lines):
+    """Return lines with one for each rank: the ranks that stand at one place vary.
+
+    A rank that waits in the C extension has no frame of syncvar.
+    """
+    found = []
+    for line in lines:
+        ranks = re.fullmatch(
+            r"(\s*)ranks? ([\d, -]+): (?:in syncvar, called at|in user code,) (.*)", line
+        )
+        for part in ranks[2].split(", ") if ranks else ():
+            first, _, last = part.partition("-")
+            found += [
+                f"{ranks[1]}rank {rank}: at {ranks[3]}"
+                for rank in range(int(first), int(last or first) + 1)
+            ]
+        if not ranks:
+            found.append(line)
+    return found
 
 
 def normalize(line):

@@ -42,6 +42,16 @@ def test_the_needs_of_a_page_are_known(name):
         (["loss=0.25"], ["loss=0.26"], False),
         (["loss=... n=3"], ["loss=0.26 n=3"], True),
         ([], ["anything"], True),
+        (
+            ["  ranks 0-2: in syncvar, called at a.py:5"],
+            ["  ranks 0, 1: in user code, a.py:5", "  rank 2: in syncvar, called at a.py:5"],
+            True,
+        ),
+        (
+            ["  ranks 0-2: in syncvar, called at a.py:5"],
+            ["  ranks 0, 1: in user code, a.py:5"],
+            False,
+        ),
     ],
 )
 def test_outputs_are_compared_by_what_does_not_vary(shown, printed, is_same):
