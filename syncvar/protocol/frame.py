@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from syncvar.core.errors import WireError
 
-PROTOCOL_VERSION = 2  # of frames and of control messages
+PROTOCOL_VERSION = 3  # of frames and of control messages
 _MAGIC = b"sv"
 _BODY = struct.Struct("<2sBBIIQQIIQQ")
 _CHECKSUM = struct.Struct("<I")

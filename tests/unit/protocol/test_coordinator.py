@@ -133,7 +133,8 @@ def test_ranks_that_all_have_another_protocol_than_the_launcher_are_refused():
     assert kinds(messages) == {rank: ["refused"] for rank in range(2)}
     assert messages[0][0]["error"] == "HandshakeError"
     assert messages[0][0]["reason"] == (
-        "the ranks have protocol 1, and this process has 2: install the same syncvar everywhere"
+        f"the ranks have protocol 1, and this process has {PROTOCOL_VERSION}: "
+        "install the same syncvar everywhere"
     )
 
 
