@@ -158,9 +158,9 @@ def group_hint(value: Any) -> str:
 
 
 def table_text() -> str:
-    """Return the table in Markdown."""
+    """Return the table in Markdown, in the order of the alphabet."""
     lines = ["| word | where | here |", "|---|---|---|"]
-    for word in foreign_names():
+    for word in sorted(foreign_names(), key=lambda one: one.names[0].strip("-").lower()):
         names = ", ".join(f"`{name}`" for name in word.names)
         where = (
             _PLACES.get(word.place)
