@@ -360,8 +360,9 @@ def choose_addresses(
             )
     if unreachable:
         raise HostUnreachable(
-            "hosts do not reach each other; nothing was started. Open the ports above 1023 "
-            "between them, or name the network by --iface or addr=:\n" + "\n".join(unreachable)
+            "hosts do not reach each other; nothing was started. Open TCP ports 32768 to 60999 "
+            "between them (net.ipv4.ip_local_port_range), or name the network by --iface or "
+            "addr=:\n" + "\n".join(unreachable)
         )
     return chosen
 

@@ -71,7 +71,8 @@ in -H, as for mpirun, one for each time that the host is named.
 _HOSTS_FOOTER = """
 The launcher logs in to each host by ssh, without a password; with --listen each
 host runs --join instead. A host needs this version of syncvar for the same Python,
-the script at the same path or --stage, and open ports above 1023 to the others.
+the script at the same path or --stage, and open TCP ports (32768 to 60999) to the
+others.
 Links between hosts are encrypted; --encryption control-only sends data in plain,
 and still admits members only. The launcher checks all hosts before it starts ranks.
 """
