@@ -203,21 +203,18 @@ def difference(shown, printed):
 
 
 def one_rank_a_line(lines):
-    """Return lines with one for each rank: the ranks that stand at one place vary.
+    """Return lines with one for each rank that lost another one, without the place of its call.
 
-    A rank that waits in the C extension has no frame of syncvar.
+    How ranks share lines varies, and so does the place: a rank that waits in the C extension has no
+    frame of syncvar, and one that has waited for long is shown with its call.
     """
     found = []
     for line in lines:
-        ranks = re.fullmatch(
-            r"(\s*)ranks? ([\d, -]+): (?:in syncvar, called at|in user code,) (.*)", line
-        )
+        ranks = re.fullmatch(r"(\s*)ranks? ([\d, -]+): .*; then PeerLost", line)
         for part in ranks[2].split(", ") if ranks else ():
             first, _, last = part.partition("-")
-            found += [
-                f"{ranks[1]}rank {rank}: at {ranks[3]}"
-                for rank in range(int(first), int(last or first) + 1)
-            ]
+            numbers = range(int(first), int(last or first) + 1)
+            found += [f"{ranks[1]}rank {number}: then PeerLost" for number in numbers]
         if not ranks:
             found.append(line)
     return found

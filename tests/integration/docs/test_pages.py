@@ -43,13 +43,16 @@ def test_the_needs_of_a_page_are_known(name):
         (["loss=... n=3"], ["loss=0.26 n=3"], True),
         ([], ["anything"], True),
         (
-            ["  ranks 0-2: in syncvar, called at a.py:5"],
-            ["  ranks 0, 1: in user code, a.py:5", "  rank 2: in syncvar, called at a.py:5"],
+            ["  ranks 0-2: in syncvar, called at a.py:5; then PeerLost"],
+            [
+                "  ranks 0, 1: in user code, a.py:6; then PeerLost",
+                "  rank 2: waiting in barrier; then PeerLost",
+            ],
             True,
         ),
         (
-            ["  ranks 0-2: in syncvar, called at a.py:5"],
-            ["  ranks 0, 1: in user code, a.py:5"],
+            ["  ranks 0-2: in user code, a.py:5; then PeerLost"],
+            ["  ranks 0, 1: in user code, a.py:5; then PeerLost"],
             False,
         ),
     ],
