@@ -234,7 +234,7 @@ class Supervisor:
             error_code=str(record.get("code", "")),
         )
         actions = self._fail(cause, now)
-        return [] if error in _REPORTED_BY_ENGINE else [*actions]
+        return [] if self.is_reported_by_engine(rank) else [*actions]
 
     def exited(
         self, rank: int, status: int, now: float, *, joined: bool, beyond: str = ""
@@ -273,8 +273,7 @@ class Supervisor:
             status = cause.exit_code  # SIGTERM came while it ended: the status is ours
         code = exit_code_of(status) if status < 0 else cause.exit_code
         self.causes[cause.rank] = cause._replace(status=status, exit_code=code)
-        is_late = cause.error in _REPORTED_BY_ENGINE
-        return [_notice(cause)] if is_late else []
+        return [_notice(cause)] if self.is_reported_by_engine(cause.rank) else []
 
     def _end_of_running(
         self, rank: int, status: int, now: float, *, joined: bool, beyond: str

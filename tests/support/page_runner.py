@@ -39,7 +39,7 @@ NEEDS = {
     "network": "a package index, or a clone of the repository",
     "terminal": "a person at a terminal",
 }
-LIMIT_S = 240.0
+LIMIT_S = 288.0
 
 _BLOCK = re.compile(
     r"^(?P<ticks>`{3,})(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=ticks)$|^<!-- run: (?P<run>.*?) -->$",
@@ -159,7 +159,7 @@ def run_page(page, folder, met=()):
             ["bash", "-c", "\n".join(script)],
             cwd=folder,
             env=environ | {"XDG_RUNTIME_DIR": jobs},
-            timeout=LIMIT_S * 1.2,
+            timeout=LIMIT_S,
             check=False,
         )
     return [

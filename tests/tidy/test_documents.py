@@ -1,12 +1,12 @@
 """The documents: what commands print stands in them as it is, their links lead somewhere, their commands are understood."""
 
 import ast
-import os
 import re
 import shlex
 
 import import_graph
 import pytest
+from generated_block import check_block
 
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES
@@ -14,7 +14,7 @@ from syncvar.core import errors
 from syncvar.core.environment import PREFIX
 from syncvar_launcher.options.option_table import ASIDE, LAUNCH_PREFIX, OPTIONS, WORKERS
 from syncvar_launcher.options.parse_options import parse
-from tests.support.page_runner import read_page
+from tests.support.page_runner import blocks
 from tests.support.paths import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
@@ -38,22 +38,12 @@ CONSOLE = re.compile(r"^```console(?! fails)[^\n]*\n(.*?)^```", re.MULTILINE | r
 @pytest.mark.parametrize("name", GENERATED)
 def test_what_a_command_prints_stands_in_its_page(name, capsys):
     page, command = GENERATED[name]
-    marked = re.compile(
-        rf"(<!-- {name}: output of `syncvar {name}` -->\n)(.*?)(<!-- end of {name} -->)", re.DOTALL
-    )
     assert main(command) == 0
     printed = capsys.readouterr().out
     if name == "settings":
         printed = settings_table(printed)
-    path = REPOSITORY / page
-    text = path.read_text()
-    assert marked.search(text), f"{page} has no place for the output of `syncvar {name}`"
-    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        path.write_text(marked.sub(lambda found: found[1] + printed + found[3], text))
-        text = path.read_text()
-    assert marked.search(text)[2] == printed, (
-        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
-    )
+    begin, end = f"<!-- {name}: output of `syncvar {name}` -->\n", f"<!-- end of {name} -->"
+    check_block(REPOSITORY / page, begin, end, printed)
 
 
 def settings_table(printed):
@@ -79,16 +69,8 @@ def options_text():
 
 
 def test_the_options_of_the_launcher_stand_in_their_page():
-    path = REPOSITORY / "docs/reference/syncvar-launch.md"
     begin, end = "<!-- options: from the table of options -->\n", "<!-- end of options -->"
-    before, _, rest = path.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    page = f"{before}{begin}{options_text()}{end}{after}"
-    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        path.write_text(page)
-    assert path.read_text() == page, (
-        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
-    )
+    check_block(REPOSITORY / "docs/reference/syncvar-launch.md", begin, end, options_text())
 
 
 def errors_text():
@@ -117,16 +99,8 @@ def branch(kind, links, depth=0):
 
 
 def test_the_errors_stand_in_their_page():
-    path = REPOSITORY / "docs/reference/errors.md"
     begin, end = "<!-- errors: from syncvar/cli/errors.md -->\n", "<!-- end of errors -->"
-    before, _, rest = path.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    page = f"{before}{begin}{errors_text()}{end}{after}"
-    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        path.write_text(page)
-    assert path.read_text() == page, (
-        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
-    )
+    check_block(REPOSITORY / "docs/reference/errors.md", begin, end, errors_text())
 
 
 def test_internals_describes_every_room():
@@ -179,23 +153,17 @@ def test_links_lead_to_files(page):
 
 
 def commands(text):
-    """Return the commands of a page; a block without a `$` has one on each line."""
-    found = []
-    for block in CONSOLE.findall(text):
-        lines = block.replace("\\\n", " ").splitlines()
-        prompted = [line for line in lines if line.startswith("$ ")]
-        found += prompted or lines
-    return found
+    """Return the commands of a page."""
+    text = "".join(CONSOLE.findall(text)).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.startswith("$ ")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
-    files = re.findall(r"^```\w+ file=(\S+)", page.read_text(), re.MULTILINE)
-    for name in ("train.py", "program", *files):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
-    for name, text in read_page(page.read_text()).files.values():
+    files = {"train.py": "", "program": "", "hosts": "node1 slots=4\nnode2 slots=4\n"}
+    for words, text in blocks(page.read_text()):
+        files |= {word.removeprefix("file="): text for word in words if word.startswith("file=")}
+    for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     for line in commands(page.read_text()):

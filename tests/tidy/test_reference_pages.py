@@ -1,10 +1,10 @@
 """The pages of docs/reference: each public name and each command stands on one of them."""
 
 import inspect
-import os
 import re
 
 import pytest
+from generated_block import check_block
 
 import syncvar as sv
 import syncvar.testing
@@ -29,7 +29,6 @@ WITHOUT_DOCSTRING = {"syncvar.testing.TRANSPORT_CHECKS"}
 DIRECTIVE = re.compile(
     r"^\.\. (?:autoclass|autofunction|py:data|py:module):: ([\w.]+)", re.MULTILINE
 )
-MARKED = re.compile(r"(<!-- names: .*? -->\n)(.*)(<!-- end of names -->)", re.DOTALL)
 
 
 def names_on(page):
@@ -96,12 +95,8 @@ def table():
 
 
 def test_the_table_lists_all_names():
-    text = INDEX.read_text()
-    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        INDEX.write_text(text := MARKED.sub(lambda found: found[1] + table() + found[3], text))
-    assert MARKED.search(text)[2] == table(), (
-        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
-    )
+    begin, end = "<!-- names: from the docstrings -->\n", "<!-- end of names -->"
+    check_block(INDEX, begin, end, table())
 
 
 def test_the_commands_have_a_section_each(capsys):
