@@ -217,7 +217,10 @@ class StartedCalls:
             awaiting=list(operation.awaiting),
             waited_s=now - operation.started,
             mismatch=operation.mismatch,
-            has_active_threads=operation.thread == 0 or threads > waiting,
+            has_active_threads=operation.thread == 0
+            or threads > waiting
+            or self._core.callbacks.is_busy
+            or any(other.has_listeners for other in self._core.active.values()),
             entered=self._book.entered(),
         )
 

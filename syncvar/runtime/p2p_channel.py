@@ -21,7 +21,7 @@ from syncvar.core.errors import SyncvarError, UsageError
 from syncvar.runtime.call_record import CallInfo, PendingRecord
 from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p_requests import WAY, Sending
-from syncvar.runtime.request import Request, RequestState
+from syncvar.runtime.request import Request
 from syncvar.runtime.work import Work
 from syncvar.shm.message_ring import array_code
 
@@ -346,14 +346,14 @@ def done(result: Any = None) -> Work:
         5
     """
     operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
-    operation.state, operation.result = RequestState.DONE, result
+    operation.complete(result)
     return Work(None, operation)
 
 
 def failed(error: SyncvarError) -> Work:
     """Return a failed work; `wait` raises its error."""
     operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
-    operation.state, operation.error = RequestState.FAILED, error
+    operation.fail(error)
     return Work(None, operation)
 
 
@@ -431,11 +431,11 @@ class _Expected(Work):
         """Complete with a message."""
         operation = self._operation
         try:
-            operation.result = self._finish_message(kind, message)
-            operation.state = RequestState.DONE
+            result = self._finish_message(kind, message)
         except SyncvarError as error:  # the receive fails, not the send
-            operation.error = error
-            operation.state = RequestState.FAILED
+            operation.fail(error)
+        else:
+            operation.complete(result)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the message; raise UsageError, now or again later, if it has not been sent."""

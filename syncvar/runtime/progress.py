@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.core.errors import SyncvarError
+from syncvar.core.errors import GroupBroken, SyncvarError
 from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import pack_counts
 from syncvar.runtime.active_requests import VERDICT_GRACE_S, StartedCalls, Verdicts
@@ -30,7 +30,6 @@ from syncvar.transports.base import PeerDisconnected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from syncvar.core.errors import UsageError
     from syncvar.core.settings import RuntimeConfig
@@ -45,6 +44,8 @@ _APPEAR_LOOK_S = 0.001
 _CALLER_RECENT_S = 0.005
 _CONTROL_POLL_S = 0.005  # interval at which waiting calls poll the launcher
 _IDLE_S = 1.0
+_IDLE_MIN_S = 0.001
+_DRIVEN_IDLE_S = 0.25
 _CACHED_OWN_S = 0.1  # a cached call belongs to its caller for this long
 _IDLE_SHARED_S = 0.002  # polling interval while started calls use shared memory
 _IDLE_MOVING_S = 0.0002  # polling interval while one of them makes progress
@@ -73,8 +74,6 @@ class ProgressEngine(Core):
         self._questions = GetRequests(self)
         self._started = StartedCalls(self, self.flow)
         self._verdicts = Verdicts(self, self._started, self._questions)
-        # Context manager for the progress thread; a simulated rank binds its context to it
-        self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self._heard = 0.0  # when the launcher's channel was last polled
         self._last_caller = 0.0  # when a caller last drove; it may come again at once
         self._stopped = threading.Event()
@@ -82,6 +81,7 @@ class ProgressEngine(Core):
         self._progress = threading.Thread(
             target=self._serve, name=f"syncvar-progress-{self.rank}", daemon=True
         )
+        self._due = 0.0  # when the progress thread has to check the timers again
         self._progress.start()
 
     @property
@@ -124,7 +124,7 @@ class ProgressEngine(Core):
         the group and is passed on. A forked copy raises UsageError.
         """
         if not operation.is_over:
-            self._require_own()
+            self.require_own()
         me = operation.thread = threading.get_ident()  # several threads may wait for one operation
         try:
             while not operation.is_over:
@@ -267,7 +267,7 @@ class ProgressEngine(Core):
         self._is_disowned = True
         self._stopped.set()
 
-    def _require_own(self) -> None:
+    def require_own(self) -> None:
         """Raise in a forked copy: running operations and sockets belong to the parent."""
         if self._is_disowned:
             assert self.failure is not None
@@ -280,6 +280,15 @@ class ProgressEngine(Core):
         self.transport.wake()
         if self._progress is not threading.current_thread():
             self._progress.join()
+        for operation in self._started.all:
+            operation.fail(
+                self.failure
+                or GroupBroken(
+                    f"rank {self.rank} left the job before {operation.label} had ended: wait for "
+                    "it before sv.shutdown()"
+                )
+            )
+        self.callbacks.stop()
         self.around = contextlib.nullcontext
         self.hand_over()
 
@@ -299,16 +308,18 @@ class ProgressEngine(Core):
                 return
             if not self.active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
                 time.sleep(_CALLER_RECENT_S)
+                self._due = time.monotonic() + _IDLE_S
                 continue
             if not self.seize():
                 time.sleep(_CALLER_RECENT_S)
+                self._due = time.monotonic() + _DRIVEN_IDLE_S  # the driver may leave before
                 continue
             try:
                 with self.around():
                     self._poll_control()
                     self.adopt(_CACHED_OWN_S)
                     self.look()
-                    self.timers(time.monotonic())
+                    self._due = self.timers(time.monotonic())
             except Exception as error:  # no call's own error: those fail their call
                 self.fall(error, "the progress thread")
             finally:
@@ -318,11 +329,14 @@ class ProgressEngine(Core):
     def _idle_s(self) -> float:
         if self.under_way:
             return _IDLE_SHARED_S
-        return VERDICT_GRACE_S if self._verdicts.late or self.async_calls else _IDLE_S
+        if self._verdicts.late or self.async_calls:
+            return VERDICT_GRACE_S
+        # perhaps nobody else checks the deadlines
+        return min(max(self._due - time.monotonic(), _IDLE_MIN_S), _IDLE_S)
 
     def poll(self) -> None:
         """Drive once, if no other thread drives."""
-        self._require_own()
+        self.require_own()
         if self.seize():
             try:
                 self.look()

@@ -151,6 +151,7 @@ class Request:
         self.mismatch = False
         self.site = ""  # file:line where an asynchronous call was started
         self.thread = 0  # identity of the waiting thread; 0 for none
+        self._listeners: list[Callable[[], None]] = []  # see `when_over`
         self._steps = steps
         self._wait = wait
         if channel is not None:
@@ -162,6 +163,11 @@ class Request:
     def is_over(self) -> bool:
         """Whether the result or the error is there."""
         return self.state >= RequestState.DONE
+
+    @property
+    def has_listeners(self) -> bool:
+        """Whether the end of this call lets a task or a callback run."""
+        return bool(self._listeners)
 
     @property
     def is_published(self) -> bool:
@@ -275,6 +281,29 @@ class Request:
         """
         self._end(error)
 
+    def complete(self, result: Any) -> None:
+        """End with a result that no step has returned."""
+        self.result = result
+        self.state = RequestState.DONE
+        self._notify()
+
+    def when_over(self, listener: Callable[[], None]) -> None:
+        """Call a function once the call is over, in the thread that ends it; now if it is over.
+
+        That thread may hold the engine's lock, so the function must neither block nor raise.
+        """
+        self._listeners.append(listener)
+        if self.is_over:  # perhaps since the line before: then both threads look, and one finds it
+            self._notify()
+
+    def _notify(self) -> None:
+        while self._listeners:
+            try:
+                listener = self._listeners.pop(0)
+            except IndexError:  # another thread has found it
+                return
+            listener()
+
     def unused_frames(self) -> list[Frame]:
         """Return frames that will never be used, so that the caller can return their credit."""
         return [] if self.links is None else self.links.take_aside()
@@ -328,6 +357,7 @@ class Request:
         if self.links is None or self.links.is_drained:
             self.state = RequestState.DONE
             self.entry.end()
+            self._notify()
 
     def _end(self, error: BaseException, *, is_agreed: bool = False) -> None:
         """End with an error, `is_agreed` by all ranks or of this one; does nothing twice."""
@@ -349,6 +379,7 @@ class Request:
             # Another thread executes a step and closes them after it.
             with contextlib.suppress(ValueError):
                 self._steps.close()
+        self._notify()
 
     def _leave_queue(self) -> None:
         if self.channel is not None and self in self.channel.queue:

@@ -15,8 +15,11 @@ has sent its writes before, and a replica that needs the writes of all others ge
 from __future__ import annotations
 
 import collections
+import contextlib
+import logging
 import threading
 import time
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from syncvar._native import AdmissionState
@@ -26,6 +29,7 @@ from syncvar.runtime.sequence import SequenceTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from syncvar._native import AsyncCall
     from syncvar.core.errors import TransportError
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
 SKIPPED_CALL = "has gone on without making a call that another rank made"
 _REASON_MAX = 2000  # characters
 _FOLLOW_S = 1.0
+_CALLBACKS_END_S = 10.0  # how long the end of the engine waits for callbacks
+
+_log = logging.getLogger("syncvar")
 
 
 class Awaited(Protocol):
@@ -64,6 +71,65 @@ class Awaited(Protocol):
 
     def look(self) -> bool:
         """Spin for a short while; return whether something has changed."""
+
+
+class CallbackThread:
+    """Runs the done-callbacks of calls, in a thread that starts with the first of them.
+
+    A thread that drives the engine does not run them: it has a call of its own to complete.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._posted: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._unfinished: collections.deque[Callable[[], None]] = collections.deque()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a callback runs, or waits for its turn."""
+        return bool(self._unfinished)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name=f"syncvar-callbacks-{self._core.rank}", daemon=True
+                )
+                self._thread.start()
+
+    def post(self, run: Callable[[], None]) -> None:
+        """Let the thread call a function, which must not raise; from any thread."""
+        self._unfinished.append(run)
+        self._posted.put(run)
+
+    def stop(self) -> None:
+        """Wait for the posted functions, and end the thread. Idempotent."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._posted.put(None)
+        if thread is threading.current_thread():
+            return
+        thread.join(_CALLBACKS_END_S)
+        if thread.is_alive():
+            _log.warning(
+                "a done-callback still runs after %g s; this rank ends without it", _CALLBACKS_END_S
+            )
+
+    def _serve(self) -> None:
+        while True:
+            run = self._posted.get()
+            if run is None:
+                return
+            try:
+                with self._core.around():
+                    run()
+            finally:
+                self._unfinished.popleft()
+                del run  # and the call, which may hold large arrays
 
 
 class Core(AdmissionState):
@@ -106,6 +172,9 @@ class Core(AdmissionState):
         self.inbox: collections.deque[Request] = collections.deque()
         # Running operations that need polling, because no frame announces their progress
         self.under_way: list[Request] = []
+        # Context manager for threads of the engine; a simulated rank binds its context to them
+        self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self.callbacks = CallbackThread(self)
         self.when_broken: list[Callable[[TransportError | UsageError], None]] = []
         self._adopting = threading.RLock()
         self._failure_raised = False
@@ -295,13 +364,12 @@ class Core(AdmissionState):
 
     # -- failure of the group ----------------------------------------------------------------------
 
-    def break_generation(self, failure: TransportError, but: Awaited | None = None) -> None:
-        """Fail all running operations except `but`, and refuse all later calls."""
+    def break_generation(self, failure: TransportError) -> None:
+        """Fail all running operations, and refuse all later calls."""
         first = self.failure = self.failure or failure
         self.is_quiet = False
         for operation in list(self.active.values()):
-            if operation is not but:
-                operation.fail(first)
+            operation.fail(first)
         self.active.clear()
         self.under_way.clear()
         for callback in self.when_broken:
@@ -317,13 +385,13 @@ class Core(AdmissionState):
         operation.entry.end(error)
         group = operation.entry.info.group
         location = self.recorder.numbers.text(operation.label, group, operation.call)
-        self.fall(error, location, but=operation)
+        self.fall(error, location)
 
-    def fall(self, error: BaseException, location: str, but: Awaited | None = None) -> None:
+    def fall(self, error: BaseException, location: str) -> None:
         """Break the group because of an exception on this rank, and inform the other ranks."""
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {location}"
-            self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
+            self.break_generation(GroupBroken(f"this rank was {reason}", error))
             self.send_control_async(
                 "group_failure",
                 failure_kind="interrupted",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import reprlib
+import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +20,13 @@ from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.state import send_queued
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from asyncio import AbstractEventLoop, Future
+    from collections.abc import Callable, Generator, Iterable
 
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Request
+
+_log = logging.getLogger("syncvar")
 
 
 def checked_timeout(timeout: Any) -> float:
@@ -46,17 +53,54 @@ def is_seconds(timeout: Any) -> bool:
     return type(timeout) in (float, int) and timeout > 0
 
 
+class DoneCallbacks:
+    """The done-callbacks of a call: each is called once, in the order of addition."""
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[[Work], object]] = []
+        self._running = threading.Lock()
+
+    def run(self, work: Work) -> None:
+        """Call all functions of a call that is over; another thread that does so continues."""
+        while self.functions and self._running.acquire(blocking=False):
+            try:
+                while self.functions:
+                    _call(self.functions.pop(0), work)
+            finally:
+                self._running.release()
+
+
+def _call(function: Callable[[Work], object], work: Work) -> None:
+    try:
+        function(work)
+    except KeyboardInterrupt:  # of a thread that adds a callback to a call that is over
+        raise
+    except BaseException:  # the caller of the callback has another job
+        _log.exception("the done-callback %r raised an exception", function)
+
+
 class Work(MigrationHintsMixin):
     """An asynchronous collective or message.
 
+    `await work` in a coroutine returns what `wait` returns, and other tasks run meanwhile. Several
+    tasks, event loops and threads may wait for one call. If you cancel a task that awaits it, the
+    call continues, because the other ranks take part in it. The deadline is that of the call; a
+    `timeout` of asyncio only ends the wait.
+
     Example:
-        >>> import numpy as np, syncvar as sv
+        >>> import asyncio, numpy as np, syncvar as sv
         >>> work = sv.all_reduce(np.ones(2), async_op=True)
         >>> work.wait()
         array([1., 1.])
+        >>> async def both():
+        ...     works = [sv.all_reduce(x, async_op=True) for x in (1.0, 2.0)]
+        ...     return await asyncio.gather(*works)
+        >>> asyncio.run(both())
+        [array(1.), array(2.)]
     """
 
     _async_call: AsyncCall | None = None  # while the engine does not know the call
+    _callbacks: DoneCallbacks
     _finish: Callable[[Any], Any] | None = None
     _operation: Request
 
@@ -91,13 +135,29 @@ class Work(MigrationHintsMixin):
             result = self._take_result(async_call, waits=True)
             if result is not None:
                 return result if self._finish is None else self._finish(result)
-        operation = self._operation
+        return self._outcome(self._operation, timeout, sends=not self._sends)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        operation = self._continued()
+        if operation is None:
+            return self.wait()  # has ended: does not wait
+        if not operation.is_over:
+            import asyncio  # loaded, because a loop runs
+
+            loop = asyncio.get_running_loop()
+            future = loop.create_future()
+            operation.when_over(partial(_wake, loop, future))
+            yield from future
+        return self._outcome(operation, None, sends=False)
+
+    def _outcome(self, operation: Request, timeout: float | None, *, sends: bool) -> Any:
+        """Wait for the result; `sends` sends deferred writes first."""
         if self._engine is None:
             if operation.error is not None:
                 raise operation.error
             return operation.result if self._finish is None else self._finish(operation.result)
         try:
-            result = self._wait(operation, self._engine, timeout)
+            result = self._wait(operation, self._engine, timeout, sends=sends)
         except SyncvarError as error:
             note = f"the call was started at {operation.site}"
             if operation.site and note not in getattr(error, "__notes__", ()):
@@ -105,8 +165,10 @@ class Work(MigrationHintsMixin):
             raise
         return result if self._finish is None else self._finish(result)
 
-    def _wait(self, operation: Request, engine: ProgressEngine, timeout: float | None) -> Any:
-        if engine.queues and not self._sends:
+    def _wait(
+        self, operation: Request, engine: ProgressEngine, timeout: float | None, *, sends: bool
+    ) -> Any:
+        if engine.queues and sends:
             send_queued(engine.queues)
         if timeout is not None and not operation.is_over:
             allowed = checked_timeout(timeout)
@@ -138,11 +200,63 @@ class Work(MigrationHintsMixin):
             return True
         operation = self._operation
         if self._engine is not None and not operation.is_over:
-            if self._engine.queues and not self._sends:
-                for queue in list(self._engine.queues):
-                    queue.begin_beside()
+            self._begin_queued(self._engine)
             self._engine.poll()
         return operation.is_over
+
+    def _begin_queued(self, engine: ProgressEngine) -> None:
+        """Start to send deferred writes, without waiting for them."""
+        if engine.queues and not self._sends:
+            for queue in list(engine.queues):
+                queue.begin_beside()
+
+    def _continued(self) -> Request | None:
+        """Let the engine continue the call while no thread waits; None if it needs no engine."""
+        async_call, engine = self._async_call, self._engine
+        if async_call is not None and self._take_result(async_call, waits=False) is not None:
+            return None
+        operation = self._operation
+        if engine is not None and not operation.is_over:
+            engine.require_own()
+            self._begin_queued(engine)
+            engine.transport.wake()  # the progress thread continues it
+        return operation
+
+    def add_done_callback(self, function: Callable[[Work], object]) -> None:
+        """Call `function(work)` when the call has ended, with or without error.
+
+        The callbacks of all calls run in a thread of syncvar, `syncvar-callbacks-RANK`, one after
+        another. Those of one call run in the order of addition. If the call has ended already, the
+        function is called at once, in this thread. So is that of a message to this rank itself, in
+        the thread that sends it.
+
+        A callback may use syncvar. While it waits for a call, other callbacks wait too, so a
+        callback that waits for another callback never returns. An exception in a callback is
+        logged and has no other effect.
+
+        Args:
+            function: Called with this work; `work.wait()` then returns or raises at once.
+
+        Cost: a switch to the thread of the callbacks, which starts with the first one.
+        Source: concurrent.futures.Future.add_done_callback.
+
+        Example:
+            >>> import syncvar as sv
+            >>> work = sv.all_reduce(2.0, async_op=True)
+            >>> work.add_done_callback(lambda work: print("sum", work.wait()))
+            sum 2.0
+        """
+        operation, engine = self._continued(), self._engine
+        callbacks: DoneCallbacks = self.__dict__.setdefault("_callbacks", DoneCallbacks())
+        callbacks.functions.append(function)
+        run = partial(callbacks.run, self)
+        if operation is None or operation.is_over:
+            run()
+        elif engine is None:
+            operation.when_over(run)
+        else:
+            engine.callbacks.start()
+            operation.when_over(partial(engine.callbacks.post, run))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return the error, or None."""
@@ -151,6 +265,17 @@ class Work(MigrationHintsMixin):
         except Exception as error:  # returned, as asked
             return error
         return None
+
+
+def _wake(loop: AbstractEventLoop, future: Future[None]) -> None:
+    """Let the task continue that waits for a future; its loop may have been closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_complete, future)
+
+
+def _complete(future: Future[None]) -> None:
+    if not future.done():  # else the task has been cancelled
+        future.set_result(None)
 
 
 def wait_any(works: Iterable[Work | None]) -> int:
