@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         gather_object,
         scatter_object,
     )
+    from syncvar.collectives.persistent import PersistentCollective, persistent
     from syncvar.collectives.reduce import exscan, reduce, reduce_scatter, scan
     from syncvar.collectives.scatter import all_to_all, scatter
     from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
@@ -118,6 +119,7 @@ _HOMES = {
     "syncvar.collectives.scatter": ("all_to_all", "scatter"),
     "syncvar.collectives.barrier": ("barrier",),
     "syncvar.collectives.broadcast": ("broadcast",),
+    "syncvar.collectives.persistent": ("PersistentCollective", "persistent"),
     "syncvar.collectives.groups": ("Group", "Mesh", "mesh", "new_group"),
     "syncvar.collectives.object_collectives": (
         "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
@@ -204,6 +206,7 @@ __all__ = [
     "PeerLost",
     "PendingSave",
     "PerReplica",
+    "PersistentCollective",
     "PlanError",
     "RankFailed",
     "ReduceOp",
@@ -258,6 +261,7 @@ __all__ = [
     "new_group",
     "optimizers",
     "partitioners",
+    "persistent",
     "rank",
     "recv",
     "recv_object",

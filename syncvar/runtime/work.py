@@ -115,8 +115,8 @@ class Work(MigrationHintsMixin):
             self._operation = operation
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
-        """Apply `finish` to the result; return this work."""
-        self._finish = finish
+        """Apply `finish` to the result, after earlier functions; return this work."""
+        self._finish = finish if self._finish is None else partial(_both, self._finish, finish)
         return self
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -204,6 +204,17 @@ class Work(MigrationHintsMixin):
             self._engine.poll()
         return operation.is_over
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call has ended with an error; False while it runs.
+
+        Example:
+            >>> import syncvar as sv
+            >>> sv.barrier(async_op=True).has_failed
+            False
+        """
+        return self._async_call is None and self._operation.error is not None
+
     def _begin_queued(self, engine: ProgressEngine) -> None:
         """Start to send deferred writes, without waiting for them."""
         if engine.queues and not self._sends:
@@ -265,6 +276,10 @@ class Work(MigrationHintsMixin):
         except Exception as error:  # returned, as asked
             return error
         return None
+
+
+def _both(first: Callable[[Any], Any], second: Callable[[Any], Any], result: Any) -> Any:
+    return second(first(result))
 
 
 def _wake(loop: AbstractEventLoop, future: Future[None]) -> None:
