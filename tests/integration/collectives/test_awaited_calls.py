@@ -501,3 +501,19 @@ def test_a_call_is_not_held_after_its_callbacks():
         assert kept() is None
 
     everywhere(2, fn, config=CONFIG)
+
+
+def test_a_call_that_ends_while_a_callback_is_added():
+    """Another thread ends the call after the first look, and before the engine knows the callback."""
+
+    class EndsFirst(list):
+        def append(self, listener):
+            operation.complete("result")  # finds no listener
+            super().append(listener)
+
+    work = sv.recv(0, tag=77, async_op=True)
+    operation, seen = work._operation, []
+    operation._listeners = EndsFirst()
+    work.add_done_callback(lambda work: seen.append(work.wait()))
+    assert seen == ["result"]
+    sv.send(1.0, 0, tag=77)  # for the receive, which still expects it
