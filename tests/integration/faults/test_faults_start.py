@@ -270,7 +270,9 @@ def test_f15_the_terminal_or_the_reader_is_gone(launch, tmp_path, phase, how):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     prefix = () if how == "HUP" else ("sh", "-c", f'exec "$@" > {pipe}', "sh")
-    job = launch(TALKING, workers=2, arguments=[phase], prefix=prefix)
+    job = launch(
+        TALKING, workers=2, arguments=[phase], prefix=prefix, env={"SYNCVAR_TERM_GRACE_S": "30"}
+    )
     if how == "HUP":
         job.await_events("ready", 2)
         gone = job.send(signal.SIGHUP)
