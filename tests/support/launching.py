@@ -300,7 +300,7 @@ class Job:
         """End the job if it still runs, the hard way: the guardian and parent-death signals do the rest."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(LIMIT_S)
 
     def __repr__(self):
         shown = f"--- {' '.join(self.line[1:])}\n--- exit {self.process.returncode}\n--- out\n{self.out}\n--- err\n{self.err}"
