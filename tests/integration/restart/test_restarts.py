@@ -366,9 +366,9 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_job(launch, number, cod
 
 
 def test_the_time_limit_counts_over_all_starts_and_pauses_grow(launch):
-    limit_s = 1.5
+    limit_s = 4.0
     job = launch(DYING, workers=1, options=("--max-restarts", "1000", "--timeout", str(limit_s)))
-    assert job.wait(limit_s + 30) == 124, job
+    assert job.wait() == 124, job
     assert limit_s <= job.ended - job.began
     check_bound("the time limit", job.ended - job.began - limit_s, 2.0)
     began = [event["at"] for event in job.events("began")]
