@@ -76,10 +76,14 @@ def test_servers_hold_what_workers_push_and_end_when_these_have_ended(launch, tm
     job.await_events("half", 2)
     found = servers_of(job)
     assert sorted(found) == [0, 1]
-    assert main(["stacks", str(job.process.pid)]) == 0
-    asked = capsys.readouterr().out
-    assert ": 2 ranks and 2 servers, launcher " in asked
-    assert "\nservers 0, 1: waiting for requests\n" in asked
+
+    def answers():
+        assert main(["stacks", str(job.process.pid)]) == 0
+        asked = capsys.readouterr().out
+        assert ": 2 ranks and 2 servers, launcher " in asked
+        return "\nservers 0, 1: waiting for requests\n" in asked
+
+    await_true(answers, what="an answer of both servers in time")
     job.open_gate("on")
     assert job.wait() == 0, job
     check_sums(job)
