@@ -46,6 +46,7 @@ def test_a_stopped_owner_costs_the_asker_its_call_and_nobody_the_group(launch):
             probe.open_gate("past")
             probe.gate("stopped")
             probe.failure(v.read_from, 1)
+        strategy.timeout = 60.0
         sv.barrier()
         probe.note("read", value=float(v.read_from(1)))
         sv.barrier()
