@@ -21,7 +21,7 @@ ENDLESS = {
     "SYNCVAR_LOST_AFTER_S": "100",
     "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100",
     "SYNCVAR_HANDSHAKE_TIMEOUT_S": "100",
-    "SYNCVAR_TERM_GRACE_S": "0.5",
+    "SYNCVAR_TERM_GRACE_S": "5",  # stacks of ranks in C come some time after the others
     "SYNCVAR_STALL_WARNING_S": "0.3",
 }
 
