@@ -195,6 +195,7 @@ def started_elsewhere(hosts, folder, rank, key):
         "SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300,
         "SYNCVAR_SUSPECT_AFTER_S": 2,
         "SYNCVAR_LOST_AFTER_S": 5,
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": 60,
     }
     with (folder / f"out{rank}").open("wb") as out:
         one = subprocess.Popen(
@@ -232,7 +233,7 @@ def test_f21_one_direction_is_lost(hosts, tmp_path, phase, way):
 def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_path, phase):
     """When the link is up again, TCP goes on with its next try: it doubles its pauses, from 0.2 s on."""
     lost_after_s = (
-        15.0 if phase == DEFAULTS else 11.0
+        15.0 if phase == DEFAULTS else 4.5
     )  # shorter, and what a busy machine takes matters more than TCP's pauses
     env = (
         {}
