@@ -27,7 +27,7 @@ collect_ignore_glob = [
 ]
 
 MARK = "SYNCVAR_TEST_MARK"
-SETTLE_S = 2.0
+SETTLE_S = 20.0
 AGAIN_S = 20.0
 SLOW_S = 600.0
 

@@ -23,10 +23,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.launching import PATIENT
 from tests.support.paths import PROFILE
 
 WORKERS, SERVERS, STEPS = 2, 2, 4
-LIMIT_S = 60.0  # of a run that takes about 2 s
+LIMIT_S = 120.0  # of a run that takes about 2 s
 AT_ONCE = 4
 HELPERS = {  # what the launcher starts for itself, by a word of the command line
     "guardian": b"process_sessions.py",
@@ -208,7 +209,10 @@ def run(seed, folder, draw=draw):
     environ = {
         **os.environ,
         "SYNCVAR_RESTART_DELAY_S": "0.05",
-        "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "40",
+        **PATIENT,
+        "SYNCVAR_HANDSHAKE_TIMEOUT_S": "10",
+        "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "60",
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
         "SYNCVAR_TEST_RUN": str(folder),
         "XDG_STATE_HOME": str(folder / "state"),
     }

@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.support.launching import LENIENT
 from tests.support.paths import PROFILE, RANK_SCRIPTS
 
 WORKERS, SERVERS, STEPS, RESTARTS = 3, 3, 40, 8
@@ -103,7 +104,12 @@ def run(seed, folder):
         str(script),
     ]
     path = os.pathsep.join([str(RANK_SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**os.environ, "PYTHONPATH": path, "SYNCVAR_RESTART_DELAY_S": "0.05"}
+    environ = {
+        **os.environ,
+        **LENIENT,
+        "PYTHONPATH": path,
+        "SYNCVAR_RESTART_DELAY_S": "0.05",
+    }
     began, done = time.monotonic(), []
     with (Path(folder) / "out").open("w+b") as out:
         job = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=environ, cwd=folder)

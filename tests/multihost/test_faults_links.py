@@ -193,6 +193,9 @@ def started_elsewhere(hosts, folder, rank, key):
         "XDG_RUNTIME_DIR": hosts.temporary(rank),
         **{f"SYNCVAR_{name.upper()}": value for name, value in settings.items()},
         "SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300,
+        "SYNCVAR_SUSPECT_AFTER_S": 2,
+        "SYNCVAR_LOST_AFTER_S": 5,
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": 60,
     }
     with (folder / f"out{rank}").open("wb") as out:
         one = subprocess.Popen(
@@ -235,7 +238,7 @@ def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_pa
     env = (
         {}
         if phase == DEFAULTS
-        else {"SYNCVAR_LOST_AFTER_S": str(lost_after_s), "SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"}
+        else {"SYNCVAR_LOST_AFTER_S": str(lost_after_s), "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}
     )
     job = begin(hosts, tmp_path / "job", phase, SUMS, ["1000"], env=env)
     try:

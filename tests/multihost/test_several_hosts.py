@@ -504,9 +504,10 @@ def test_a_job_that_was_stopped_longer_than_silence_may_last_goes_on(hosts, tmp_
             arguments=["computing"],
             prefix=(*terminal.prefix(), shutil.which("ip"), *hosts.prefix[1:]),
             options=(*hosts.ssh, "-H", at(hosts, 0, 1, 1)),
+            env={"SYNCVAR_LOST_AFTER_S": "4"},
         )
         stopped(job, terminal)
-        time.sleep(2.5)  # lost_after_s is 1.5
+        time.sleep(5.0)  # lost_after_s is 4
         (tmp_path / "fg").touch()
         job.open_gate("go")
         assert job.wait(120) == 0, job

@@ -130,7 +130,7 @@ def grace_s(phase):
 
 def silence_s(phase):
     """Return `lost_after_s` for a test of silence."""
-    return 15.0 if phase == DEFAULTS else 1.5
+    return 15.0 if phase == DEFAULTS else 3.0
 
 
 def bounded(phase, bound):

@@ -28,11 +28,15 @@ PATIENT = {
     "SYNCVAR_STALL_WARNING_S": "60",
 }
 # In place of the short ones of the profile, for a machine on which others take the cores: for ranks to start and to meet,
-# and for survivors to end by themselves. The last is below what scripts sleep that are to be ended.
+# to be heard of, to come to a call, and for survivors to end by themselves. The last is below what scripts sleep that are
+# to be ended.
 LENIENT = {
     "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "60",
     "SYNCVAR_HANDSHAKE_TIMEOUT_S": "10",
     "SYNCVAR_MISSING_REPORT_S": "20",
+    "SYNCVAR_SUSPECT_AFTER_S": "2",
+    "SYNCVAR_LOST_AFTER_S": "6",
+    "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
     "SYNCVAR_ABORT_GRACE_S": "2",
 }
 
@@ -296,7 +300,7 @@ class Job:
         """End the job if it still runs, the hard way: the guardian and parent-death signals do the rest."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(LIMIT_S)
 
     def __repr__(self):
         shown = f"--- {' '.join(self.line[1:])}\n--- exit {self.process.returncode}\n--- out\n{self.out}\n--- err\n{self.err}"

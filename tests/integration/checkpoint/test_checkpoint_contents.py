@@ -17,7 +17,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from tests.support.harness import caught
 
-CONFIG = RuntimeConfig(collective_timeout_s=10.0)
+CONFIG = RuntimeConfig(collective_timeout_s=60.0)
 
 
 def world(count, fn, *arguments):

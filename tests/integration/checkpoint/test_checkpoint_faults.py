@@ -18,7 +18,7 @@ from syncvar.checkpoint.folder import Disk
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
-CONFIG = RuntimeConfig(collective_timeout_s=10.0)
+CONFIG = RuntimeConfig(collective_timeout_s=60.0)
 OPERATIONS = ("create", "write", "sync", "close", "rename", "sync_folder")
 
 

@@ -20,7 +20,7 @@ from syncvar.parameter_server.session import LocalServers, ServerConnection
 from syncvar.testing import run_ranks
 from tests.support.harness import caught
 
-CONFIG = RuntimeConfig(collective_timeout_s=10.0)
+CONFIG = RuntimeConfig(collective_timeout_s=60.0)
 
 
 def workers(count, fn, *arguments, servers=2, config=CONFIG):

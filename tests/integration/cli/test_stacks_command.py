@@ -21,7 +21,7 @@ ENDLESS = {
     "SYNCVAR_LOST_AFTER_S": "100",
     "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100",
     "SYNCVAR_HANDSHAKE_TIMEOUT_S": "100",
-    "SYNCVAR_TERM_GRACE_S": "0.5",
+    "SYNCVAR_TERM_GRACE_S": "5",  # stacks of ranks in C come some time after the others
     "SYNCVAR_STALL_WARNING_S": "0.3",
 }
 
@@ -147,7 +147,7 @@ def check_stall(job):
             assert re.search(
                 rf"; rank {rank}: last call barrier \(call 1\), \d+ s ago, now {place}", told
             ), f"{told}\n{job}"
-    silent = rf"syncvar: rank 4: no Python thread answers since 1 s, CPU idle \(state S\), {places()[4].removeprefix('rank 4: ')}"
+    silent = rf"syncvar: rank 4: no Python thread answers since \d+ s, CPU idle \(state S\), {places()[4].removeprefix('rank 4: ')}"
     assert re.search(silent, job.report), str(job)
 
 
@@ -168,10 +168,11 @@ def test_ranks_tell_where_they_are_whatever_they_do(launch, stacks):
     )[1]
     assert told["rank 1"].count("script.py:") > 4, "the whole stack stands below its line"
     assert "runpy" not in str(told)
-    _, threads, *_ = stacks("--all-threads", name)
-    assert re.search(
-        r"  thread 0x\w+:\n.*  main thread:\n    \S*script.py:", threads["rank 2"], re.DOTALL
-    ), threads
+    threads = r"  thread 0x\w+:\n.*  main thread:\n    \S*script.py:"
+    await_true(
+        lambda: re.search(threads, stacks("--all-threads", name)[1].get("rank 2", ""), re.DOTALL),
+        what="an answer in time with all threads of rank 2",
+    )
     check_stall(job)
     # What the program does with signals goes on working.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -244,7 +245,8 @@ def test_a_job_that_loses_a_rank_says_where_the_others_were(launch):
         LOST, workers=4, options=["--log-dir", "logs"], env={"SYNCVAR_STALL_WARNING_S": "0.2"}
     )
     job.await_events("ready", 2)
-    await_true(lambda: "rank 2 has been waiting" in job.report, what="rank 2 waits")
+    waits = re.compile(r"rank 2 has been waiting .*in all_reduce")  # not in the barrier before it
+    await_true(lambda: waits.search(job.report), what="rank 2 waits")
     job.open_gate("die")
     assert job.wait() == 137, str(job)
     at = {name: line_of(LOST, name) for name in ("loads", "waits", "called")}

@@ -15,12 +15,13 @@ import syncvar as sv
 from syncvar._native import AsyncCall, missing_reason
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
+from syncvar.runtime import progress
 from syncvar.runtime.progress import ProgressEngine
 from syncvar.testing import run_ranks
 from tests.support.harness import caught, everywhere
 
-CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
-SOON_S = 20.0
+CONFIG = RuntimeConfig(collective_timeout_s=50.0, shutdown_timeout_s=1.0)
+SOON_S = 50.0
 NATIVE = not missing_reason()
 KERNELS = ["c", "python"] if NATIVE else ["python"]
 
@@ -78,7 +79,9 @@ def started(monkeypatch):
     return calls
 
 
-def test_no_engine_where_the_others_come_soon(started):
+def test_no_engine_where_the_others_come_soon(started, monkeypatch):
+    # Else the engine takes over what stands still for a tenth of a second, as on a busy machine.
+    monkeypatch.setattr(progress, "_CACHED_OWN_S", 1_000.0)
     met = threading.Barrier(2)
 
     def fn():
@@ -103,9 +106,7 @@ def test_no_engine_where_the_others_come_soon(started):
         return len(started)
 
     seen = worlds(2, fn)
-    assert (
-        max(seen) < 10 if NATIVE else min(seen) > 30
-    )  # what stands still for a tenth of a second the engine takes over
+    assert max(seen) < 10 if NATIVE else min(seen) > 30
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -14,7 +14,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from tests.support.rank_scripts.random_collectives import fill_the_shm
 
-SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0)
 MIB = 1 << 20
 
 

@@ -206,7 +206,7 @@ def test_started_calls_are_published_at_once_and_know_where_they_were_started(la
 
 
 INTERRUPTED = """
-import signal
+import signal, threading, time
 import numpy as np, syncvar as sv
 from probe import failure, gate, note
 from syncvar.bootstrap.process import current
@@ -215,8 +215,14 @@ x = np.ones(4)
 for _ in range(3):
     sv.all_reduce(x)
 if sv.rank() == 0:
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    def alarm(busy=current().world.busy, main=threading.main_thread().ident):
+        while not busy.locked():  # until the main thread is in the call
+            time.sleep(0.01)
+        time.sleep(0.2)
+        signal.pthread_kill(main, signal.SIGALRM)
+
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(InterruptedError("planted")))
+    threading.Thread(target=alarm).start()
     try:
         sv.all_reduce(x)
     except InterruptedError:

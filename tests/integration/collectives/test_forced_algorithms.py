@@ -51,7 +51,7 @@ def test_a_demand_for_the_job_holds_where_it_can(launch, transport):
 
 
 WAITING = """
-import os, time
+import os
 import numpy as np
 import probe, syncvar as sv
 
@@ -61,7 +61,7 @@ if kind == "recv":
     work = sv.recv(1 - rank, async_op=True)
 else:
     if rank:
-        time.sleep(1.0)  # rank 0 forks while the call is under way
+        probe.gate("forked")  # rank 0 forks while the call is under way
     work = sv.all_reduce(np.ones(count), async_op=True)
 ends, given = os.pipe()
 child = os.fork()
@@ -76,6 +76,8 @@ if child == 0:
     os._exit(0)
 told = os.read(ends, 1000).decode()
 assert os.waitpid(child, 0)[1] == 0
+if rank == 0:
+    probe.open_gate("forked")
 if kind == "recv":
     sv.send(np.ones(count), 1 - rank)
 result = work.wait()

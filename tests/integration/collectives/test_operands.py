@@ -12,7 +12,7 @@ import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
-SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0)
 LAYOUTS = {"links": {}, "shm": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
 
 

@@ -44,6 +44,7 @@ GROUPED = """
 import threading, time
 import numpy as np
 import probe, syncvar as sv
+from syncvar.bootstrap.process import current
 
 rank = sv.rank()
 variables = [sv.Variable(np.zeros(7_000), aggregation="SUM", dtype="float64", synchronization="ON_WRITE") for _ in range(10)]
@@ -51,21 +52,24 @@ one, other, told = np.ones(7_000), np.full(7_000, 1000.0), []
 for _ in range(4):
     sv.assign_add_all([(v, one) for v in variables])
 sv.barrier()
+busy = current().world.busy
 
 
 def second():
-    time.sleep(0.2)
+    while not busy.locked():  # until the first write has begun
+        time.sleep(0.01)
     told.append(probe.failure(lambda: sv.assign_add_all([(v, other) for v in variables])))
+    probe.open_gate("refused")
 
 
 thread = threading.Thread(target=second)
 if rank == 0:
     thread.start()
 else:
-    time.sleep(0.8)  # the first write of rank 0 waits for this one
+    probe.gate("refused")  # the first write of rank 0 waits for this one
 sv.assign_add_all([(v, one) for v in variables])
 if rank == 0:
-    thread.join(20)
+    thread.join(60)
 probe.note("written", told=[type(error).__name__ for error in told], values=sorted({float(value) for v in variables for value in v.numpy()}))
 """
 
@@ -122,20 +126,34 @@ def test_a_write_is_refused_while_the_copy_goes_to_other_memory(launch, kernel):
 
 
 HANDLER = """
-import signal, time
+import signal, threading, time
 import numpy as np
 import probe, syncvar as sv
 
-rank, x, long, told = sv.rank(), np.ones(4), np.ones(1 << 18), []
+rank, x, long, told, is_sending = sv.rank(), np.ones(4), np.ones(1 << 18), [], threading.Event()
 for _ in range(3):
     sv.send(long, 1) if rank == 0 else sv.recv(0)
     sv.all_reduce(x)
 sv.barrier()
-signal.signal(signal.SIGALRM, lambda *_: told.append(probe.failure(lambda: sv.all_reduce(x))))
+
+
+def ring(*_):
+    told.append(probe.failure(lambda: sv.all_reduce(x)))
+    probe.open_gate("told")
+
+
+def alarm():
+    is_sending.wait()
+    time.sleep(0.5)  # the main thread has come into the call
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+
+signal.signal(signal.SIGALRM, ring)
 if rank == 0:
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    threading.Thread(target=alarm).start()
 else:
-    time.sleep(0.8)
+    probe.gate("told")
+is_sending.set()
 sv.send(long, 1) if rank == 0 else sv.recv(0)
 probe.note("went", told=[str(error) for error in told], sum=float(sv.all_reduce(x)[0]))
 """

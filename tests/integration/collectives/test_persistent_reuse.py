@@ -179,19 +179,22 @@ def test_a_gradient_that_is_a_list_is_looked_at_as_an_array_is():
 
 
 def missing_rank(call, *, prepares):
-    """Make a persistent call that rank 1 does not come to; return rank 0's error and how long it took."""
+    """Make a persistent call that rank 1 does not come to; return rank 0's error and how long it took.
+
+    `call` returns a function of the deadline.
+    """
     gone = threading.Event()
 
     def fn():
         current().world.prepares = prepares
         made = call()
         for _ in range(3):
-            made()
+            made(50.0)
         if sv.rank():
             gone.wait(120)
             return None
         begin = time.monotonic()
-        error = caught(made)
+        error = caught(made, 0.3)
         took = time.monotonic() - begin
         gone.set()
         return error, took
@@ -200,13 +203,17 @@ def missing_rank(call, *, prepares):
 
 
 def in_time(call):
-    return lambda: lambda: call(timeout=0.3)
+    return lambda: lambda timeout: call(timeout=timeout)
 
 
 def hasty_write():
     v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
-    v.strategy.timeout = 0.3
-    return lambda: v.assign_add(ONES)
+
+    def write(timeout):
+        v.strategy.timeout = timeout
+        v.assign_add(ONES)
+
+    return write
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
-SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0)
 LAYOUTS = [("links", 3), ("shm", 2), ("shm", 3), ("hosts", 3)]
 HOW = {"links": {}, "shm": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
 COUNTS = [0, 1, 2, 7, 2_500, 40_000]  # of matrices of 32 bytes

@@ -7,7 +7,7 @@ import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from tests.support.harness import everywhere
 
-CONFIG = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
+CONFIG = RuntimeConfig(collective_timeout_s=60.0, rendezvous_timeout_s=60.0)
 MORE = (0, 1, 2, 3, 5, 15, 16, 17)  # elements of four bytes
 
 

@@ -19,7 +19,7 @@ from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.testing import run_ranks
 from tests.support.fake_tensors import Tensor, TensorOfAnyDtype, TensorOfOldDLPack, fake_torch
 
-SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0)
 LAYOUTS = {"links": {}, "shm": {"shared": True}}
 
 

@@ -228,7 +228,7 @@ LATE = """
 import time
 import probe, syncvar as sv
 
-sv.all_reduce(1)
+sv.all_reduce(1, timeout=60.0)
 if sv.rank() == 1:
     time.sleep(30)
 probe.note("enter")

@@ -52,11 +52,13 @@ def test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced(launch, trans
     job.open_gate("stopped")
     job.await_events("raised", 2)
     last, raised = last_exception(job, [0, 2])
+    (began,) = (event["at"] for event in job.events("began", rank=1))
     check_bound(f"F08-{transport}", last - stopped, bound_s("F08"))
     for event in raised.values():
         assert (event["error"], event["lost"]) == ("PeerLost", 1), str(job)
         lasted = float(re.match(r"silent for (\S+) s: ", event["reason"])[1])
-        assert 1.5 <= lasted <= event["at"] - stopped + 0.1, f"the limit is 1.5 s\n{job}"
+        # Its last sign of life may have come some time before it was stopped.
+        assert 1.5 <= lasted <= event["at"] - began, f"the limit is 1.5 s or more\n{job}"
     woken = job.kill_rank(1, signal.SIGCONT)
     (fenced,) = job.await_events("raised", 1, rank=1)
     job.open_gate("woken")
@@ -110,8 +112,8 @@ def test_f07_a_rank_that_is_stopped_answers_new_links_when_it_goes_on(
 ):
     """The deadline of a handshake with a stranger is shorter, and says nothing of a rank."""
     limits = {
-        "SYNCVAR_LOST_AFTER_S": "5",
-        "SYNCVAR_SUSPECT_AFTER_S": "4.5",
+        "SYNCVAR_LOST_AFTER_S": "60",
+        "SYNCVAR_SUSPECT_AFTER_S": "50",
         "SYNCVAR_HANDSHAKE_TIMEOUT_S": "0.3",
     }
     patience = {
@@ -127,7 +129,7 @@ def test_f07_a_rank_that_is_stopped_answers_new_links_when_it_goes_on(
     job.open_gate("stopped")
     time.sleep(stopped_s)
     job.kill_rank(1, signal.SIGCONT)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert len(job.events("right")) == 3, str(job)
 
 
@@ -135,7 +137,7 @@ HOLDING = """
 import ctypes, itertools, sys
 import probe, syncvar as sv
 
-sv.all_reduce(1)
+sv.all_reduce(1, timeout=60.0)
 if probe.RANK == 1:
     probe.note("inject")
     if "busy" in sys.argv:
@@ -183,7 +185,7 @@ import probe, syncvar as sv
 
 total = np.zeros(1000)
 for step in range(40):
-    time.sleep(0.04 if probe.RANK == 1 else 0.01)
+    time.sleep(0.16 if probe.RANK == 1 else 0.04)
     total += sv.all_reduce(np.full(1000, step * (probe.RANK + 1.0)))
 assert (total == 6.0 * sum(range(40))).all()
 """
@@ -196,7 +198,7 @@ def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
         workers=3,
         env={
             **PATIENT,
-            "SYNCVAR_STALL_WARNING_S": "1",
+            "SYNCVAR_STALL_WARNING_S": "5",  # less than the others wait in all
             "SYNCVAR_TRACE": str(tmp_path / "trace"),
             "SYNCVAR_TRANSPORT": transport,
         },

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from tests.support.fault_table import bound_s
-from tests.support.launching import await_true, check_bound, free_ports, last_exception
+from tests.support.launching import PATIENT, await_true, check_bound, free_ports, last_exception
 
 # -- F34 -------------------------------------------------------------------------------------------
 
@@ -124,9 +124,7 @@ except sv.SyncvarError as error:
 
 def test_f37_a_wall_clock_that_jumps_changes_nothing(launch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
-    job = launch(
-        PHASES, workers=2, env={"PYTHONPATH": str(tmp_path), "SYNCVAR_STALL_WARNING_S": "60"}
-    )
+    job = launch(PHASES, workers=2, env={"PYTHONPATH": str(tmp_path), **PATIENT})
     job.await_events("ready", 2, limit_s=120)
     assert job.report.strip() == "", str(job)
     job.open_gate("end")
@@ -270,7 +268,9 @@ def test_f15_the_terminal_or_the_reader_is_gone(launch, tmp_path, phase, how):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     prefix = () if how == "HUP" else ("sh", "-c", f'exec "$@" > {pipe}', "sh")
-    job = launch(TALKING, workers=2, arguments=[phase], prefix=prefix)
+    job = launch(
+        TALKING, workers=2, arguments=[phase], prefix=prefix, env={"SYNCVAR_TERM_GRACE_S": "30"}
+    )
     if how == "HUP":
         job.await_events("ready", 2)
         gone = job.send(signal.SIGHUP)

@@ -368,8 +368,9 @@ def test_memory_that_runs_out_inside_a_call_is_told_to_the_others_and_the_next_c
 
 
 HANDLER_CALLS = """
-import signal, sys, time
+import signal, threading, time
 import probe, syncvar as sv
+from syncvar.bootstrap.process import current
 
 other = sv.new_group(range(2))
 
@@ -379,16 +380,25 @@ def ring(*_):
         sv.all_reduce(1.0, group=other)
     except sv.UsageError as error:
         probe.note("refused", text=str(error))
+        probe.open_gate(f"refused-{turn}")
+
+
+def alarm():
+    while not busy.locked():  # until the main thread is in the call
+        time.sleep(0.01)
+    time.sleep(0.2)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
 
 signal.signal(signal.SIGALRM, ring)
+busy = current().world.busy
 for turn in range(2):
     sv.barrier()
     if sv.rank() == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        threading.Thread(target=alarm).start()
     else:
-        time.sleep(0.8)
-    sv.barrier(timeout=20.0)
+        probe.gate(f"refused-{turn}")
+    sv.barrier(timeout=60.0)
     probe.note("went on", total=sv.all_reduce(1.0, group=other).item())  # from the second turn on the handler's call is prepared
 probe.note("end")
 """

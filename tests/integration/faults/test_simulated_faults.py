@@ -65,14 +65,18 @@ def test_the_same_seed_makes_the_same_decisions_however_threads_run():
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_lost_frames_end_in_a_missed_deadline_on_all_ranks(world_size):
+    begins = threading.Barrier(world_size)  # who comes after another one gave up is told of that
+
     def fn():
+        begins.wait(50)
         try:
             sv.barrier()
         except TransportError as error:
             return error
         return None
 
-    for error in run_ranks(world_size, fn, config=QUICK, faults=Faults(loss=1.0)):
+    config = QUICK.replaced(collective_timeout_s=2.0)
+    for error in run_ranks(world_size, fn, config=config, faults=Faults(loss=1.0)):
         assert isinstance(error, DeadlineExceeded), repr(error)
         assert error.missing
         assert "barrier (call 1)" in str(error)

@@ -35,7 +35,7 @@ try:
         print("took", time.process_time() - begun, "beside busy threads:", gil_monitor.is_there(), flush=True)
         sv.barrier()
     if "late" in sys.argv and sv.rank() == 1:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while 0 not in current().engine.book.left and time.monotonic() < until:
             time.sleep(0.01)
         raise ValueError("after rank 0 has left")
@@ -45,7 +45,7 @@ try:
         print("again", sv.all_reduce(1), flush=True)
     if "kill" in sys.argv:
         if sv.rank() == 1:
-            until = time.monotonic() + 20
+            until = time.monotonic() + 60
             while "not entered it" not in open("out0").read() and time.monotonic() < until:
                 time.sleep(0.01)  # late
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,8 +92,8 @@ def start(tmp_path):
     }
     runtime = Path(tempfile.mkdtemp(prefix="sv"))  # short: socket files lie in it
     limits = {
-        "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "10",
-        "SYNCVAR_COLLECTIVE_TIMEOUT_S": "10",
+        "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "60",
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
         "XDG_RUNTIME_DIR": str(runtime),
     }
 
@@ -112,7 +112,7 @@ def start(tmp_path):
                         pass_fds=descriptors,
                     )
                 )
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         codes = [one.wait(max(0.1, until - time.monotonic())) for one in running]
         outputs = [(tmp_path / f"out{number}").read_text() for number in range(len(running))]
         assert not any(path.is_dir() for path in (runtime / "syncvar").glob("*")), (
@@ -217,7 +217,7 @@ import os, signal, sys, threading, time
 import syncvar as sv
 rank = int(os.environ["RANK"])
 def fall_silent():
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while "(joined: 2 of 3)" not in open("out0").read() and time.monotonic() < until:
         time.sleep(0.01)
     open("pid", "w").write(str(os.getpid()))
@@ -243,8 +243,8 @@ def test_a_rank_of_another_host_that_falls_silent_while_the_ranks_meet_is_lost_a
         "SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300,
         "SYNCVAR_MISSING_REPORT_S": 0.2,
         "SYNCVAR_HEARTBEAT_INTERVAL_S": 0.1,
-        "SYNCVAR_LOST_AFTER_S": 1,
-        "SYNCVAR_SUSPECT_AFTER_S": 0.5,
+        "SYNCVAR_LOST_AFTER_S": 5,
+        "SYNCVAR_SUSPECT_AFTER_S": 2,
     }
     told = [
         torch(

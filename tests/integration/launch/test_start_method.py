@@ -340,7 +340,7 @@ SLEEPS = IN_SERVER + "    import time; open({ready!r}, 'w').close(); time.sleep(
 def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_left_behind):
     ready = tmp_path / "ready"
     env = on_python_path(tmp_path / "site", SLEEPS.format(ready=str(ready)))
-    limit = ("--timeout", "2") if end == "timeout" else ()
+    limit = ("--timeout", "6") if end == "timeout" else ()
     job = launch("import probe", options=(*FORK, *limit), env=env)
     await_true(ready.exists, what="a server that imports")
     await_true(

@@ -115,10 +115,11 @@ def test_f16_stopped_and_continued(launch, terminal, phase, how):
         arguments=[phase],
         prefix=terminal.prefix(),
         options=("--start-method", how),
+        env={"SYNCVAR_LOST_AFTER_S": "4"},
     )
     _, number, everybody = stopped(job, terminal)
     assert number == signal.SIGTSTP
-    time.sleep(2.5)  # lost_after_s is 1.5
+    time.sleep(5.0)  # lost_after_s is 4
     assert {state(pid) for pid in everybody} == {"T"}
     (terminal.folder / "fg").touch()
     await_true(lambda: "T" not in {state(pid) for pid in everybody}, what="all going on")

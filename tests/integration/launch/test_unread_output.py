@@ -66,11 +66,13 @@ def unread(kind, folder):
         os.close(reader)
 
 
-def start(launch, prefix, kind, how="plain", workers=2, options=()):
+def start(launch, prefix, kind, how="plain", workers=2, options=(), env=None):
     """Start a job and wait until rank 0 cannot write any more."""
     arguments = ["2" if kind == "error" else "1", how]
     options = ("--start-method", "fork", *options)
-    job = launch(FULL, workers=workers, arguments=arguments, options=options, prefix=prefix)
+    job = launch(
+        FULL, workers=workers, arguments=arguments, options=options, prefix=prefix, env=env
+    )
     job.await_events("full", rank=0)
     job.await_events("quiet", workers - 1)
     return job
@@ -112,7 +114,8 @@ def test_f03_rank_killed_while_nobody_reads(launch, tmp_path, kind):
 )
 def test_f13_launcher_told_to_end_while_nobody_reads(launch, tmp_path, kind, number):
     with unread(kind, tmp_path) as (prefix, _):
-        job = start(launch, prefix, kind)
+        # Rank 0 ends when half of the grace is over, and needs some of the other half.
+        job = start(launch, prefix, kind, env={"SYNCVAR_TERM_GRACE_S": "8"})
         sent = job.send(number)
         assert job.wait() == 128 + number, str(job)
         check_bound(f"F13-{signal.Signals(number).name}-{kind} full", job.ended - sent, 3.0)
@@ -122,7 +125,7 @@ def test_f13_launcher_told_to_end_while_nobody_reads(launch, tmp_path, kind, num
 @pytest.mark.parametrize("kind", kinds("terminal"))
 def test_f14_second_interrupt_while_nobody_reads(launch, tmp_path, kind):
     with unread(kind, tmp_path) as (prefix, _):
-        job = start(launch, prefix, kind, "stubborn")
+        job = start(launch, prefix, kind, "stubborn", options=("--grace", "60"))
         job.send(signal.SIGINT)
         job.await_events("ignored", 2)
         assert job.process.poll() is None
@@ -173,7 +176,7 @@ def test_f55_a_late_reader_gets_every_line_in_order_and_the_launcher_stays_small
         )
         job.await_events("begins", 2)
         pipe_full(reader)
-        time.sleep(0.5)  # longer, and the launcher would read on
+        time.sleep(0.5)
         assert not job.events("written"), "the ranks wait in print"
         most = int(
             Path(f"/proc/{job.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]

@@ -19,13 +19,13 @@ from syncvar.shm.message_ring import RingTable, array_code
 from syncvar.testing import run_ranks
 from tests.support.harness import caught, everywhere
 
-SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, report_after_s=0.05, rendezvous_timeout_s=60.0)
 IN_PARTS = RuntimeConfig(
-    collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, single_copy="off"
+    collective_timeout_s=60.0, report_after_s=0.05, rendezvous_timeout_s=60.0, single_copy="off"
 )
 SHORT = 256 << 10  # bytes of a ring: it comes round often
 CHECKED = RuntimeConfig(
-    collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, check_shm="on"
+    collective_timeout_s=60.0, report_after_s=0.05, rendezvous_timeout_s=60.0, check_shm="on"
 )
 
 
@@ -230,7 +230,7 @@ def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_cha
 
 @pytest.mark.usefixtures("short_rings")
 def test_of_messages_that_nobody_asks_for_no_more_is_kept_than_a_window():
-    narrow = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.5, window_bytes=1 << 18)
+    narrow = RuntimeConfig(collective_timeout_s=60.0, report_after_s=0.5, window_bytes=1 << 18)
 
     def fn():
         if sv.rank() == 0:
@@ -365,7 +365,7 @@ def test_a_receive_whose_out_does_not_fit_uses_the_message_up_and_the_sender_goe
 
 def test_a_wait_that_meets_its_deadline_names_the_other_rank_and_breaks_the_group():
     brief = RuntimeConfig(
-        collective_timeout_s=0.3, report_after_s=5.0, rendezvous_timeout_s=10.0, stall_warning_s=5.0
+        collective_timeout_s=0.3, report_after_s=5.0, rendezvous_timeout_s=60.0, stall_warning_s=5.0
     )
     over = threading.Barrier(2)
 

@@ -13,7 +13,7 @@ from syncvar.core.reduce_ops import identity, reduction
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
-SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, report_after_s=0.05, rendezvous_timeout_s=60.0)
 
 
 @pytest.fixture(params=["links", "shm"])

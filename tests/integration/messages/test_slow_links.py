@@ -86,7 +86,7 @@ def test_who_waits_for_lost_bytes_of_a_rank_that_has_finished_raises(launch):
     prefix = slow_loopback()
     job = launch(CUT, workers=2, prefix=prefix, options=["--fake-hosts", "2"], env=QUICK_END)
     job.await_events("sent", 1)
-    time.sleep(0.5)  # rank 1 is at its end now, and 8 MB take 6 s
+    time.sleep(2.0)  # rank 1 is at its end now, and 8 MB take 6 s
     job.open_gate("waits")
     assert job.wait() in (0, 70), str(job)
     raised = {event["rank"]: event for event in job.events("raised")}

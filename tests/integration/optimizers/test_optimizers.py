@@ -969,11 +969,12 @@ def test_the_strategys_timeout_holds():
     late = threading.Barrier(2)
 
     def fn():
-        strategy = sv.MirroredStrategy(timeout=0.2)
+        strategy = sv.MirroredStrategy(timeout=50.0)
         with strategy.scope():
             v = sv.Variable([1.0])
             optimizer = OPT.SGD(1.0)
             optimizer.build([v])
+            strategy.timeout = 0.2  # what comes before has time
             if sv.rank() == 0:
                 with pytest.raises(sv.DeadlineExceeded, match="apply_gradients"):
                     optimizer.apply_gradients([([1.0], v)])

@@ -210,19 +210,21 @@ SLOW = """
     v = sv.Variable(1.0, name="v")
     with sv.CheckpointManager(sv.Checkpoint(v=v), sys.argv[1], on_preemption=sys.argv[2] == "listens") as manager:
         probe.note("running")
-        until = time.monotonic() + 0.9
-        while time.monotonic() < until:
+        until = time.monotonic() + 100
+        while sys.argv[2] == "no" and time.monotonic() < until:
             try:
                 time.sleep(0.05)
             except SystemExit:  # a program that does not want to end
                 probe.note("told")
+        probe.gate("told")
+        time.sleep(0.9)
         if manager.should_stop():
             manager.stop(1)
 """
 
 
 def test_only_ranks_that_save_first_get_the_longer_grace(launch, tmp_path):
-    options = ("--grace", "0.3", "--preempt-grace", "10")
+    options = ("--grace", "0.3", "--preempt-grace", "100")
     jobs = {
         how: launch(SLOW, arguments=[str(tmp_path / how), how], options=options)
         for how in ("listens", "no")
@@ -230,8 +232,9 @@ def test_only_ranks_that_save_first_get_the_longer_grace(launch, tmp_path):
     for job in jobs.values():
         job.await_events("running", 2)
         job.told = job.send(signal.SIGTERM)
+        job.open_gate("told")
     assert jobs["no"].wait() == 143, jobs["no"]
-    assert jobs["no"].ended - jobs["no"].told < 1.0 + 0.5
+    assert jobs["no"].ended - jobs["no"].told < 60, "long before the longer grace"
     assert jobs["listens"].wait() == 75, jobs["listens"]
 
 
@@ -363,9 +366,9 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_job(launch, number, cod
 
 
 def test_the_time_limit_counts_over_all_starts_and_pauses_grow(launch):
-    limit_s = 1.5
+    limit_s = 4.0
     job = launch(DYING, workers=1, options=("--max-restarts", "1000", "--timeout", str(limit_s)))
-    assert job.wait(limit_s + 30) == 124, job
+    assert job.wait() == 124, job
     assert limit_s <= job.ended - job.began
     check_bound("the time limit", job.ended - job.began - limit_s, 2.0)
     began = [event["at"] for event in job.events("began")]

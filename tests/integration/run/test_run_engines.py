@@ -19,8 +19,8 @@ from tests.support.rank_scripts.engine_jobs import fails, is_killed
 @pytest.fixture
 def engine(monkeypatch):
     for name, value in {
-        "LOST_AFTER_S": 2,
-        "SUSPECT_AFTER_S": 1,
+        "LOST_AFTER_S": 20,
+        "SUSPECT_AFTER_S": 10,
         "HEARTBEAT_INTERVAL_S": 0.1,
         "RESTART_DELAY_S": 0.01,
         "ABORT_GRACE_S": 5,

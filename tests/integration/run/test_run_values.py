@@ -366,4 +366,4 @@ def test_an_interrupt_shows_the_line_of_the_caller_only(tmp_path, nothing_left_b
     assert "subprocess.py" not in printed
     assert trace.count('File "') == 2, trace
     assert printed.count("Traceback") == 1
-    assert not nothing_left_behind.own_processes()
+    await_true(lambda: not nothing_left_behind.own_processes(), what="the end of all processes")

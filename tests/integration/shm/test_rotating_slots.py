@@ -11,9 +11,9 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.shm.channel_table import SMALL_BYTES, WIDE_BYTES
 from tests.support.harness import everywhere
 
-NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
-PLAIN = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, call_runner="python")
-CHECKED = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, check_shm="on")
+NATIVE = RuntimeConfig(collective_timeout_s=60.0, rendezvous_timeout_s=60.0)
+PLAIN = RuntimeConfig(collective_timeout_s=60.0, rendezvous_timeout_s=60.0, call_runner="python")
+CHECKED = RuntimeConfig(collective_timeout_s=60.0, rendezvous_timeout_s=60.0, check_shm="on")
 COUNTS = [WIDE_BYTES // 4, WIDE_BYTES // 4 + 1, 5000, SMALL_BYTES // 4]
 
 
@@ -32,7 +32,7 @@ def _ways(x, turn):
         case 2:
             return sv.all_reduce(x, out=x)
         case 3:
-            return sv.all_reduce(x, timeout=15.0)
+            return sv.all_reduce(x, timeout=60.0)
         case 4:
             return sv.all_reduce(x, async_op=True).wait()
         case 5:

@@ -20,7 +20,7 @@ from syncvar.runtime import program_runner
 from syncvar.runtime.shm_reduce import is_direct
 from syncvar.testing import run_ranks
 
-SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0)
 SIZES = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 5))]
 FOLD = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 REALS = [
@@ -421,7 +421,7 @@ def test_objects_and_barriers(size):
                 sv.scatter_object([b"\x02" * one for one in range(size)] if rank == 0 else None)
                 == b"\x02" * rank
             )
-        sv.barrier(timeout=5.0)
+        sv.barrier(timeout=60.0)
 
     results(size, fn)
 

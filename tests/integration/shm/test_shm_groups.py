@@ -20,7 +20,7 @@ from syncvar.core.settings import RuntimeConfig
 from tests.support.harness import caught, covering, everywhere
 from tests.support.paths import REPOSITORY
 
-SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.02, shutdown_timeout_s=1.0)
+SOON = RuntimeConfig(collective_timeout_s=60.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 COUNTS = (1, 50, 5_000, 20_000, 150_000)  # everybody sums, each its part, several segments
 
 
@@ -159,7 +159,7 @@ def test_two_threads_in_two_groups():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(50)
         assert not wrong, wrong
         check_sums()
 
@@ -175,13 +175,13 @@ def test_a_second_thread_in_the_same_group_is_refused(count):
         for _ in range(2):
             sv.all_reduce(x)
         if sv.rank() == 1:
-            assert refused.wait(5)
+            assert refused.wait(50)
             assert (sv.all_reduce(x) == 2).all()
         else:
             found = []
 
             def other():
-                until = time.monotonic() + 5
+                until = time.monotonic() + 40
                 with use(context):
                     while not context.world.busy.locked() and time.monotonic() < until:
                         pass
@@ -191,7 +191,7 @@ def test_a_second_thread_in_the_same_group_is_refused(count):
             thread = threading.Thread(target=other)
             thread.start()
             assert (sv.all_reduce(x) == 2).all()
-            thread.join(5)
+            thread.join(50)
             assert isinstance(found[0], UsageError)
             assert "another thread" in str(found[0])
         check_sums()
@@ -388,7 +388,7 @@ def test_the_first_call_of_a_group_refused_before_it_began():
             error = caught(lambda: sv.all_reduce(np.ones(3), "nonsense"))
             refused.set()
         else:
-            assert refused.wait(5)
+            assert refused.wait(50)
             time.sleep(0.1)
             error = caught(lambda: sv.all_reduce(np.ones(3)))
         check_sums()

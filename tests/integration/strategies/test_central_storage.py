@@ -13,7 +13,7 @@ from syncvar.testing import run_ranks
 from syncvar.variables.storage import SharedCopy
 from tests.support.harness import caught
 
-SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05)
+SOON = RuntimeConfig(collective_timeout_s=60.0, report_after_s=0.05)
 WORLDS = [{"shared": True}, {"shared": True, "hosts": 2}, {}]
 
 

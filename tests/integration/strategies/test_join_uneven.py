@@ -846,20 +846,21 @@ def test_blocks_follow_one_another_in_groups_and_with_deferred_variables():
 
 
 def test_a_wait_for_the_others_loops_has_a_deadline():
-    gave_up = threading.Event()
+    gave_up, begins = threading.Event(), threading.Barrier(2)
 
     def run():
+        begins.wait(50)
         try:
-            with sv.uneven(timeout=0.3):
+            with sv.uneven(timeout=3.0):  # also for the begin of the loops, where both come
                 if sv.rank() == 1:
-                    assert gave_up.wait(30)
+                    assert gave_up.wait(50)
         finally:
             gave_up.set()
 
     errors = run_ranks(2, run, shared=True)
     assert isinstance(errors[0], sv.DeadlineExceeded)
     assert "sv.uneven" in str(errors[0])
-    assert "rank 0 waited 0.3 s for rank 1" in str(errors[0])
+    assert "rank 0 waited 3.0 s for rank 1" in str(errors[0])
 
 
 @pytest.mark.parametrize("world", list(WORLDS))

@@ -27,7 +27,7 @@ ONES = np.ones(3)
 def ranks(request):
     """Run a function on two ranks with one of the runners."""
     config = RuntimeConfig(
-        collective_timeout_s=20.0, shutdown_timeout_s=1.0, call_runner=request.param
+        collective_timeout_s=60.0, shutdown_timeout_s=1.0, call_runner=request.param
     )
 
     def run(fn):

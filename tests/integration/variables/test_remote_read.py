@@ -285,7 +285,10 @@ def test_a_rank_that_has_left_is_lost_to_the_asker():
         sv.barrier()
         if sv.rank() == 1:
             return
-        time.sleep(0.3)
+        until, book = time.monotonic() + 50, current().engine.book
+        while 1 not in book.left:
+            assert time.monotonic() < until
+            time.sleep(0.01)
         with pytest.raises(PeerLost, match="finished"):
             v.read_from(1)
 
@@ -301,18 +304,21 @@ def test_without_an_answer_only_the_asking_call_fails():
         sv.barrier()
         if sv.rank() == 1:
             with engine.lock:  # nobody drives: as a stopped process
-                asked.wait(10)
+                stopped.set()
+                assert asked.wait(50)
         else:
+            assert stopped.wait(50)
             with pytest.raises(
                 DeadlineExceeded,
                 match=r"not answered within 0.3 s by rank 1; the group is not affected",
             ):
                 v.read_from(1)
             asked.set()
+            strategy.timeout = 50.0
         sv.barrier()
         seen = float(v.read_from(1))
         sv.barrier()
         return seen
 
-    asked = threading.Event()
+    stopped, asked = threading.Event(), threading.Event()
     assert everywhere(2, program) == [1.0, 1.0]

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.call_record import UNRECORDED, CallInfo, ErrorFields
 from syncvar.runtime.recorder import RING, Recorder
 from syncvar.testing import run_ranks
+from tests.support.launching import await_true
 
 TOLD = CallInfo("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "shm small")
 
@@ -301,11 +301,14 @@ def test_calls_that_differ_are_found_in_the_records(shared):
 def test_a_break_ends_every_entry(shared):
     recorders = {}
 
+    def is_in_the_call(rank):
+        return any(event.call == 1 for event in recorders[rank].events())
+
     def lose():
         recorders[sv.rank()] = current().recorder
         sv.all_reduce(1.0)
         if sv.rank() == 1:
-            time.sleep(0.3)  # the others shall be in the call
+            await_true(lambda: is_in_the_call(0) and is_in_the_call(2))
             raise ValueError("no")
         sv.all_reduce(np.ones(3))
 
@@ -353,14 +356,12 @@ def test_a_rank_that_computes_writes_when_the_others_break(tmp_path):
     def compute():
         current().recorder._folder = folder
         sv.barrier()
+        out_of_it.wait(50)
         if sv.rank() == 1:
-            time.sleep(0.3)  # the others shall be out of the barrier
             raise ValueError("no")
-        until = time.monotonic() + 10
-        while not (tmp_path / f"flight-rank{sv.rank()}.json").exists():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        await_true((tmp_path / f"flight-rank{sv.rank()}.json").exists, 50.0)
 
+    out_of_it = threading.Barrier(3)
     assert run_ranks(3, compute)[0] is None
     assert {record.rank: record.reason.split(":")[0] for record in load([folder])} == {
         0: "PeerLost",

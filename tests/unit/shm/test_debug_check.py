@@ -17,7 +17,7 @@ from syncvar.shm.segment_file import create
 from syncvar.testing import run_ranks
 
 MIB = 1 << 20
-CHECKED = RuntimeConfig(collective_timeout_s=10.0, shutdown_timeout_s=1.0, check_shm="on")
+CHECKED = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0, check_shm="on")
 
 
 @pytest.fixture

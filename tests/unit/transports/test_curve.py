@@ -67,7 +67,7 @@ def world(secrets=(SECRET, SECRET), config=CONFIG):
         shutil.rmtree(directory)
 
 
-def passes(ranks, limit_s=5.0, payload=b""):
+def passes(ranks, limit_s=60.0, payload=b""):
     """Send a frame from rank 0 to rank 1; return what rank 1 gets."""
     ranks[0].send(
         1, Header(FrameType.DATA, 0, 0, 0, 7, nbytes=len(payload)).pack(), memoryview(payload)
@@ -101,7 +101,7 @@ def test_members_reach_each_other(mode):
             arrival = passes(ranks, payload=payload)
             assert (arrival.header.call, bytes(arrival.payload)) == (7, payload)
         ranks[0].close(1.0)
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while 0 not in ranks[1]._departed and time.monotonic() < until:
             ranks[1].wait(0.01)
             assert ranks[1].receive() is None, "its goodbye was not understood"
@@ -132,7 +132,7 @@ def by_hand(context, address, *, ticket=None, rank=0, job="job"):
     return one
 
 
-def refused(ranks, by, limit_s=5.0):
+def refused(ranks, by, limit_s=60.0):
     """Drive rank 1 until it has refused so many; return what came to it all the same."""
     seen, until = [], time.monotonic() + limit_s
     while ranks[1].refused_peers < by and time.monotonic() < until:
@@ -185,7 +185,7 @@ def test_a_payload_that_has_changed_on_its_way_is_refused(mode, parts):
         one = by_hand(context, ranks[1].outside, ticket=ticket)
         for data in (payload, flipped, payload):
             one.send_multipart([header + data] if parts == 1 else [header, data])
-        seen, until = [], time.monotonic() + 5
+        seen, until = [], time.monotonic() + 60
         while len(seen) < 2 and time.monotonic() < until:
             ranks[1].wait(0.01)
             seen += filter(None, [ranks[1].receive()])
@@ -235,7 +235,7 @@ def test_strangers_are_refused_and_members_do_not_notice(caplog):
                     one.send(Header(FrameType.DATA, 0, 0, 0, 9).pack(), zmq.NOBLOCK)
             arrival = passes(ranks)
             assert arrival.header.call == 7
-            until = time.monotonic() + 5
+            until = time.monotonic() + 60
             while not ranks[1].refused_peers and time.monotonic() < until:
                 ranks[1].wait(0.01)
             assert ranks[1].refused_peers >= 1
@@ -275,7 +275,7 @@ def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
                     return True
                 return True
 
-            left, until = idle, time.monotonic() + 10
+            left, until = idle, time.monotonic() + 40
             while len(left) > WAITING_MAX and time.monotonic() < until:
                 left = [one for one in left if not is_closed(one)]
                 ranks[0].wait(0.01)

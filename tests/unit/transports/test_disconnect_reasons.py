@@ -47,9 +47,9 @@ def test_a_connection_that_the_other_process_closes_is_not_silent(pair, lasted_s
 def test_a_connection_on_which_nothing_comes_is_silent_for_as_long_as_it_says(pair):
     near, far = pair
     copy = ConnectionCopy(near.fileno())
+    began = time.monotonic()
     far.sendall(b"x")
     assert near.recv(1) == b"x"
-    began = time.monotonic()
     time.sleep(0.4)
     near.close()
     words = copy.reason(CONFIG).split(" ")

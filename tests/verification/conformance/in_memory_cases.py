@@ -15,7 +15,7 @@ from syncvar.testing import run_ranks
 from tests.verification.conformance import case_collection, case_interpreter
 from tests.verification.conformance.case_launcher import Outcome
 
-_CONFIG = RuntimeConfig(collective_timeout_s=5.0)
+_CONFIG = RuntimeConfig(collective_timeout_s=60.0)
 
 
 def run(case):
