@@ -47,7 +47,7 @@ def neighbor_all_gather(
         async_op, timeout: See `syncvar.collectives`.
 
     Returns:
-        An array of shape (2 * axes, *x.shape). For each axis it has the array of the neighbour at
+        An array of shape `(2 * axes, *x.shape)`. For each axis it has the array of the neighbour at
         -1, then of the one at +1. Without a neighbour the row keeps what `out` holds; without `out`
         it is 0.
 
@@ -89,7 +89,7 @@ def neighbor_all_to_all(
     both neighbours are one rank.
 
     Args:
-        x: Array of shape (2 * axes, ...), of one shape and dtype on all ranks. For each axis it
+        x: Array of shape `(2 * axes, ...)`, of one shape and dtype on all ranks. For each axis it
             has the block for the neighbour at -1, then the one for +1.
         mesh: Mesh of the ranks, from `sv.mesh`.
         periodic: Whether each axis is a ring; a tuple has a value for each axis.

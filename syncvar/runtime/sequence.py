@@ -270,7 +270,7 @@ class SequenceTracker:
         running = [
             number for other, number in active if other == group and number > block.epoch_end
         ]
-        following = min(running, default=self._next_call.get(group, block.epoch_end + 1))
+        following = min(running, default=max(self.following(group), block.epoch_end + 1))
         return SkippedCall(block.members, block.last, block.epoch_end, following)
 
     # -- calls that cannot succeed -----------------------------------------------------------------

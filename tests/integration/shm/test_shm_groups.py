@@ -397,7 +397,10 @@ def test_the_first_call_of_a_group_refused_before_it_began():
     assert results(2, fn) == [MismatchError, ConfigError]
 
 
-def test_a_call_that_one_rank_skips_in_a_run_is_told():
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+def test_a_call_that_one_rank_skips_in_a_run_is_told(pause_s):
+    """After the longer pause the other one has reported its wait, and this rank is in no call."""
+
     def fn():
         strategy = sv.MultiWorkerMirroredStrategy()
 
@@ -407,7 +410,10 @@ def test_a_call_that_one_rank_skips_in_a_run_is_told():
 
         seen = []
         for turn in range(3):
-            seen += [caught(lambda: strategy.run(step)), caught(sv.barrier)]
+            seen.append(caught(lambda: strategy.run(step)))
+            if sv.rank() == 1:
+                time.sleep(pause_s)
+            seen.append(caught(sv.barrier))
             check_sums(seed=turn, counts=(3, 20_000), turns=1)
         return [type(one) for one in seen]
 
