@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.broadcast import broadcast
     from syncvar.collectives.gather import all_gather, gather
     from syncvar.collectives.groups import Group, Mesh, mesh, new_group
-    from syncvar.collectives.neighbor import neighbor_all_gather, neighbor_all_to_all
     from syncvar.collectives.object_collectives import (
         all_gather_object,
         broadcast_object,
@@ -122,7 +121,6 @@ _HOMES = {
     "syncvar.collectives.broadcast": ("broadcast",),
     "syncvar.collectives.persistent": ("PersistentCollective", "persistent"),
     "syncvar.collectives.groups": ("Group", "Mesh", "mesh", "new_group"),
-    "syncvar.collectives.neighbor": ("neighbor_all_gather", "neighbor_all_to_all"),
     "syncvar.collectives.object_collectives": (
         "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
     ),
@@ -260,8 +258,6 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "mesh",
-    "neighbor_all_gather",
-    "neighbor_all_to_all",
     "new_group",
     "optimizers",
     "partitioners",

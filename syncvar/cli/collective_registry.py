@@ -271,16 +271,6 @@ def _ring(case: Case, x: Any, **options: Any) -> Any:
     return sv.recv(before, **options)
 
 
-@lru_cache(maxsize=1)
-def _line() -> sv.Mesh:
-    """Return the mesh of one axis; all ranks make it at their first neighbour call."""
-    return sv.mesh((-1,))
-
-
-def _besides(case: Case) -> list[NDArray[Any]]:
-    return [part(case, (case.rank + step) % case.size) for step in (-1, 1)]
-
-
 _ALL = (
     Collective(
         name="all_reduce", functions=("all_reduce",), plans=("all_reduce",),
@@ -363,27 +353,6 @@ _ALL = (
         wanted=lambda case: [
             cut(part(case, rank), case.size)[case.rank] for rank in range(case.size)
         ],
-    ),
-    Collective(
-        name="neighbor_all_gather", functions=("neighbor_all_gather",), plans=("all_to_all",),
-        gives="an array", gets="the arrays of its neighbours in a mesh",
-        cost="one direct copy of each block; over links each block once",
-        layout="vector", wanted=lambda case: np.stack(_besides(case)),
-        run=lambda _case, x, **options: sv.neighbor_all_gather(x, _line(), True, **options),  # noqa: FBT003
-        tests="tests/integration/collectives/test_neighbor_collectives.py",
-    ),
-    Collective(
-        name="neighbor_all_to_all", functions=("neighbor_all_to_all",), plans=("all_to_all",),
-        gives="an array with a block for each neighbour in a mesh",
-        gets="the block of each neighbour, an array",
-        cost="one direct copy of each block; over links each block once",
-        layout="vector",
-        # the block for -1 is the input, the block for +1 its reverse
-        wanted=lambda case: np.stack([_besides(case)[0][::-1], _besides(case)[1]]),
-        run=lambda _case, x, **options: sv.neighbor_all_to_all(
-            np.stack([x, x[::-1]]), _line(), True, **options  # noqa: FBT003
-        ),
-        tests="tests/integration/collectives/test_neighbor_collectives.py",
     ),
     Collective(
         name="send_recv", functions=("send", "recv", "sendrecv", "send_object", "recv_object"),

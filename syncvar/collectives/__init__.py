@@ -36,7 +36,6 @@ from syncvar.collectives.barrier import barrier
 from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.gather import all_gather, gather
 from syncvar.collectives.groups import Group, Mesh, mesh, new_group
-from syncvar.collectives.neighbor import neighbor_all_gather, neighbor_all_to_all
 from syncvar.collectives.object_collectives import (
     all_gather_object,
     broadcast_object,
@@ -64,8 +63,6 @@ __all__ = [
     "gather",
     "gather_object",
     "mesh",
-    "neighbor_all_gather",
-    "neighbor_all_to_all",
     "new_group",
     "recv",
     "recv_object",

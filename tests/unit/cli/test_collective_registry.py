@@ -59,7 +59,7 @@ def test_a_row_is_complete(one):
     for name in one.functions:
         assert re.search(rf"sv\.{name}\b|getattr\(sv", tests), f"{one.tests} does not test {name}"
         assert signature_of(name).startswith(f"{name}(")
-        assert (" op=" in signature_of(name)) == one.has_op
+        assert ("op=" in signature_of(name)) == one.has_op
         assert ("root=" in signature_of(name)) == one.has_root
 
 
