@@ -60,7 +60,7 @@ def test_what_every_rank_gets(launch):
             "LOCAL_WORLD_SIZE": "2",
             "OWN": "a b",
             "FROM_OUTSIDE": "5",
-            "SYNCVAR_LOST_AFTER_S": "6.0",
+            "SYNCVAR_LOST_AFTER_S": "4.0",
             "SYNCVAR_TERM_GRACE_S": "2.0",
         }
         assert {name: environ.get(name) for name in expected} == expected
@@ -281,7 +281,7 @@ def test_a_dry_run_starts_nothing(launch, nothing_left_behind):
         "--lr 1",
         "script.py",
         "lost_after_s",
-        "6 s",
+        "4 s",
         "OMP_NUM_THREADS",
     ):
         assert words in job.out, str(job)
