@@ -397,6 +397,7 @@ def test_a_peer_is_lost_whose_frames_broke_off_after_its_goodbye_on_the_other_co
     assert lost.peer == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_lost_over_tcp_and_is_the_agents_business_within_a_host():
     config = RuntimeConfig(heartbeat_interval_s=0.1, suspect_after_s=0.5, lost_after_s=4.0)
     script = PEER.replace(
