@@ -151,7 +151,7 @@ def test_f13_the_first_ctrl_c_lets_all_ranks_end_in_order(hosts, tmp_path):
 
 
 def test_the_time_limit_ends_all_hosts(hosts, tmp_path):
-    here, there = both(hosts, tmp_path, STUBBORN, "--timeout", "4", "--grace", "0.3")
+    here, there = both(hosts, tmp_path, STUBBORN, "--timeout", "12", "--grace", "3")
     assert (here.process.returncode, there.process.returncode) == (124, 124), there
     assert told(here, hosts) == told(there, hosts)
 
