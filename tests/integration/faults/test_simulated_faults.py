@@ -65,7 +65,8 @@ def test_the_same_seed_makes_the_same_decisions_however_threads_run():
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_lost_frames_end_in_a_missed_deadline_on_all_ranks(world_size):
-    begins = threading.Barrier(world_size)  # who comes after another one gave up is told of that
+    # A rank that comes after another one gave up gets the error of that one.
+    begins = threading.Barrier(world_size)
 
     def fn():
         begins.wait(50)

@@ -176,7 +176,7 @@ def test_f55_a_late_reader_gets_every_line_in_order_and_the_launcher_stays_small
         )
         job.await_events("begins", 2)
         pipe_full(reader)
-        time.sleep(0.5)
+        time.sleep(0.5)  # longer, and the launcher would read on
         assert not job.events("written"), "the ranks wait in print"
         most = int(
             Path(f"/proc/{job.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]

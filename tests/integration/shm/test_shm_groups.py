@@ -398,7 +398,7 @@ def test_the_first_call_of_a_group_refused_before_it_began():
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.3])
-def test_a_call_that_one_rank_skips_in_a_run_is_told(pause_s):
+def test_ranks_name_the_one_that_skips_a_call_in_a_run(pause_s):
     """After the longer pause the other one has reported its wait, and this rank is in no call."""
 
     def fn():
