@@ -48,7 +48,7 @@ PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *time
                       PyObject *instruction) {
     ChannelState *channel = self->channel;
     PyObject *input = NULL, *target = NULL, *work = NULL;
-    if (self->adopt == Py_None || !accept(self, x, out, &input, &target)) Py_RETURN_NONE;
+    if (!self->may_start || !accept(self, x, out, &input, &target)) Py_RETURN_NONE;
     AsyncCall *begun = new_object(async_call_type);
     if (begun == NULL) goto given_up;
     int taken = 0;
@@ -118,8 +118,8 @@ static PyObject *async_call_adopt(PyObject *object, PyObject *unused) {
     call->channel->begun = NULL;
     Py_INCREF(object);
     self->operation =
-        PyObject_CallFunctionObjArgs(call->adopt, self->number, self->begin, self->output,
-                                     self->timeout, self->site, self->instruction, NULL);
+        PyObject_CallMethodObjArgs(call->call, name_adopt, self->number, self->begin, self->output,
+                                   self->timeout, self->site, self->instruction, NULL);
     if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
     withdraw(self);
     Py_DECREF(object);

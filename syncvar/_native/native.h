@@ -39,6 +39,11 @@
     X(_references)                                                                                 \
     X(_shown)                                                                                      \
     X(acquire)                                                                                     \
+    X(adopt)                                                                                       \
+    X(continue_in_engine)                                                                          \
+    X(info_of)                                                                                     \
+    X(interrupt)                                                                                   \
+    X(request_of_published)                                                                        \
     X(append) X(array) X(async_op) X(channel) X(co_filename) X(default) X(engine) X(f_lasti)       \
         X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) X(remove)   \
             X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)

@@ -273,24 +273,38 @@ def _found(
     location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> list[Any]:
     """Return the memories of a program: arrays, `ShmRef`, `RemoteRef`, or None if not known yet."""
-    (sources, targets), wire = arrays, arithmetic.wire
+    wire = arithmetic.wire
     key = code, sides, wire, slots
     shared = channel.found.get(key)
     if shared is None:
         if len(channel.found) >= _FOUND_MAX:
             channel.found.clear()
         shared = channel.found[key] = _found_shared(channel, code, sides, wire, slots)
-    found = shared.copy()
-    for number, kind, rank, place, count in code.own:
-        if kind == _SOURCE:
-            found[number] = sources[place]
-        elif kind == _TARGET:
-            found[number] = targets[place]
-        elif kind == _SCRATCH:
-            found[number] = np.empty(count, wire)
-        elif location_of is not None:
-            found[number] = location_of(kind, rank, place)
+    found = memories_of(code, shared, arrays, wire)
+    if location_of is not None:
+        for number, kind, rank, place, _ in code.own:
+            if kind not in (_SOURCE, _TARGET, _SCRATCH):
+                found[number] = location_of(kind, rank, place)
     return found
+
+
+def memories_of(
+    code: CompiledProgram, shared: list[Any], arrays: Arrays, wire: np.dtype[Any] | None = None
+) -> list[Any]:
+    """Return the memories of a program: those in `shared`, with this rank's own ones.
+
+    `wire` is the dtype of scratch memory; None if the caller needs none.
+    """
+    sources, targets = arrays
+    memories = shared.copy()
+    for number, kind, _, place, count in code.own:
+        if kind == _SOURCE:
+            memories[number] = sources[place]
+        elif kind == _TARGET:
+            memories[number] = targets[place]
+        elif kind == _SCRATCH and wire is not None:
+            memories[number] = np.empty(count, wire)
+    return memories
 
 
 def _found_shared(

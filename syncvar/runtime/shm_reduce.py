@@ -26,7 +26,8 @@ import numpy as np
 
 from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind
 from syncvar.algorithms.selection import choose
-from syncvar.runtime.arithmetic import Arithmetic
+from syncvar.core.errors import InternalError
+from syncvar.runtime.arithmetic import Arithmetic, copier, folder, storer
 from syncvar.runtime.compile_reduce import (
     EVERYWHERE,
     BufferPlacement,
@@ -34,7 +35,16 @@ from syncvar.runtime.compile_reduce import (
     ResultPlacement,
     reduce_code,
 )
-from syncvar.runtime.program_runner import ShmRef, agreed, native_of, open_code, run_code
+from syncvar.runtime.program_runner import (
+    ShmRef,
+    agreed,
+    interpret,
+    memories_of,
+    native_of,
+    open_code,
+    run_code,
+    run_opening,
+)
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
 if TYPE_CHECKING:
@@ -55,6 +65,7 @@ _CELLS, _LAG = 8, 4  # cells of a segment, and how many may be unread, if all ra
 _SUMS_ALL_MAX = 2  # up to so many ranks each combines all cells; more ranks share the work
 _SEPARATE_BYTES = 256 << 10  # from here on one of several arrays is worth phases of its own
 _NO_PLACE = BufferPlacement()
+_VIEWS_MAX = 256  # placements of slots: two sides, and the ring of slots
 _WORD = np.dtype(np.uint64)
 _SEPARATE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # arrays whose locations fit into a segment
 
@@ -193,9 +204,10 @@ def reduce_shared(
     source, target = vector.words(channel, side)
     if source >> 1 == _NOWHERE:
         _write_first(channel, vector, side)
-    _put_small(channel, small_vectors)
+    slots = SlotReduction(channel, small_vectors)
+    slots.put(small_vectors)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
-    yield from combine_small(channel, small_vectors)
+    slots.combine(small_vectors)
     return (yield from _reduce_located(channel, vector))
 
 
@@ -275,7 +287,7 @@ def reduce_published(
 ) -> Iterator[int]:
     """Continue a call that C has published, and show C this placement."""
     yield from agreed(channel, check, channel.last)
-    yield from combine_small(channel, small_vectors)
+    SlotReduction(channel, small_vectors).combine(small_vectors)
     yield from _reduce_located(channel, vector, native)
 
 
@@ -389,35 +401,72 @@ def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
     return (True, longest) if are_short else (False, None)
 
 
+class SlotReduction:
+    """Small vectors that all go through one slot of each rank, compiled for repeated calls.
+
+    Args:
+        channel: This rank's channel.
+        vectors: Vectors of the same counts and dtypes as those of each call.
+    """
+
+    def __init__(self, channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
+        self._channel = channel
+        self._starts, nbytes = places_of([vector.nbytes for vector in vectors])
+        self._ring_bytes = nbytes if len(vectors) == 1 else 0  # several use the fixed slot
+        self._parts = [_code_of_small(channel, vector) for vector in vectors]
+        # By the offsets of all slots: the memories of each vector that are slots, else None.
+        self._views: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def run(self, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]) -> Iterator[int]:
+        """Run a whole call, (number, check); yield the publications to wait for."""
+        channel = self._channel
+        self.put(vectors)
+        call, check = opening
+        yield from agreed(channel, check, channel.begin(call, check))
+        self.combine(vectors)
+
+    def put(self, vectors: Sequence[ReduceBuffers]) -> None:
+        """Write vectors into the slot that this rank publishes next."""
+        channel, copy = self._channel, copier()
+        own = channel.small_offset(channel.rank, channel.side ^ 1)
+        all_views = self._views_at((own,) * channel.size)
+        for (code, _), views, vector in zip(self._parts, all_views, vectors, strict=True):
+            run_opening(code, memories_of(code, views, vector[:2]), copy)
+
+    def combine(self, vectors: Sequence[ReduceBuffers]) -> None:
+        """Combine the vectors of all ranks, which have written them."""
+        channel, copy = self._channel, copier()
+        all_views = self._views_at(channel.slots_now(self._ring_bytes))
+        for (code, arithmetic), views, vector in zip(self._parts, all_views, vectors, strict=True):
+            memories = memories_of(code, views, vector[:2], arithmetic.wire)
+            store, fold = storer(arithmetic, copy), folder(arithmetic)
+            for _ in interpret(channel, code.steps, memories, copy, store, fold):
+                raise InternalError("a reduction of small vectors waits once")
+
+    def _views_at(self, slots: tuple[int, ...]) -> list[list[Any]]:
+        found = self._views.get(slots)
+        if found is None:
+            channel = self._channel
+            found = []
+            for (code, arithmetic), start in zip(self._parts, self._starts, strict=True):
+                views: list[Any] = [None] * len(code.sizes)
+                for number, memory in code.shared:
+                    offset, count = slots[memory.rank] + start, code.sizes[memory]
+                    views[number] = channel.resident(offset, count, arithmetic.wire)
+                found.append(views)
+            if channel.shm.is_checked:  # each use is checked anew
+                return found
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            self._views[slots] = found
+        return found
+
+
 def reduce_small(
     channel: GroupChannel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
 ) -> Iterator[int]:
     """Combine small vectors of all ranks in one slot: a whole call, see `reduce_shared`."""
-    call, check = opening
-    _put_small(channel, vectors)
-    yield from agreed(channel, check, channel.begin(call, check))
-    yield from combine_small(channel, vectors, places_of([vector.nbytes for vector in vectors])[1])
-
-
-def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
-    """Write small vectors into the slot that this rank publishes next."""
-    side = channel.side ^ 1
-    own = channel.small_offset(channel.rank, side)
-    starts, _ = places_of([vector.nbytes for vector in vectors])
-    for vector, start in zip(vectors, starts, strict=True):
-        code, arithmetic = _code_of_small(channel, vector)
-        open_code(channel, code, arithmetic, vector[:2], side, (own + start,) * channel.size)
-
-
-def combine_small(
-    channel: GroupChannel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
-) -> Iterator[int]:
-    """Combine small vectors after all ranks have written theirs; `nbytes` is 0 for fixed slots."""
-    slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
-    for vector, start in zip(vectors, starts, strict=True):
-        code, arithmetic = _code_of_small(channel, vector)
-        places, sides = tuple([slot + start for slot in slots]), channel.sides()
-        yield from run_code(channel, code, arithmetic, vector[:2], sides, places)
+    return SlotReduction(channel, vectors).run(opening, vectors)
 
 
 def _code_of_small(
