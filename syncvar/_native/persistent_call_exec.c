@@ -353,7 +353,8 @@ static PyObject *continue_in_engine(SlotCall *self, const Attempt *attempt, int 
                     *const label = attempt->label;
     PyObject *request = PyObject_CallMethodObjArgs(
         self->call, name_request_of_published, number, begin, attempt->input, attempt->target,
-        attempt->output, label, is_suspended ? (PyObject *)attempt->run : Py_None, NULL);
+        attempt->output, label, is_suspended ? (PyObject *)attempt->run : Py_None,
+        (PyObject *)self, NULL);
     if (request == NULL) {
         interrupt_call(self, number, begin, label);
         return NULL;

@@ -99,7 +99,6 @@ class PersistentCall:
         self.channel: GroupChannel = communicator.channel
         self.engine: ProgressEngine = communicator.engine
         self.info, self.program, self.is_timed = info, program, is_timed
-        self.native: Any = None  # the same call in the C extension
 
     def info_of(self, label: CallLabel | None) -> CallInfo:
         """Return the description of one repetition, which may have a label of its own."""
@@ -135,22 +134,34 @@ class PersistentCall:
             begin = monotonic_ns()
             info = self.info if label is None else self.info_of(label)
             try:
-                steps = self.program.run((number, check_of(info.fingerprint, number)), arrays)
-                need = _run_while_spinning(channel, steps, number)
-                if need is None and not arrays.inputs_differ:
+                request = self._run(info, number, begin, arrays)
+                if request is None:
                     engine.recorder.add((info, number, begin, monotonic_ns(), get_ident()))
                     return arrays.result
-                rest = _rest(steps, arrays)
-                request = self._request(info, number, begin, rest, need or channel.last)
-                request.held = arrays.held
             except BaseException as error:
                 self.interrupt(number, begin, error, label)
                 raise
             return self.continue_in_engine(request, begin, timeout)
 
-    def _request(self, info: CallInfo, number: int, begin: int, steps: Any, need: int) -> Request:
+    def _run(
+        self, info: CallInfo, number: int, begin: int, arrays: BoundArrays
+    ) -> Request | None:
+        """Run the program while spinning; return the request of the rest, None for no rest."""
+        steps = self.program.run((number, check_of(info.fingerprint, number)), arrays)
+        need = _run_while_spinning(self.channel, steps, number)
+        if need is None:
+            if not arrays.inputs_differ:
+                return None
+            need = self.channel.last
+        return self._request(info, number, begin, _rest(steps, arrays), need, arrays.held)
+
+    def _request(  # noqa: PLR0913, PLR0917  (the parts of a request)
+        self, info: CallInfo, number: int, begin: int, steps: Any, need: int, held: Any = None
+    ) -> Request:
         entry = self.engine.recorder.begin(info, number, begin)
-        return Request(entry, steps, self.channel, wait=need)
+        request = Request(entry, steps, self.channel, wait=need)
+        request.held = held
+        return request
 
     def request_of_published(  # noqa: PLR0913, PLR0917  (called by the C extension)
         self,
@@ -161,13 +172,15 @@ class PersistentCall:
         output: Any,
         label: CallLabel | None,
         suspended: Any,
+        native: Any,
     ) -> Request:
-        """Return the rest of a call that the C extension has published, and perhaps begun to run."""
+        """Return the rest of a call that `native` has published, and perhaps begun to run."""
         info = self.info_of(label)
         arrays = self.program.bind_output(x, out, output)
         check = check_of(info.fingerprint, number)
-        steps = self.program.resume(check, arrays, suspended, self.native)
-        return self._request(info, number, begin, _rest(steps, arrays), self.channel.last)
+        steps = self.program.resume(check, arrays, suspended, native)
+        rest, need = _rest(steps, arrays), self.channel.last
+        return self._request(info, number, begin, rest, need, arrays.held)
 
     def continue_in_engine(self, request: Request, begin: int, timeout: float | None) -> Any:
         """Wait for the rest of a call in the engine, which enforces the deadline."""
@@ -188,7 +201,7 @@ class PersistentCall:
         instruction: int | None,
     ) -> Request:
         """Let the engine continue the started call that is first in the channel's queue."""
-        request = self.request_of_published(number, begin, None, None, output, None, None)
+        request = self.request_of_published(number, begin, None, None, output, None, None, None)
         request.site = site if instruction is None else site_of(site, instruction)
         self.channel.queue.popleft()
         allowed = None if timeout is None else checked_timeout(timeout)
@@ -310,9 +323,7 @@ class NativeCallSpec:
 
     def build(self) -> Any:
         """Return the call in C; None if Python has to run it."""
-        native = slot_call(self) if self.call.channel.is_native else None
-        self.call.native = native
-        return native
+        return slot_call(self) if self.call.channel.is_native else None
 
 
 def may_persist(communicator: Communicator) -> bool:

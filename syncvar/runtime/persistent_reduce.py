@@ -250,7 +250,8 @@ class ReduceProgram:
 
     def _slots_of(self, vectors: list[ReduceBuffers]) -> SlotReduction:
         if self._slots is None:
-            self._slots = SlotReduction(self.channel, vectors)
+            uses_ring = len(vectors) == 1
+            self._slots = SlotReduction(self.channel, vectors, uses_ring=uses_ring)
         return self._slots
 
     # -- the C extension ---------------------------------------------------------------------------

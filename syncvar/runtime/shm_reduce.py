@@ -204,7 +204,7 @@ def reduce_shared(
     source, target = vector.words(channel, side)
     if source >> 1 == _NOWHERE:
         _write_first(channel, vector, side)
-    slots = SlotReduction(channel, small_vectors)
+    slots = SlotReduction(channel, small_vectors, uses_ring=False)
     slots.put(small_vectors)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
     slots.combine(small_vectors)
@@ -287,7 +287,7 @@ def reduce_published(
 ) -> Iterator[int]:
     """Continue a call that C has published, and show C this placement."""
     yield from agreed(channel, check, channel.last)
-    SlotReduction(channel, small_vectors).combine(small_vectors)
+    SlotReduction(channel, small_vectors, uses_ring=False).combine(small_vectors)
     yield from _reduce_located(channel, vector, native)
 
 
@@ -407,12 +407,15 @@ class SlotReduction:
     Args:
         channel: This rank's channel.
         vectors: Vectors of the same counts and dtypes as those of each call.
+        uses_ring: Whether the C extension of a rank may put its vector into the ring of slots.
     """
 
-    def __init__(self, channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
+    def __init__(
+        self, channel: GroupChannel, vectors: Sequence[ReduceBuffers], *, uses_ring: bool
+    ) -> None:
         self._channel = channel
         self._starts, nbytes = places_of([vector.nbytes for vector in vectors])
-        self._ring_bytes = nbytes if len(vectors) == 1 else 0  # several use the fixed slot
+        self._ring_bytes = nbytes if uses_ring else 0
         self._parts = [_code_of_small(channel, vector) for vector in vectors]
         # By the offsets of all slots: the memories of each vector that are slots, else None.
         self._views: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -466,7 +469,8 @@ def reduce_small(
     channel: GroupChannel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
 ) -> Iterator[int]:
     """Combine small vectors of all ranks in one slot: a whole call, see `reduce_shared`."""
-    return SlotReduction(channel, vectors).run(opening, vectors)
+    slots = SlotReduction(channel, vectors, uses_ring=len(vectors) == 1)
+    return slots.run(opening, vectors)
 
 
 def _code_of_small(
