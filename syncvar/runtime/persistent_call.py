@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from syncvar._native import AsyncCall
     from syncvar.core.pytree import PyTree
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.progress import ProgressEngine
@@ -50,7 +49,7 @@ class BoundArrays(Protocol):
 
     @property
     def inputs_differ(self) -> bool:
-        """Whether the program has ended without a result, because the inputs of the ranks differ."""
+        """Whether the program has ended without a result: the inputs of the ranks differ."""
 
     def slow_path(self) -> Generator[Any, None, Any]:
         """Return the steps of a call whose inputs differ; they return the result."""
@@ -143,9 +142,7 @@ class PersistentCall:
                 raise
             return self.continue_in_engine(request, begin, timeout)
 
-    def _run(
-        self, info: CallInfo, number: int, begin: int, arrays: BoundArrays
-    ) -> Request | None:
+    def _run(self, info: CallInfo, number: int, begin: int, arrays: BoundArrays) -> Request | None:
         """Run the program while spinning; return the request of the rest, None for no rest."""
         steps = self.program.run((number, check_of(info.fingerprint, number)), arrays)
         need = _run_while_spinning(self.channel, steps, number)
@@ -223,7 +220,7 @@ class DtypeGroup(NamedTuple):
     arithmetic: tuple[Any, ...]  # arithmetic of their terms, as `Arithmetic.native` returns it
     dtype: np.dtype[Any]  # dtype of the arrays
     start: int  # start of their vector in a slot, in bytes
-    count: int  # elements of that vector
+    elements: int  # elements of that vector
 
 
 class NativeLeaf(NamedTuple):
@@ -342,9 +339,7 @@ def call_info(
     communicator: Communicator, label: str, fingerprint: int, nbytes: int, path: str
 ) -> CallInfo:
     """Return the description of a group's calls."""
-    return CallInfo(
-        label, communicator.identity, communicator.members, fingerprint, nbytes, path
-    )
+    return CallInfo(label, communicator.identity, communicator.members, fingerprint, nbytes, path)
 
 
 def _rest(steps: Iterator[int], arrays: BoundArrays) -> Generator[Any, None, Any]:

@@ -12,7 +12,7 @@ from syncvar._native.constants import KINDS_MAX
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import reduction
-from syncvar.runtime.arithmetic import HALVES
+from syncvar.runtime.arithmetic import HALVES, Arithmetic
 from syncvar.runtime.block_transfer import NOTHING
 from syncvar.runtime.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
 from syncvar.runtime.persistent_call import (
@@ -26,13 +26,14 @@ from syncvar.runtime.persistent_call import (
 from syncvar.runtime.program_runner import agreed
 from syncvar.runtime.shm_reduce import (
     ReduceBuffers,
-    SlotReduction,
     add_native_program,
-    flat_of,
+    flat,
     is_separate,
     places_of,
+    reduce_by_slots,
     reduce_published,
     reduce_shared,
+    slot_program,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.program_runner import Arrays, SlotProgram
     from syncvar.shm.group_channel import GroupChannel
 
 _NOWHERE: NDArray[Any] = np.empty(0, np.uint8)
@@ -80,7 +82,8 @@ def prepare_reduction(
     Args:
         communicator: The group.
         form: The arrays.
-        label, fingerprint: Text and fingerprint of the call, as on the slow path.
+        label: Text of the call, as on the slow path.
+        fingerprint: Its fingerprint, likewise.
 
     Returns:
         A function of (x, out, label, timeout). x is a native array of this dtype and shape, or a
@@ -109,17 +112,23 @@ def prepare_barrier(
 
 
 class BoundReduce:
-    """The arrays of one reduction."""
+    """The arrays of one reduction.
 
-    __slots__ = ("output", "program", "vectors")
+    Args:
+        program: The program.
+        output: What becomes the result.
+        parts: Flat (SOURCEs, TARGETs) of each kind.
+    """
+
+    __slots__ = ("output", "parts", "program")
 
     held = None
     inputs_differ = False
 
     def __init__(
-        self, program: ReduceProgram, vectors: list[ReduceBuffers], output: list[NDArray[Any]]
+        self, program: ReduceProgram, output: Sequence[NDArray[Any]], parts: list[Arrays]
     ) -> None:
-        self.program, self.vectors, self.output = program, vectors, output
+        self.program, self.output, self.parts = program, output, parts
 
     @property
     def result(self) -> Any:
@@ -128,10 +137,18 @@ class BoundReduce:
         pytree = program.form.pytree
         if pytree is not None:
             return pytree.with_arrays(self.output)
-        (output,) = self.output
-        if not program.terms and program.nothing is None:
+        output = self.output[0]
+        if program.is_neutral:
             output[...] = program.form.neutral
         return output
+
+    def vectors(self) -> list[ReduceBuffers]:
+        """Return the buffers of each kind."""
+        arithmetics, ends = self.program.arithmetics(self.parts), self.program.form.ends
+        return [
+            ReduceBuffers(*both, arithmetic, ends)
+            for both, arithmetic in zip(self.parts, arithmetics, strict=True)
+        ]
 
     def slow_path(self) -> Generator[Any, None, Any]:
         """Never called: all inputs have one form."""
@@ -146,8 +163,10 @@ class ReduceProgram:
         self.terms = form.ends.terms(channel.rank, channel.size)  # ranks that are combined here
         is_left_out = form.is_discarded or (form.ends.collective == "reduce" and not self.terms)
         self.nothing = NOTHING if is_left_out else None  # output of a rank that gets none
+        self.is_neutral = not self.terms and not is_left_out
         self._slot_bytes = places_of(form.sizes)[1] if form.is_small else 0
-        self._slots: SlotReduction | None = None  # compiled by the first call in Python
+        self._arithmetics: list[Arithmetic] = []  # made by the first call in Python
+        self._slots: SlotProgram | None = None
 
     # -- arrays ------------------------------------------------------------------------------------
 
@@ -163,25 +182,23 @@ class ReduceProgram:
             for reduction, places in form.kinds:
                 for place in places:
                     outputs[place] = np.empty(x.arrays[place].shape, reduction.result)
-            return BoundReduce(self, self._vectors(x.arrays, outputs), outputs)
+            return BoundReduce(self, outputs, self._parts(x.arrays, outputs))
         output = self._output_for(out)
         if output is None:
             return None
         if not form.is_small and x is not output and np.may_share_memory(x, output):
             x = x.copy()
-        return BoundReduce(self, self._vectors([x], [output]), [output])
+        return BoundReduce(self, (output,), [self._part(x, output)])
 
     def bind_output(self, x: Any, out: Any, output: Any) -> BoundReduce:
         """Return the arrays of a call that the C extension has begun.
 
         It has copied a small input, which may have changed since.
         """
-        outputs = list(output) if self.form.pytree is not None else [output]
-        if self.form.is_small:
-            x = outputs
-        elif self.form.pytree is None:
-            x = [x]
-        return BoundReduce(self, self._vectors(x, outputs), outputs)
+        x = output if self.form.is_small else x
+        if self.form.pytree is None:
+            return BoundReduce(self, (output,), [self._part(x, output)])
+        return BoundReduce(self, output, self._parts(list(x), output))
 
     def _output_for(self, out: Any) -> NDArray[Any] | None:
         """Return the output of one array; None if `out` does not serve."""
@@ -198,60 +215,67 @@ class ReduceProgram:
         )
         return out if is_fit else None
 
-    def _vectors(
+    def _part(self, x: NDArray[Any], output: NDArray[Any]) -> Arrays:
+        target = flat(output)
+        source = target if x is output else flat(x)
+        if self.nothing is not None:
+            target = _NOWHERE.view(self.form.kinds[0][0].result)
+        return (source,), (target,)
+
+    def _parts(
         self, arrays: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]
-    ) -> list[ReduceBuffers]:
-        form, channel = self.form, self.channel
-        vectors = []
-        for reduction, places in form.kinds:
-            targets = flat_of([outputs[place] for place in places])
-            sources = [
-                target if arrays[place] is outputs[place] else flat_of([arrays[place]])[0]
-                for place, target in zip(places, targets, strict=True)
+    ) -> list[Arrays]:
+        parts: list[Arrays] = []
+        for _, places in self.form.kinds:
+            both = [self._part(arrays[place], outputs[place]) for place in places]
+            parts.append(([part[0][0] for part in both], [part[1][0] for part in both]))
+        return parts
+
+    def arithmetics(self, parts: list[Arrays]) -> list[Arithmetic]:
+        """Return the arithmetic of each kind; `parts` are the arrays of any call."""
+        if not self._arithmetics:
+            self._arithmetics = [
+                self._buffers(reduction, *both).arithmetic
+                for (reduction, _), both in zip(self.form.kinds, parts, strict=True)
             ]
-            if self.nothing is not None:
-                targets = [_NOWHERE.view(reduction.result)]
-            divisor = form.ends.divisor(channel.rank, channel.size) if reduction.is_mean else 0
-            vectors.append(
-                ReduceBuffers.of(
-                    sources,
-                    targets,
-                    reduction.ufunc,
-                    reduction.accumulate,
-                    divisor,
-                    form.apply,
-                    form.ends,
-                )
-            )
-        return vectors
+        return self._arithmetics
+
+    def _buffers(
+        self, kind: Reduction, sources: Sequence[Any], targets: Sequence[Any]
+    ) -> ReduceBuffers:
+        form, channel = self.form, self.channel
+        divisor = form.ends.divisor(channel.rank, channel.size) if kind.is_mean else 0
+        return ReduceBuffers.of(
+            sources, targets, kind.ufunc, kind.accumulate, divisor, form.apply, form.ends
+        )
 
     # -- running -----------------------------------------------------------------------------------
 
     def run(self, opening: tuple[int, int], arrays: BoundReduce) -> Iterator[int]:
         """Return the steps of a whole call."""
         if self.form.is_small:
-            return self._slots_of(arrays.vectors).run(opening, arrays.vectors)
-        return reduce_shared(self.channel, opening, arrays.vectors[0], arrays.vectors[1:])
+            return reduce_by_slots(self._slots_of(arrays), opening, arrays.parts)
+        first, *others = arrays.vectors()
+        return reduce_shared(self.channel, opening, first, others)
 
-    def resume(
-        self, check: int, arrays: BoundReduce, suspended: Any, native: Any
-    ) -> Iterator[int]:
+    def resume(self, check: int, arrays: BoundReduce, suspended: Any, native: Any) -> Iterator[int]:
         """Return the rest of a call that the C extension has published."""
         if suspended is not None:
             return iter(suspended)
         if self.form.is_small:
             return self._combine_published(check, arrays)
-        first, *others = arrays.vectors
+        first, *others = arrays.vectors()
         return reduce_published(self.channel, check, first, native, others)
 
     def _combine_published(self, check: int, arrays: BoundReduce) -> Iterator[int]:
         yield from agreed(self.channel, check, self.channel.last)
-        self._slots_of(arrays.vectors).combine(arrays.vectors)
+        self._slots_of(arrays).run(arrays.parts)
 
-    def _slots_of(self, vectors: list[ReduceBuffers]) -> SlotReduction:
+    def _slots_of(self, arrays: BoundReduce) -> SlotProgram:
         if self._slots is None:
+            vectors = arrays.vectors()
             uses_ring = len(vectors) == 1
-            self._slots = SlotReduction(self.channel, vectors, uses_ring=uses_ring)
+            self._slots = slot_program(self.channel, vectors, uses_ring=uses_ring)
         return self._slots
 
     # -- the C extension ---------------------------------------------------------------------------
@@ -262,7 +286,7 @@ class ReduceProgram:
         are_plain = all(reduction.source == reduction.result.name for reduction, _ in form.kinds)
         if not are_plain or len(form.kinds) > KINDS_MAX:
             return None
-        if not self.terms and self.nothing is None:
+        if self.is_neutral:
             return None
         return self._build_small(call) if form.is_small else self._build_long(call)
 
@@ -301,7 +325,8 @@ class ReduceProgram:
             counts = [form.pytree.arrays[place].size for place in places]
         like = as_strided(np.empty(1, reduction.result), (sum(counts),), (0,))
         parts = [like[:count] for count in counts]
-        vector = self._vector_like(reduction, parts)
+        targets = parts if nothing is None else [_NOWHERE.view(reduction.result)]
+        vector = self._buffers(reduction, parts, targets)
         if not channel.are_native or not vector.suits_native:
             return None
         array = (reduction.result, form.shape if form.pytree is None else (sum(counts),))
@@ -320,13 +345,6 @@ class ReduceProgram:
         if native is not None:
             add_native_program(channel, vector, BufferPlacement(), native)
         return native
-
-    def _vector_like(self, reduction: Reduction, parts: list[NDArray[Any]]) -> ReduceBuffers:
-        form, channel = self.form, self.channel
-        targets = parts if self.nothing is None else [_NOWHERE.view(reduction.result)]
-        divisor = form.ends.divisor(channel.rank, channel.size) if reduction.is_mean else 0
-        ufunc, accumulate = reduction.ufunc, reduction.accumulate
-        return ReduceBuffers.of(parts, targets, ufunc, accumulate, divisor, form.apply, form.ends)
 
     def _leaves(self) -> list[NativeLeaf]:
         form = self.form

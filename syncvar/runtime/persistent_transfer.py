@@ -14,6 +14,7 @@ from syncvar.runtime.block_transfer import (
     add_native_programs,
     move_published,
     move_shared,
+    slots_of_blocks,
     take_blocks,
 )
 from syncvar.runtime.call_record import UNRECORDED
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.communicator import CollectiveSpec, Communicator, PreparedCall
+    from syncvar.runtime.program_runner import SlotProgram
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
@@ -75,7 +77,7 @@ class BoundMove:
 
     def __init__(self, program: MoveProgram, x: NDArray[Any], out: Any, blocks: Blocks) -> None:
         self.program, self.x, self.out = program, x, out
-        self.held = Movement(program.layout, blocks)
+        self.held = Movement(program.layout, blocks, program.slots_of(blocks))
 
     @property
     def inputs_differ(self) -> bool:
@@ -108,6 +110,8 @@ class MoveProgram:
         self.channel, self.layout = channel, layout
         self.front, self.general = front, general
         self.is_small = layout.goes_by_slots(channel)
+        # By whether a call keeps its own block: a root whose `out` is `x` does not.
+        self._slots: dict[bool, SlotProgram] = {}
 
     def bind(self, x: Any, out: Any) -> BoundMove | None:
         """Return the arrays of a call; None, or an error, for the slow path."""
@@ -129,13 +133,21 @@ class MoveProgram:
         """Return the steps of a whole call."""
         return move_shared(self.channel, opening, arrays.held)
 
-    def resume(
-        self, check: int, arrays: BoundMove, suspended: Any, native: Any
-    ) -> Iterator[int]:
+    def resume(self, check: int, arrays: BoundMove, suspended: Any, native: Any) -> Iterator[int]:
         """Return the rest of a call that the C extension has published."""
         if self.is_small:
             return take_blocks(self.channel, check, arrays.held)
         return move_published(self.channel, check, arrays.held, suspended)
+
+    def slots_of(self, blocks: Blocks) -> SlotProgram | None:
+        """Return the program of the small blocks of a call; None for long blocks."""
+        if not self.is_small:
+            return None
+        keeps = blocks.own_target is not None
+        slots = self._slots.get(keeps)
+        if slots is None:
+            slots = self._slots[keeps] = slots_of_blocks(self.channel, self.layout, blocks)
+        return slots
 
     # -- the C extension ---------------------------------------------------------------------------
 

@@ -26,8 +26,7 @@ import numpy as np
 
 from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind
 from syncvar.algorithms.selection import choose
-from syncvar.core.errors import InternalError
-from syncvar.runtime.arithmetic import Arithmetic, copier, folder, storer
+from syncvar.runtime.arithmetic import Arithmetic
 from syncvar.runtime.compile_reduce import (
     EVERYWHERE,
     BufferPlacement,
@@ -36,14 +35,13 @@ from syncvar.runtime.compile_reduce import (
     reduce_code,
 )
 from syncvar.runtime.program_runner import (
+    DISAGREE,
     ShmRef,
+    SlotProgram,
     agreed,
-    interpret,
-    memories_of,
     native_of,
     open_code,
     run_code,
-    run_opening,
 )
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
@@ -54,6 +52,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.instructions import CompiledProgram
+    from syncvar.runtime.program_runner import Arrays
     from syncvar.shm.group_channel import GroupChannel
 
 # Published words; no array has one of these offsets, where shared memory has its header.
@@ -65,7 +64,6 @@ _CELLS, _LAG = 8, 4  # cells of a segment, and how many may be unread, if all ra
 _SUMS_ALL_MAX = 2  # up to so many ranks each combines all cells; more ranks share the work
 _SEPARATE_BYTES = 256 << 10  # from here on one of several arrays is worth phases of its own
 _NO_PLACE = BufferPlacement()
-_VIEWS_MAX = 256  # placements of slots: two sides, and the ring of slots
 _WORD = np.dtype(np.uint64)
 _SEPARATE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # arrays whose locations fit into a segment
 
@@ -144,14 +142,11 @@ class ReduceBuffers(NamedTuple):
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
 
 
-def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return flat views of arrays, or flat copies of those that are not contiguous."""
-    return [
-        array
-        if array.ndim == 1 and array.flags.c_contiguous
-        else np.ascontiguousarray(array).reshape(-1)
-        for array in arrays
-    ]
+def flat(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a flat view of an array, or a flat copy of one that is not contiguous."""
+    if array.ndim == 1 and array.flags.c_contiguous:
+        return array
+    return np.ascontiguousarray(array).reshape(-1)
 
 
 class BufferLocations(NamedTuple):
@@ -204,10 +199,11 @@ def reduce_shared(
     source, target = vector.words(channel, side)
     if source >> 1 == _NOWHERE:
         _write_first(channel, vector, side)
-    slots = SlotReduction(channel, small_vectors, uses_ring=False)
-    slots.put(small_vectors)
+    slots = slot_program(channel, small_vectors, uses_ring=False)
+    small = [small_vector[:2] for small_vector in small_vectors]
+    slots.put(small)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
-    slots.combine(small_vectors)
+    slots.run(small)
     return (yield from _reduce_located(channel, vector))
 
 
@@ -287,7 +283,8 @@ def reduce_published(
 ) -> Iterator[int]:
     """Continue a call that C has published, and show C this placement."""
     yield from agreed(channel, check, channel.last)
-    SlotReduction(channel, small_vectors, uses_ring=False).combine(small_vectors)
+    slots = slot_program(channel, small_vectors, uses_ring=False)
+    slots.run([small_vector[:2] for small_vector in small_vectors])
     yield from _reduce_located(channel, vector, native)
 
 
@@ -401,76 +398,40 @@ def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
     return (True, longest) if are_short else (False, None)
 
 
-class SlotReduction:
-    """Small vectors that all go through one slot of each rank, compiled for repeated calls.
+def slot_program(
+    channel: GroupChannel, vectors: Sequence[ReduceBuffers], *, uses_ring: bool
+) -> SlotProgram:
+    """Return the program of small vectors, which serves all vectors of their counts and dtypes.
 
-    Args:
-        channel: This rank's channel.
-        vectors: Vectors of the same counts and dtypes as those of each call.
-        uses_ring: Whether the C extension of a rank may put its vector into the ring of slots.
+    `uses_ring`: the C extension of a rank may put its vector into the ring of slots.
     """
-
-    def __init__(
-        self, channel: GroupChannel, vectors: Sequence[ReduceBuffers], *, uses_ring: bool
-    ) -> None:
-        self._channel = channel
-        self._starts, nbytes = places_of([vector.nbytes for vector in vectors])
-        self._ring_bytes = nbytes if uses_ring else 0
-        self._parts = [_code_of_small(channel, vector) for vector in vectors]
-        # By the offsets of all slots: the memories of each vector that are slots, else None.
-        self._views: dict[tuple[int, ...], list[list[Any]]] = {}
-
-    def run(self, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]) -> Iterator[int]:
-        """Run a whole call, (number, check); yield the publications to wait for."""
-        channel = self._channel
-        self.put(vectors)
-        call, check = opening
-        yield from agreed(channel, check, channel.begin(call, check))
-        self.combine(vectors)
-
-    def put(self, vectors: Sequence[ReduceBuffers]) -> None:
-        """Write vectors into the slot that this rank publishes next."""
-        channel, copy = self._channel, copier()
-        own = channel.small_offset(channel.rank, channel.side ^ 1)
-        all_views = self._views_at((own,) * channel.size)
-        for (code, _), views, vector in zip(self._parts, all_views, vectors, strict=True):
-            run_opening(code, memories_of(code, views, vector[:2]), copy)
-
-    def combine(self, vectors: Sequence[ReduceBuffers]) -> None:
-        """Combine the vectors of all ranks, which have written them."""
-        channel, copy = self._channel, copier()
-        all_views = self._views_at(channel.slots_now(self._ring_bytes))
-        for (code, arithmetic), views, vector in zip(self._parts, all_views, vectors, strict=True):
-            memories = memories_of(code, views, vector[:2], arithmetic.wire)
-            store, fold = storer(arithmetic, copy), folder(arithmetic)
-            for _ in interpret(channel, code.steps, memories, copy, store, fold):
-                raise InternalError("a reduction of small vectors waits once")
-
-    def _views_at(self, slots: tuple[int, ...]) -> list[list[Any]]:
-        found = self._views.get(slots)
-        if found is None:
-            channel = self._channel
-            found = []
-            for (code, arithmetic), start in zip(self._parts, self._starts, strict=True):
-                views: list[Any] = [None] * len(code.sizes)
-                for number, memory in code.shared:
-                    offset, count = slots[memory.rank] + start, code.sizes[memory]
-                    views[number] = channel.resident(offset, count, arithmetic.wire)
-                found.append(views)
-            if channel.shm.is_checked:  # each use is checked anew
-                return found
-            if len(self._views) >= _VIEWS_MAX:
-                self._views.clear()
-            self._views[slots] = found
-        return found
+    starts, nbytes = places_of([vector.nbytes for vector in vectors])
+    parts = [
+        (*_code_of_small(channel, vector), start)
+        for vector, start in zip(vectors, starts, strict=True)
+    ]
+    return SlotProgram(channel, parts, nbytes if uses_ring else 0)
 
 
 def reduce_small(
     channel: GroupChannel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
 ) -> Iterator[int]:
     """Combine small vectors of all ranks in one slot: a whole call, see `reduce_shared`."""
-    slots = SlotReduction(channel, vectors, uses_ring=len(vectors) == 1)
-    return slots.run(opening, vectors)
+    slots = slot_program(channel, vectors, uses_ring=len(vectors) == 1)
+    return reduce_by_slots(slots, opening, [vector[:2] for vector in vectors])
+
+
+def reduce_by_slots(
+    slots: SlotProgram, opening: tuple[int, int], arrays: Sequence[Arrays]
+) -> Iterator[int]:
+    """Combine small vectors, flat (SOURCEs, TARGETs), in a call (call, check)."""
+    channel = slots.channel
+    slots.put(arrays)
+    call, check = opening
+    yield channel.begin(call, check)
+    if channel.disagreeing(check):
+        yield DISAGREE
+    slots.run(arrays)
 
 
 def _code_of_small(
