@@ -26,6 +26,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.persistent_reduce import prepare_reduction
 from syncvar.runtime.recorder import Recorder
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
@@ -121,7 +122,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     words, scratch = channel.words, memoryview(bytearray(64 * 8)).cast("Q")
     slots = [channel.small(rank, 0, x.size, x.dtype) for rank in range(channel.size)]
     mine, empty = np.empty_like(slots[0]), communicator.busy
-    told = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "shm small")
+    told = CallInfo(CollectiveSpec("all_reduce(sum, float64[1])"), 0, (0, 1), 1, 8, "shm small")
 
     def find() -> None:
         same = communicator_of(None)

@@ -41,6 +41,7 @@
     X(acquire)                                                                                     \
     X(adopt)                                                                                       \
     X(continue_in_engine)                                                                          \
+    X(fingerprint)                                                                                 \
     X(info_of)                                                                                     \
     X(interrupt)                                                                                   \
     X(request_of_published)                                                                        \

@@ -19,11 +19,10 @@ from syncvar.collectives.transfer_args import (
 )
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
-from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
+from syncvar.core.pytree import TreeDef, arrays_in, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.block_transfer import NOTHING, Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -119,7 +118,7 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
 ) -> TransferArgs:
     """Check the arguments of an all-gather, or of a gather to `root`; `keep` copies the input."""
     target = None if root is None else checked_root(root, communicator)
-    structure, arrays, axes, kinds = _along_axis(x, axis, out)
+    structure, arrays, axes = _along_axis(x, axis, out)
     size, rank, like = communicator.size, communicator.member_rank, x
     gets = target in (None, rank)
     if keep:
@@ -141,14 +140,8 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
 
     collective = "all_gather" if target is None else "gather"
     is_moved = structure is None and moves(communicator, collective, algorithm)
-    shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
-    fields = CallFields(name, root=-1 if target is None else target)
-    if structure is None:
-        array = arrays[0]
-        fields = fields._replace(dtype=array.dtype.name, shape=array.shape, elements=array.size)
     return TransferArgs(
-        CallLabel(f"{name}({kinds}, axis {axis}{shown})", fields),
-        fingerprint(name, int(axis), *rooted, structure, algorithm),
+        _spec(name, int(axis), target, algorithm, structure, arrays),
         gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
         arrange=lambda: gathered_blocks(
             np.moveaxis(arrays[0], axes[0], 0), out if axes[0] == 0 else None, size, rank, target
@@ -159,10 +152,40 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
     )
 
 
+def _spec(  # noqa: PLR0913, PLR0917  (the parts of a description)
+    name: str,
+    axis: int,
+    root: int | None,
+    algorithm: str | None,
+    structure: TreeDef | None,
+    arrays: list[NDArray[Any]],
+) -> CollectiveSpec:
+    """Return the description of a call; lengths along the axis may differ between ranks."""
+    is_array, dtype = structure is None, arrays[0].dtype.name if arrays else ""
+    return CollectiveSpec(
+        name,
+        dtype=dtype if is_array else "",
+        shape=arrays[0].shape if is_array else (),
+        elements=arrays[0].size if is_array else -1,
+        root=-1 if root is None else root,
+        algorithm=algorithm,
+        structure=structure,
+        options=(axis,),
+        is_uniform=False,
+        text=_label,
+        shown=(dtype,),
+    )
+
+
+def _label(spec: CollectiveSpec) -> str:
+    inside = "" if spec.structure is None else f" in {spec.tree}"
+    return f"{spec.collective}({spec.shown[0]}{inside}, axis {spec.options[0]}{spec.to_root})"
+
+
 def _along_axis(
     x: Any, axis: Any, out: Any
-) -> tuple[TreeDef | None, list[NDArray[Any]], list[int], str]:
-    """Check the input; return its tree (None for one array), arrays, axis of each, and text."""
+) -> tuple[TreeDef | None, list[NDArray[Any]], list[int]]:
+    """Check the input; return its tree (None for one array), arrays, and the axis of each."""
     axis = checked_integer("axis", axis)
     structure, found = arrays_in(x, out)
     arrays = [np.atleast_1d(array) for array in found]
@@ -172,9 +195,7 @@ def _along_axis(
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
         array_record(array)  # raises for too many dimensions, even if no record is sent
         axes.append(axis % array.ndim)
-    holder = "" if structure is None else f" in {describe(structure)}"
-    kinds = (arrays[0].dtype.name if arrays else "") + holder
-    return structure, arrays, axes, kinds
+    return structure, arrays, axes
 
 
 def _gathered(

@@ -26,8 +26,8 @@ from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, 
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -210,14 +210,14 @@ def _call(
             if output is not None:
                 return finish(communicator, _in_heads(output), root)
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         source = _checked(root, communicator)
         request = make(name, communicator, pack(communicator, value, source), source)
 
         def body() -> Generator[Stage, None, Any]:
             return finish(communicator, (yield from request.body), source)
 
-        return CollectiveSpec(request.label, request.digest, body())
+        return CheckedCall(request.spec, body())
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 
@@ -343,13 +343,13 @@ def _transfer(
     layout = None
     if small.is_small and moves(communicator, name):
         layout = UNMOVED if heads is None else small
-    text, digest = name, fingerprint(name)
+    spec = CollectiveSpec(name)
     if root is not None:
-        text = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
-        digest = fingerprint(name, root)
+        spec = CollectiveSpec(
+            name, root=root, text=lambda spec: f"{spec.collective}(root {spec.root})"
+        )
     return TransferArgs(
-        text,
-        digest,
+        spec,
         layout,
         arrange=lambda: None if heads is None else blocks_of(heads),
         finish=_in_heads,

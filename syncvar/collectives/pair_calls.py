@@ -24,8 +24,8 @@ from syncvar.protocol.fixed_records import (
     pack_record,
     unpack_record,
 )
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.p2p_channel import P2PChannel
 from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p_requests import Receiving, Sending
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.p2p_endpoints import Landing
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
+_MESSAGE = "message"  # what both ends compare: the channel has the pair and the tag
 _STREAMS_MAX = 128  # channels of a group; beyond that, idle ones are dropped
 
 
@@ -80,16 +81,27 @@ def _drop_idle(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
-def send_text(name: str, channel: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
-    """Return the text of a send."""
-    peer = channel.stream.members[_DEST]
-    fields = CallFields(name, size=array.nbytes, peer=peer, tag=tag)
-    shown = f"{array.nbytes} bytes"
-    if kind != BYTES:
-        dtype = array.dtype.name
-        shown = f"{dtype}{list(array.shape)}"
-        fields = fields._replace(dtype=dtype, shape=array.shape, elements=array.size)
-    return CallLabel(f"{name}({shown} to rank {peer}, tag {tag})", fields)
+def send_spec(
+    name: str, channel: P2PChannel, array: NDArray[Any], kind: int, tag: int
+) -> CollectiveSpec:
+    """Return the description of a send."""
+    is_array = kind != BYTES
+    return CollectiveSpec(
+        name,
+        dtype=array.dtype.name if is_array else "",
+        shape=array.shape if is_array else (),
+        elements=array.size if is_array else -1,
+        size=array.nbytes,
+        peer=channel.stream.members[_DEST],
+        tag=tag,
+        compared=_MESSAGE,
+        text=_send_label,
+    )
+
+
+def _send_label(spec: CollectiveSpec) -> str:
+    data = spec.array if spec.dtype else f"{spec.size} bytes"
+    return f"{spec.collective}({data} to rank {spec.peer}, tag {spec.tag})"
 
 
 def send_request(
@@ -101,7 +113,7 @@ def send_request(
     *,
     waits: bool,
     copies: bool,
-) -> CollectiveSpec:
+) -> CheckedCall:
     """Return the call that sends an array, or an object as bytes; `waits` for its receiver."""
     stream = channel.stream
     copies = copies or not array.flags.c_contiguous
@@ -118,8 +130,7 @@ def send_request(
     message = None
     if isinstance(channel.end, SendEndpoint):
         message = Sending(channel.end, code, work.reshape(array.shape), waits=waits)
-    text = send_text(name, channel, array, kind, tag)
-    return CollectiveSpec(text, fingerprint("message"), body(), message)
+    return CheckedCall(send_spec(name, channel, array, kind, tag), body(), message)
 
 
 def receive_request(
@@ -128,7 +139,7 @@ def receive_request(
     tag: int,
     landing: Landing,
     finish: Callable[[int, NDArray[Any]], Any],
-) -> CollectiveSpec:
+) -> CheckedCall:
     """Return the call that receives a message."""
     stream = channel.stream
 
@@ -142,15 +153,19 @@ def receive_request(
         yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
         return finish(record.kind, output)
 
-    peer = stream.members[_SOURCE]
-    fields = CallFields(name, peer=peer, tag=tag)
-    text = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
+    spec = CollectiveSpec(
+        name,
+        peer=stream.members[_SOURCE],
+        tag=tag,
+        compared=_MESSAGE,
+        text=lambda spec: f"{spec.collective}(from rank {spec.peer}, tag {spec.tag})",
+    )
     end = channel.end
     message = Receiving(end, landing, finish) if isinstance(end, RecvEndpoint) else None
-    return CollectiveSpec(text, fingerprint("message"), body(), message)
+    return CheckedCall(spec, body(), message)
 
 
-def _continued_call(tag: int, channel: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
+def _continued_call(tag: int, channel: P2PChannel, array: NDArray[Any]) -> CheckedCall:
     """Return the call of a long message that the C extension has begun, with its array."""
     if isinstance(channel.end, SendEndpoint):
         return send_request("send", channel, array, ARRAY, tag, waits=True, copies=False)

@@ -18,7 +18,7 @@ import numpy as np
 from syncvar._native import remember
 from syncvar.bootstrap.process import current, messages_entered_natively
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.pair_calls import channel_of, receive_request, send_request, send_text
+from syncvar.collectives.pair_calls import channel_of, receive_request, send_request, send_spec
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import CollectiveSpec, Communicator
+    from syncvar.runtime.collective_spec import CollectiveSpec
+    from syncvar.runtime.communicator import CheckedCall, Communicator
     from syncvar.runtime.p2p_channel import P2PChannel
 
 _TAG_MAX = (1 << 31) - 1
@@ -174,10 +175,10 @@ def _send(
     channel = channel_of(communicator, rank, dest, tag)
     eager_bytes = current().config.eager_bytes
 
-    def words_of(array: NDArray[Any]) -> tuple[str, int]:
-        return send_text(name, channel, array, kind, tag), array_record(array).dtype
+    def words_of(array: NDArray[Any]) -> tuple[CollectiveSpec, int]:
+        return send_spec(name, channel, array, kind, tag), array_record(array).dtype
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         array = make()
         waits = array.nbytes > eager_bytes
         return send_request(name, channel, array, kind, tag, waits=waits, copies=async_op)
@@ -383,7 +384,7 @@ def _receive(
     def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         return receive_request(name, channel, tag, landing, finish)
 
     if channel.end is not None and (timeout is None or is_seconds(timeout)):

@@ -19,6 +19,7 @@ import numpy as np
 from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import SyncvarError, UsageError
 from syncvar.runtime.call_record import CallInfo, PendingRecord
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p_requests import WAY, Sending
 from syncvar.runtime.request import Request
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.communicator import CollectiveSpec, Communicator
+    from syncvar.runtime.communicator import CheckedCall, Communicator
     from syncvar.runtime.p2p_endpoints import Landing
 
     Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
@@ -40,7 +41,7 @@ NOT_YET = object()
 _TYPES_MAX = 64  # message types cached per pair and tag
 _EXPORTED = "biufc"  # dtype kinds whose arrays are buffers
 _lock = threading.RLock()  # reentrant for signal handlers
-_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
+_TO_ITSELF = CallInfo(CollectiveSpec("a message to this rank itself"), 0)
 
 
 class P2PContext(Protocol):
@@ -87,7 +88,7 @@ class P2PChannel:
         stream: Communicator,
         end: RecvEndpoint | SendEndpoint | None,
         array: int,
-        request: Callable[[P2PChannel, NDArray[Any]], CollectiveSpec],
+        request: Callable[[P2PChannel, NDArray[Any]], CheckedCall],
     ) -> None:
         self.stream = stream
         self.end = end
@@ -108,8 +109,8 @@ class P2PChannel:
         self,
         array: NDArray[Any],
         kind: int,
-        words: Callable[[], tuple[str, int]],
-        request: Callable[[], CollectiveSpec],
+        words: Callable[[], tuple[CollectiveSpec, int]],
+        request: Callable[[], CheckedCall],
         timeout: float | None,
         *,
         waits: bool,
@@ -119,7 +120,7 @@ class P2PChannel:
         Args:
             array: The message.
             kind: Message kind.
-            words: Returns the label of the call and the index of the dtype.
+            words: Returns the description of the call and the index of the dtype.
             request: Builds the call if the engine has to continue.
             timeout: Seconds; None for the job's default.
             waits: The message is long.
@@ -168,19 +169,19 @@ class P2PChannel:
             stream.busy.release()
 
     def _type_of(
-        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]
+        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[CollectiveSpec, int]]
     ) -> MessageType:
         """Return the properties that this message shares with others."""
         message_type = self._types.get((array.dtype, array.shape, kind))
         if message_type is not None:
             return message_type
-        stream, (label, dtype) = self.stream, words()
-        info = CallInfo(label, stream.identity, stream.members, 0, array.nbytes, WAY)
+        stream, (spec, dtype) = self.stream, words()
+        info = CallInfo(spec, stream.identity, stream.members, 0, array.nbytes, WAY)
         return MessageType(array_code(kind, dtype, array.ndim), info, array.dtype.kind in _EXPORTED)
 
     def take(
         self,
-        request: Callable[[], CollectiveSpec],
+        request: Callable[[], CheckedCall],
         landing: Landing,
         finish: Callable[[int, NDArray[Any]], Any],
         timeout: float | None,
@@ -235,7 +236,7 @@ class P2PChannel:
     def perform(
         self,
         name: str,
-        check: Callable[[], CollectiveSpec],
+        check: Callable[[], CheckedCall],
         timeout: float | None,
         *,
         async_op: bool,
@@ -255,13 +256,13 @@ class P2PChannel:
             stream.next_call = count.number
         return stream.next_call
 
-    def _call_info(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
-        stream, spec = self.stream, request()
-        spec.body.close()
-        return CallInfo(spec.label, stream.identity, stream.members, spec.digest, nbytes, WAY)
+    def _call_info(self, request: Callable[[], CheckedCall], nbytes: int) -> CallInfo:
+        checked = request()
+        checked.body.close()
+        return self.stream.call_info(checked.spec, nbytes, WAY)
 
     def _received_type(
-        self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
+        self, request: Callable[[], CheckedCall], kind: int, message: NDArray[Any]
     ) -> MessageType:
         """Return the properties that a received message shares with others."""
         key = message.dtype, message.shape, kind
@@ -330,12 +331,12 @@ class P2PChannel:
         return engine.take_over(operation, None)
 
     def _resumed(
-        self, spec: CollectiveSpec, call: int, begin: int, number: int, done: int = 0
+        self, checked: CheckedCall, call: int, begin: int, number: int, done: int = 0
     ) -> Request:
         """Return the call of a message that continues in the ring after `done` bytes."""
-        if isinstance(spec.message, Sending):
-            spec.message.go_on_with(number, done)
-        return self.stream.operation(call, spec, begin)
+        if isinstance(checked.message, Sending):
+            checked.message.go_on_with(number, done)
+        return self.stream.operation(call, checked, begin)
 
 
 def done(result: Any = None) -> Work:
