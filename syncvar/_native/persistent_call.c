@@ -181,10 +181,10 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
         return NULL;
     }
     self->kept_numbers = numbers; /* owns what the names below borrow */
-    if (!PyArg_ParseTuple(numbers, "KKp(OO)(OO)OOOOnippppOO", &digest, &detail, &self->tells,
+    if (!PyArg_ParseTuple(numbers, "KKp(OO)(OO)OOOOnipppOO", &digest, &detail, &self->tells,
                           &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts, &takes, &terms,
                           &how, &self->ring, &self->parts, &self->everyone, &self->reads,
-                          &self->is_long, &self->may_start, &kinds, &leaves))
+                          &self->is_long, &kinds, &leaves))
         goto failed;
     self->digest = digest;
     self->detail = detail;
@@ -212,8 +212,6 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     if (self->leaf_count && (self->tells || self->reads || self->parts ||
                              self->nothing != Py_None || self->apply.loop != NULL))
         goto wrong;
-    if (self->may_start && (self->nothing != Py_None || self->is_long || !are_all_put(self)))
-        goto wrong; /* the input must be copied at once */
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
     if (self->make_arguments == NULL) goto failed;
     return (PyObject *)self;

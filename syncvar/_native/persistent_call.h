@@ -66,7 +66,6 @@ typedef struct {
     Py_ssize_t ring; /* offset of the slots that take turns; 0: none; -1: not used */
     Arithmetic how;  /* of the terms in the slots */
     Step apply;
-    int may_start;         /* calls may be asynchronous */
     int is_long, everyone; /* a long vector; all ranks get all of it (else inputs that others read
                               are never overwritten) */
     Known known[PATTERNS]; /* programs of a long vector by placement; in the first all are copied */

@@ -178,11 +178,10 @@ static Result wait_small(SlotCall *self, Attempt *attempt, uint64_t check) {
     int agree;
     Py_BEGIN_ALLOW_THREADS agree = all_agree(self, check, PATIENCE_NS);
     Py_END_ALLOW_THREADS const int written = IN_ONE_PIECE | ALIGNED | WRITEABLE;
-    const int is_unchanged =
-        self->leaf_count || self->nothing != Py_None
-            ? fit_still(self, &self->output, attempt->output, written)
-            : fits(&self->output, attempt->output, written) &&
-                  fits(&self->input, attempt->input, IN_ONE_PIECE | ALIGNED);
+    const int is_unchanged = self->leaf_count || self->nothing != Py_None
+                                 ? fit_still(self, &self->output, attempt->output, written)
+                                 : fits(&self->output, attempt->output, written) &&
+                                       fits(&self->input, attempt->input, IN_ONE_PIECE | ALIGNED);
     return agree && is_unchanged ? COMPLETED : PUBLISHED;
 }
 
@@ -339,8 +338,8 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *done = PyObject_CallMethodObjArgs(self->call, name_interrupt, number, begin, error,
-                                                spec, NULL);
+    PyObject *done =
+        PyObject_CallMethodObjArgs(self->call, name_interrupt, number, begin, error, spec, NULL);
     if (done == NULL) PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, error, trace);
@@ -353,8 +352,8 @@ static PyObject *continue_in_engine(SlotCall *self, const Attempt *attempt, int 
                     *const spec = attempt->spec;
     PyObject *request = PyObject_CallMethodObjArgs(
         self->call, name_request_of_published, number, begin, attempt->input, attempt->target,
-        attempt->output, spec, is_suspended ? (PyObject *)attempt->run : Py_None,
-        (PyObject *)self, NULL);
+        attempt->output, spec, is_suspended ? (PyObject *)attempt->run : Py_None, (PyObject *)self,
+        NULL);
     if (request == NULL) {
         interrupt_call(self, number, begin, spec);
         return NULL;

@@ -165,16 +165,14 @@ def _scaled_request(
     by = "" if postscale is None else f" by {postscale!r}"
     name = f"all_reduce{scaled} of {reducer.source}{by}"
     request = reduce_request(communicator, operand, inner, name=name, options=options)
-    first = request.body
 
-    def body() -> Generator[Stage, None, Any]:
-        total = yield from first
+    def finish(total: Any) -> Any:
         if weight is not None:
             total = total[0] / total[1]  # nan where all weights are 0
         flat = np.asarray(total).reshape(-1)
         return outcome(reducer._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
-    return CheckedCall(request.spec, body())
+    return request.then(finish)
 
 
 def reduce_request(

@@ -139,9 +139,23 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
         return unflatten(structure, results, like)
 
     collective = "all_gather" if target is None else "gather"
+    dtype = arrays[0].dtype.name if arrays else ""
+    spec = CollectiveSpec(
+        name,
+        root=-1 if target is None else target,
+        algorithm=algorithm,
+        structure=structure,
+        options=(int(axis),),
+        is_uniform=False,
+        text=_label,
+        shown=(dtype,),
+    )
+    if structure is None:
+        array = arrays[0]
+        spec = spec._replace(dtype=dtype, shape=array.shape, elements=array.size)
     is_moved = structure is None and moves(communicator, collective, algorithm)
     return TransferArgs(
-        _spec(name, int(axis), target, algorithm, structure, arrays),
+        spec,
         gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
         arrange=lambda: gathered_blocks(
             np.moveaxis(arrays[0], axes[0], 0), out if axes[0] == 0 else None, size, rank, target
@@ -149,31 +163,6 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
         finish=finish,
         general=general,
         front=lambda x, out: fits_out(gathered_blocks(x, out, size, rank, target), out),
-    )
-
-
-def _spec(  # noqa: PLR0913, PLR0917  (the parts of a description)
-    name: str,
-    axis: int,
-    root: int | None,
-    algorithm: str | None,
-    structure: TreeDef | None,
-    arrays: list[NDArray[Any]],
-) -> CollectiveSpec:
-    """Return the description of a call; lengths along the axis may differ between ranks."""
-    is_array, dtype = structure is None, arrays[0].dtype.name if arrays else ""
-    return CollectiveSpec(
-        name,
-        dtype=dtype if is_array else "",
-        shape=arrays[0].shape if is_array else (),
-        elements=arrays[0].size if is_array else -1,
-        root=-1 if root is None else root,
-        algorithm=algorithm,
-        structure=structure,
-        options=(axis,),
-        is_uniform=False,
-        text=_label,
-        shown=(dtype,),
     )
 
 

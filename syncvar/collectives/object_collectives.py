@@ -27,7 +27,6 @@ from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.communicator import CheckedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.communicator import CheckedCall, Communicator
     from syncvar.runtime.request import Stage
 
 _HEAD_BYTES = HEAD.size
@@ -213,11 +212,7 @@ def _call(
     def check() -> CheckedCall:
         source = _checked(root, communicator)
         request = make(name, communicator, pack(communicator, value, source), source)
-
-        def body() -> Generator[Stage, None, Any]:
-            return finish(communicator, (yield from request.body), source)
-
-        return CheckedCall(request.spec, body())
+        return request.then(lambda packed: finish(communicator, packed, source))
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 

@@ -85,18 +85,11 @@ def send_spec(
     name: str, channel: P2PChannel, array: NDArray[Any], kind: int, tag: int
 ) -> CollectiveSpec:
     """Return the description of a send."""
-    is_array = kind != BYTES
-    return CollectiveSpec(
-        name,
-        dtype=array.dtype.name if is_array else "",
-        shape=array.shape if is_array else (),
-        elements=array.size if is_array else -1,
-        size=array.nbytes,
-        peer=channel.stream.members[_DEST],
-        tag=tag,
-        compared=_MESSAGE,
-        text=_send_label,
-    )
+    peer, size = channel.stream.members[_DEST], array.nbytes
+    spec = CollectiveSpec(name, size=size, peer=peer, tag=tag, compared=_MESSAGE, text=_send_label)
+    if kind == BYTES:
+        return spec
+    return spec._replace(dtype=array.dtype.name, shape=array.shape, elements=array.size)
 
 
 def _send_label(spec: CollectiveSpec) -> str:

@@ -143,8 +143,9 @@ def _reduce_request(
 
     if structure is not None:
         spec = CollectiveSpec(
-            *("reduce", op),
-            root=target,
+            "reduce",
+            op,
+            target,
             structure=structure,
             options=tuple(part[1].digest for part in parts),
             text=lambda spec: f"reduce({spec.op}, {spec.shown[0]} arrays{spec.to_root})",

@@ -63,14 +63,14 @@ def describe_reduction(
     return reducer, CollectiveSpec(
         name,
         reducer.name,
-        reducer.source,
-        array.shape,
-        array.size,
-        array.nbytes,
         root,
-        algorithm=options.algorithm,
-        reproducible=options.reproducible,
+        options.algorithm,
+        options.reproducible,
         options=(rows, reducer.element_shape),
+        dtype=reducer.source,
+        shape=array.shape,
+        elements=array.size,
+        size=array.nbytes,
         text=_array_label,
     )
 
@@ -90,12 +90,12 @@ def describe_tree_reduction(
     return CollectiveSpec(
         name,
         op,
-        size=sum([array.nbytes for array in arrays]),
         algorithm=options.algorithm,
         reproducible=options.reproducible,
         structure=structure,
         kinds=tuple(kinds),
         options=shape,
+        size=sum([array.nbytes for array in arrays]),
         text=_tree_label,
     )
 

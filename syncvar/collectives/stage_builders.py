@@ -17,13 +17,15 @@ from syncvar.core.errors import MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord, pack_record, unpack_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.communicator import CheckedCall, Communicator
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
+
+    from syncvar.runtime.communicator import Communicator
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -157,7 +157,8 @@ class GradientStep:
         if call.is_combined and not owner.check_cross_writes and refused is None:
             return
         spec = CollectiveSpec(
-            *("apply_gradients", call.op),
+            "apply_gradients",
+            call.op,
             options=(call.base, mode, rate),
             step=step,
             text=_label,

@@ -6,7 +6,6 @@ A call has one `CollectiveSpec`. Whatever has to know something about a call rea
 from __future__ import annotations
 
 from functools import lru_cache
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,30 +28,28 @@ def fingerprint(*parts: object) -> int:
 class CollectiveSpec(NamedTuple):
     """The description of a call; -1 or empty where a field does not apply.
 
-    Ranks compare all fields but those that `_NOT_COMPARED` names. Records contain the fields that
-    are also fields of `call_record.Event`.
+    Records contain the fields that are also fields of `call_record.Event`.
     """
 
     collective: str  # name of the call, for instance "all_reduce" or "assign of variable 'w'"
     op: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    elements: int = -1
-    # Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved
-    size: int = -1
     root: int = -1  # rank in the group of the root
-    peer: int = -1  # world rank of the other end of a message
-    tag: int = -1
     algorithm: str | None = None  # name of the algorithm; None lets syncvar choose
     reproducible: bool = False  # whether the ranks combine by the reproducible tree
     structure: TreeDef | None = None  # of a pytree
     kinds: tuple[tuple[str, tuple[int, ...]], ...] = ()  # dtype and shape of its arrays
     options: tuple[object, ...] = ()  # more values that are the same on all ranks
-    step: int = 0  # step of an optimizer
-    # Whether dtype and shape are the same on all ranks. If not, the call itself compares them.
-    is_uniform: bool = True
-    # What the ranks compare in place of the fields; empty to compare the fields
-    compared: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    elements: int = -1  # ranks compare the fields above this one
+    size: int = -1  # bytes of the whole call, as nccl-tests counts; -1 for those that were moved
+    peer: int = -1  # world rank of the other end of a message
+    tag: int = -1
+    step: int = 0  # step of an optimizer; compared too
+    is_uniform: bool = (
+        True  # whether ranks compare dtype and shape here, and not in the call itself
+    )
+    compared: str = ""  # what the ranks compare in place of the fields; empty for the fields
     text: Callable[[CollectiveSpec], str] | None = None  # returns the label; None: the collective
     shown: tuple[object, ...] = ()  # more values for the label, perhaps of this rank only
 
@@ -61,7 +58,7 @@ class CollectiveSpec(NamedTuple):
         """The signature: ranks that make the same call have the same one."""
         if self.compared:
             return fingerprint(self.compared)
-        fields = _uniform_fields(self) if self.is_uniform else _ragged_fields(self)
+        fields = self[: _UNIFORM if self.is_uniform else _RAGGED]
         # The hash is without the step: a hash for each step would push others out of the cache.
         return (fingerprint(*fields) + self.step * _STEP_SPREAD) & _DIGEST_MASK
 
@@ -98,19 +95,7 @@ class CollectiveSpec(NamedTuple):
         return f", root {self.root}" if self.root >= 0 else ""
 
 
-_NOT_COMPARED = {
-    *("elements", "size", "peer", "tag", "step"),
-    *("is_uniform", "compared", "text", "shown"),
-}
-
-
-def _compared_fields(*local: str) -> Callable[[CollectiveSpec], tuple[object, ...]]:
-    """Return the function that reads the fields which ranks compare, except for `local`."""
-    names = enumerate(CollectiveSpec._fields)
-    return itemgetter(*(at for at, name in names if name not in {*_NOT_COMPARED, *local}))
-
-
-_uniform_fields, _ragged_fields = _compared_fields(), _compared_fields("dtype", "shape")
+_UNIFORM, _RAGGED = map(CollectiveSpec._fields.index, ("elements", "dtype"))
 
 
 def spec_of(name: str | CollectiveSpec) -> CollectiveSpec:

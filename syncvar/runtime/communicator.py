@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from syncvar._native import CommunicatorState, note_change
@@ -22,16 +23,14 @@ from syncvar.runtime.state import send_queued
 from syncvar.runtime.work import Work, checked_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar._native import MessageCounter
     from syncvar.runtime.link_exchange import FrameSink
-    from syncvar.runtime.p2p_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.recorder import Recorder
-    from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
     PreparedCall = Callable[..., NDArray[Any] | None]
@@ -40,20 +39,21 @@ _PREPARED_MAX = 2048
 _EPOCH_CALLS = 10**6
 
 
+@dataclass(slots=True)
 class CheckedCall:
     """A call whose arguments are checked, ready to become a request."""
 
-    __slots__ = ("body", "message", "spec")
+    spec: CollectiveSpec
+    body: Generator[Stage, None, Any]
+    message: Sending | Receiving | None = None  # may use a ring in shared memory
 
-    def __init__(
-        self,
-        spec: CollectiveSpec,
-        body: Generator[Stage, None, Any],
-        message: Sending | Receiving | None = None,
-    ) -> None:
-        self.spec = spec
-        self.body = body  # generator of stages
-        self.message = message  # a message that may use a ring in shared memory; else None
+    def then(self, finish: Callable[[Any], Any]) -> CheckedCall:
+        """Return the call whose result is `finish` of this one's result."""
+
+        def body() -> Generator[Stage, None, Any]:
+            return finish((yield from self.body))
+
+        return CheckedCall(self.spec, body())
 
 
 def _end_of(number: int) -> int:

@@ -17,8 +17,8 @@ from syncvar._native import slot_call
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo, site_of
-from syncvar.runtime.program_runner import DISAGREE
-from syncvar.runtime.request import Request
+from syncvar.runtime.program_runner import DISAGREE, settled
+from syncvar.runtime.request import START, Request
 from syncvar.runtime.work import Work, checked_timeout
 from syncvar.shm.channel_table import check_of
 
@@ -59,6 +59,9 @@ class SharedProgram(Protocol):
 
     def bind(self, x: Any, out: Any) -> BoundArrays | None:
         """Return the arrays of a call; None, or an error, for the slow path."""
+
+    def bind_copy(self, x: Any, out: Any) -> BoundArrays | None:
+        """Return the same with a copy of the input, which the caller may change."""
 
     def bind_output(self, x: Any, out: Any, output: Any) -> BoundArrays:
         """Return the arrays of a call that the C extension has begun, and whose output it made."""
@@ -110,12 +113,7 @@ class PersistentCall:
         """Make the call in Python; return None, having done nothing, for the slow path."""
         channel, engine, communicator = self.channel, self.engine, self.communicator
         busy = communicator.busy
-        if (
-            channel.queue
-            or busy.locked()
-            or not (engine.is_quiet and channel.is_settled)
-            or (engine.driver and engine.driver == get_ident())
-        ):
+        if channel.queue or not self._may_begin():
             return None
         try:
             arrays = self.program.bind(x, out)
@@ -140,6 +138,53 @@ class PersistentCall:
                 self.interrupt(number, begin, error, spec)
                 raise
             return self.continue_in_engine(request, begin, timeout)
+
+    def begin(  # noqa: PLR0913, PLR0917  (also called by the C extension)
+        self,
+        x: Any,
+        out: Any,
+        timeout: float | None,
+        site: Any,
+        instruction: int | None = None,
+    ) -> Work | None:
+        """Begin the call asynchronously; return None, having done nothing, for the slow path."""
+        channel, engine, communicator = self.channel, self.engine, self.communicator
+        if engine.async_calls:
+            engine.adopt()  # they are before this call in the channel's queue
+        if not self._may_begin():
+            return None
+        try:
+            arrays = self.program.bind_copy(x, out)
+        except Exception:
+            return None  # as in `__call__`
+        if arrays is None:
+            return None
+        with communicator.busy:
+            number = communicator.next_call
+            communicator.next_call = number + 1
+            begin = monotonic_ns()
+            try:
+                opening = number, check_of(self.info.fingerprint, number)
+                steps = _settled_steps(channel, self.program.run(opening, arrays), arrays)
+                request = self._request(self.info, number, begin, steps, START, arrays.held)
+                request.site = site if instruction is None else site_of(site, instruction)
+            except BaseException as error:
+                self.interrupt(number, begin, error, None)
+                raise
+            engine.start(request, None if timeout is None else checked_timeout(timeout))
+        if not request.is_over:
+            engine.transport.wake()  # the progress thread continues it
+        return Work(engine, request)
+
+    def _may_begin(self) -> bool:
+        """Return whether the engine admits calls, and no other thread is in a call of the group."""
+        engine = self.engine
+        return (
+            engine.is_quiet
+            and self.channel.is_settled
+            and not self.communicator.busy.locked()
+            and not (engine.driver and engine.driver == get_ident())
+        )
 
     def _run(self, info: CallInfo, number: int, begin: int, arrays: BoundArrays) -> Request | None:
         """Run the program while spinning; return the request of the rest, None for no rest."""
@@ -191,13 +236,15 @@ class PersistentCall:
         self,
         number: int,
         begin: int,
+        x: Any,
+        out: Any,
         output: Any,
         timeout: float | None,
         site: Any,
         instruction: int | None,
     ) -> Request:
         """Let the engine continue the started call that is first in the channel's queue."""
-        request = self.request_of_published(number, begin, None, None, output, None, None, None)
+        request = self.request_of_published(number, begin, x, out, output, None, None, None)
         request.site = site if instruction is None else site_of(site, instruction)
         self.channel.queue.popleft()
         allowed = None if timeout is None else checked_timeout(timeout)
@@ -248,7 +295,6 @@ class NativeCallSpec:
         is_long: Whether the call runs a program on a long vector.
         is_everywhere: Whether all ranks get all of the combination.
         reads: Whether long blocks are read in the processes of their ranks.
-        may_start: Whether calls may be asynchronous.
         nothing: Output of a rank that gets none, returned to callers as None; None otherwise.
         pytree: Example arrays of a call with several arrays.
         leaves, groups: These arrays and their dtype groups.
@@ -268,7 +314,6 @@ class NativeCallSpec:
     is_long: bool = False
     is_everywhere: bool = True
     reads: bool = False
-    may_start: bool = False
     nothing: NDArray[Any] | None = None
     pytree: PyTree | None = None
     leaves: Sequence[NativeLeaf] = ()
@@ -292,7 +337,6 @@ class NativeCallSpec:
             self.is_everywhere,
             self.reads,
             self.is_long,
-            self.may_start,
             tuple(self.groups),
             tuple(self.leaves),
         )
@@ -340,6 +384,14 @@ def _rest(steps: Iterator[int], arrays: BoundArrays) -> Generator[Any, None, Any
     if arrays.inputs_differ:
         return (yield from arrays.slow_path())
     return arrays.result
+
+
+def _settled_steps(
+    channel: GroupChannel, steps: Iterator[int], arrays: BoundArrays
+) -> Generator[Any, None, Any]:
+    """Return the steps of an asynchronous call, which waits for its turn in the channel."""
+    yield from settled(channel)
+    return (yield from _rest(steps, arrays))
 
 
 def _run_while_spinning(channel: GroupChannel, steps: Iterator[int], number: int) -> int | None:

@@ -187,6 +187,24 @@ class ReduceProgram:
             x = x.copy()
         return BoundReduce(self, (output,), [self._part(x, output)])
 
+    def bind_copy(self, x: Any, out: Any) -> BoundReduce | None:
+        """Return the arrays of an asynchronous call; the copy of the input may be the output."""
+        form = self.form
+        if form.pytree is not None:
+            if not isinstance(x, PyTree):
+                return None
+            return self.bind(x._replace(arrays=[array.copy() for array in x.arrays]), out)
+        if x is out:
+            return self.bind(x, out)
+        x = x.copy()
+        becomes_output = (
+            out is None
+            and form.ends == EVERYWHERE
+            and self.nothing is None
+            and x.dtype == form.kinds[0][0].result
+        )
+        return self.bind(x, x if becomes_output else out)
+
     def bind_output(self, x: Any, out: Any, output: Any) -> BoundReduce:
         """Return the arrays of a call that the C extension has begun.
 
@@ -306,7 +324,6 @@ class ReduceProgram:
             terms=[(0, 0, whole, other) for other in self.terms],
             ring=channel.ring_of(whole) if len(form.kinds) == 1 else -1,
             nothing=nothing,
-            may_start=nothing is None and form.ends == EVERYWHERE,
             pytree=form.pytree,
             leaves=self._leaves(),
             groups=self._groups(0),

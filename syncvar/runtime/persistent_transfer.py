@@ -122,6 +122,10 @@ class MoveProgram:
             self.channel.reserve_segments()
         return BoundMove(self, x, out, blocks)
 
+    def bind_copy(self, x: Any, out: Any) -> BoundMove | None:
+        """Return the arrays of an asynchronous call, which has a copy of the input."""
+        return self.bind(x.copy(), out)
+
     def bind_output(self, x: Any, out: Any, output: Any) -> BoundMove:
         """Return the arrays of a call that the C extension has begun."""
         blocks = self.front(x, output)

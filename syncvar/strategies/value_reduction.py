@@ -30,19 +30,17 @@ from syncvar.core.pytree import (
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
-from syncvar.runtime.communicator import CheckedCall
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator
-    from syncvar.runtime.request import Stage
+    from syncvar.runtime.communicator import CheckedCall, Communicator
 
 
 _CALL = "strategy.reduce"
@@ -135,11 +133,7 @@ class _Reduction(NamedTuple):
         options = ReduceOptions(reproducible)
         request = reduce_request(communicator, self.arrays, self.op, name=_CALL, options=options)
         finish = self.finish if is_finished else list
-        body, first = request.body, self.arrays[0] if self.arrays else None
-
-        def run() -> Generator[Stage, None, Any]:
-            return finish((yield from body))
-
+        first = self.arrays[0] if self.arrays else None
         spec = request.spec._replace(
             op="",
             structure=self.treedef,
@@ -151,7 +145,9 @@ class _Reduction(NamedTuple):
             text=_label,
             shown=self.options,
         )
-        return ReduceArgs(spec, run(), op=self.op, is_entered=request.is_entered)
+        return ReduceArgs(
+            spec, request.then(finish).body, op=self.op, is_entered=request.is_entered
+        )
 
 
 def _label(spec: CollectiveSpec) -> str:
@@ -270,12 +266,7 @@ def gather_values(
                 "np.reshape(x, (1,))"
             )
         request = gather_request(communicator, part, axis=axis, name=name)
-        body = request.body
-
-        def run() -> Generator[Stage, None, Any]:
-            return convert_back(part, (yield from body))
-
-        return CheckedCall(request.spec, run())
+        return request.then(partial(convert_back, part))
 
     return communicator.perform(name, check, timeout)
 

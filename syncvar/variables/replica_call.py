@@ -125,8 +125,12 @@ def _same_request(
 def _same_spec(kind: str, label: str, x: NDArray[Any]) -> CollectiveSpec:
     """Return the description of a call that compares the inputs, by a method named `kind`."""
     return CollectiveSpec(
-        *(label, "", x.dtype.name, x.shape, x.size, x.nbytes),
+        label,
         options=(kind,),
+        dtype=x.dtype.name,
+        shape=x.shape,
+        elements=x.size,
+        size=x.nbytes,
         is_uniform=False,
         text=lambda spec: f"{spec.collective}(same on all replicas, {spec.array})",
     )

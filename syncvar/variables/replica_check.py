@@ -22,7 +22,7 @@ from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
-from syncvar.runtime.communicator import CheckedCall, Communicator
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.variables.storage import (
     BLOCK_BYTES,
     block_bytes,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
+    from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import RegistryEntry, VariableState

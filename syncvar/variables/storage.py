@@ -52,6 +52,7 @@ BLOCK_BYTES = 1 << 16
 _SHORT_BYTES = 4096  # longer arrays: the digest of the digests of blocks, ten times as fast
 _WORDS = BLOCK_BYTES // 8
 _MASK = (1 << 64) - 1
+_COMMIT = "write a shared copy"
 _count = sys.getrefcount
 _log = logging.getLogger("syncvar")
 
@@ -297,10 +298,6 @@ class SharedCopy(Storage):
         self._staged = None
 
 
-def _writing(point: str) -> CollectiveSpec:
-    return CollectiveSpec("write a shared copy", options=(point,))
-
-
 @contextlib.contextmanager
 def write_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
     """Change each shared copy once by the writes of the block, which all replicas make."""
@@ -314,10 +311,10 @@ def write_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[No
     try:
         yield
         # All replicas have computed the new values, so nobody needs the old ones.
-        meet(owner.communicator, _writing("ready"), owner.timeout)
+        meet(owner.communicator, CollectiveSpec(_COMMIT, options=("ready",)), owner.timeout)
         for storage in shared:
             storage.commit()
-        meet(owner.communicator, _writing("written"), owner.timeout)
+        meet(owner.communicator, CollectiveSpec(_COMMIT, options=("written",)), owner.timeout)
     finally:
         for storage in shared:
             storage.end()

@@ -8,7 +8,7 @@ from syncvar.core.pytree import LEAF, TreeDef
 from syncvar.runtime.call_record import CallInfo, PendingRecord, event_of
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint, spec_of
 
-BASE = CollectiveSpec("all_reduce", "sum", "float32", (2, 3), 6, 24)
+BASE = CollectiveSpec("all_reduce", "sum", dtype="float32", shape=(2, 3), elements=6, size=24)
 COMPARED = {
     "collective": "reduce",
     "op": "max",
@@ -55,7 +55,7 @@ def test_calls_whose_arrays_may_differ_do_not_compare_them(name):
 
 
 def test_a_call_may_compare_something_else_than_its_fields():
-    sends = CollectiveSpec("send", "", "int8", (2,), peer=1, compared="message")
+    sends = CollectiveSpec("send", dtype="int8", shape=(2,), peer=1, compared="message")
     receives = CollectiveSpec("recv", peer=0, compared="message")
     assert sends.digest == receives.digest == fingerprint("message")
 
