@@ -167,16 +167,14 @@ def _described(structure: TreeDef | None, arrays: list[NDArray[Any]]) -> tuple[I
 
 def _spec(name: str, root: int, algorithm: str | None, value: NDArray[Any] | str) -> CollectiveSpec:
     """Return the description of a call with an array, or with another value named by a word."""
-    spec = CollectiveSpec(name, root=root, algorithm=algorithm, is_uniform=False, text=_label)
+    spec = CollectiveSpec(name, root=root, algorithm=algorithm, is_uniform=False)
     if isinstance(value, str):
-        return spec._replace(shown=(value,))
-    dtype, shape, size, nbytes = value.dtype.name, value.shape, value.size, value.nbytes
-    return spec._replace(dtype=dtype, shape=shape, elements=size, size=nbytes)
+        return spec._replace(shown=(f"root {root}", value))
+    return spec._replace(text=_label).with_array(value)
 
 
 def _label(spec: CollectiveSpec) -> str:
-    value = spec.array if spec.dtype else spec.shown[0]
-    return f"{spec.collective}(root {spec.root}, {value})"
+    return f"{spec.collective}(root {spec.root}, {spec.array})"
 
 
 def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:

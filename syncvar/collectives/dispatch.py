@@ -152,10 +152,9 @@ def call_persistent(  # noqa: PLR0913  (hot path)
 
 
 def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
-    """Return the cache key of persistent calls with inputs like `form`.
+    """Return the cache key of persistent calls: what their spec depends on.
 
-    `key` holds all that the spec of such calls depends on besides the input. It stands for the
-    spec, which would take a microsecond in each repetition.
+    The spec itself would take a microsecond in each repetition.
     """
     return (*key, form.dtype, form.shape)
 

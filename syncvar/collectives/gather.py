@@ -19,7 +19,7 @@ from syncvar.collectives.transfer_args import (
 )
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
-from syncvar.core.pytree import TreeDef, arrays_in, private_copy, unflatten
+from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.block_transfer import NOTHING, Blocks, TransferLayout
 from syncvar.runtime.collective_spec import CollectiveSpec
@@ -118,7 +118,7 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
 ) -> TransferArgs:
     """Check the arguments of an all-gather, or of a gather to `root`; `keep` copies the input."""
     target = None if root is None else checked_root(root, communicator)
-    structure, arrays, axes = _along_axis(x, axis, out)
+    structure, arrays, axes, kinds = _along_axis(x, axis, out)
     size, rank, like = communicator.size, communicator.member_rank, x
     gets = target in (None, rank)
     if keep:
@@ -139,7 +139,6 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
         return unflatten(structure, results, like)
 
     collective = "all_gather" if target is None else "gather"
-    dtype = arrays[0].dtype.name if arrays else ""
     spec = CollectiveSpec(
         name,
         root=-1 if target is None else target,
@@ -147,12 +146,11 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
         structure=structure,
         options=(int(axis),),
         is_uniform=False,
-        text=_label,
-        shown=(dtype,),
+        shown=(kinds, f"axis {axis}", *([] if target is None else [f"root {target}"])),
     )
     if structure is None:
         array = arrays[0]
-        spec = spec._replace(dtype=dtype, shape=array.shape, elements=array.size)
+        spec = spec._replace(dtype=kinds, shape=array.shape, elements=array.size)
     is_moved = structure is None and moves(communicator, collective, algorithm)
     return TransferArgs(
         spec,
@@ -166,15 +164,10 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
     )
 
 
-def _label(spec: CollectiveSpec) -> str:
-    inside = "" if spec.structure is None else f" in {spec.tree}"
-    return f"{spec.collective}({spec.shown[0]}{inside}, axis {spec.options[0]}{spec.to_root})"
-
-
 def _along_axis(
     x: Any, axis: Any, out: Any
-) -> tuple[TreeDef | None, list[NDArray[Any]], list[int]]:
-    """Check the input; return its tree (None for one array), arrays, and the axis of each."""
+) -> tuple[TreeDef | None, list[NDArray[Any]], list[int], str]:
+    """Check the input; return its tree (None for one array), arrays, axis of each, and text."""
     axis = checked_integer("axis", axis)
     structure, found = arrays_in(x, out)
     arrays = [np.atleast_1d(array) for array in found]
@@ -184,7 +177,9 @@ def _along_axis(
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
         array_record(array)  # raises for too many dimensions, even if no record is sent
         axes.append(axis % array.ndim)
-    return structure, arrays, axes
+    holder = "" if structure is None else f" in {describe(structure)}"
+    kinds = (arrays[0].dtype.name if arrays else "") + holder
+    return structure, arrays, axes, kinds
 
 
 def _gathered(

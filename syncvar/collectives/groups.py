@@ -147,12 +147,7 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
             raise refused
 
     identity = _identity(world, members)
-    spec = CollectiveSpec(
-        "new_group",
-        options=members,
-        text=lambda spec: f"new_group({spec.shown[0]})",
-        shown=(list(members),),
-    )
+    spec = CollectiveSpec("new_group", options=members, shown=(list(members),))
     meet(world, spec, timeout, check)
     return Group(context.communicator(identity, members))
 

@@ -340,9 +340,7 @@ def _transfer(
         layout = UNMOVED if heads is None else small
     spec = CollectiveSpec(name)
     if root is not None:
-        spec = CollectiveSpec(
-            name, root=root, text=lambda spec: f"{spec.collective}(root {spec.root})"
-        )
+        spec = CollectiveSpec(name, root=root, shown=(f"root {root}",))
     return TransferArgs(
         spec,
         layout,

@@ -85,16 +85,13 @@ def send_spec(
     name: str, channel: P2PChannel, array: NDArray[Any], kind: int, tag: int
 ) -> CollectiveSpec:
     """Return the description of a send."""
-    peer, size = channel.stream.members[_DEST], array.nbytes
-    spec = CollectiveSpec(name, size=size, peer=peer, tag=tag, compared=_MESSAGE, text=_send_label)
-    if kind == BYTES:
-        return spec
-    return spec._replace(dtype=array.dtype.name, shape=array.shape, elements=array.size)
-
-
-def _send_label(spec: CollectiveSpec) -> str:
-    data = spec.array if spec.dtype else f"{spec.size} bytes"
-    return f"{spec.collective}({data} to rank {spec.peer}, tag {spec.tag})"
+    peer, nbytes = channel.stream.members[_DEST], array.nbytes
+    spec = CollectiveSpec(name, size=nbytes, peer=peer, tag=tag, compared=_MESSAGE)
+    data = f"{nbytes} bytes"
+    if kind != BYTES:
+        spec = spec.with_array(array)
+        data = spec.array
+    return spec._replace(shown=(f"{data} to rank {peer}", f"tag {tag}"))
 
 
 def send_request(
@@ -146,13 +143,9 @@ def receive_request(
         yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
         return finish(record.kind, output)
 
-    spec = CollectiveSpec(
-        name,
-        peer=stream.members[_SOURCE],
-        tag=tag,
-        compared=_MESSAGE,
-        text=lambda spec: f"{spec.collective}(from rank {spec.peer}, tag {spec.tag})",
-    )
+    peer = stream.members[_SOURCE]
+    shown = f"from rank {peer}", f"tag {tag}"
+    spec = CollectiveSpec(name, peer=peer, tag=tag, compared=_MESSAGE, shown=shown)
     end = channel.end
     message = Receiving(end, landing, finish) if isinstance(end, RecvEndpoint) else None
     return CheckedCall(spec, body(), message)

@@ -142,14 +142,10 @@ def _reduce_request(
         return results[0] if structure is None else unflatten(structure, results, like)
 
     if structure is not None:
+        digests = tuple(part[1].digest for part in parts)
+        shown = op, f"{len(arrays)} arrays", f"root {target}"
         spec = CollectiveSpec(
-            "reduce",
-            op,
-            target,
-            structure=structure,
-            options=tuple(part[1].digest for part in parts),
-            text=lambda spec: f"reduce({spec.op}, {spec.shown[0]} arrays{spec.to_root})",
-            shown=(len(arrays),),
+            "reduce", op, target, structure=structure, options=digests, shown=shown
         )
         return ReduceArgs(spec, body())
     ((reducer, spec),) = parts

@@ -160,12 +160,7 @@ def _scatter_request(
         return fits_out(blocks_of(parts_of_x, out), out)
 
     return TransferArgs(
-        CollectiveSpec(
-            "scatter",
-            root=source,
-            algorithm=algorithm,
-            text=lambda spec: f"scatter(root {spec.root})",
-        ),
+        CollectiveSpec("scatter", root=source, algorithm=algorithm, shown=(f"root {source}",)),
         layout if moves(communicator, "scatter", algorithm) else None,
         arrange=lambda: blocks_of(parts, out),
         finish=lambda output: deliver(output, out),
@@ -320,11 +315,11 @@ def _exchange_request(
     nbytes = sum(part.nbytes for part in mine)
     spec = CollectiveSpec(
         "all_to_all",
+        algorithm=algorithm,
         dtype=dtype.name,
         size=nbytes,
-        algorithm=algorithm,
         is_uniform=False,
-        text=lambda spec: f"all_to_all({spec.dtype}, {spec.size} bytes)",
+        shown=(dtype.name, f"{nbytes} bytes"),
     )
     return TransferArgs(
         spec,

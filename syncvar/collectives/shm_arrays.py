@@ -171,13 +171,9 @@ def shared_array(
         lengths, kind = checked_shape_dtype(shape, dtype)
         _require_one_host(context, communicator)
         checked.append((lengths, kind))
+        shown = list(lengths), kind.name
         spec = CollectiveSpec(
-            "shared_array",
-            dtype=kind.name,
-            shape=lengths,
-            options=(kind.str,),
-            text=lambda spec: f"shared_array({spec.shown[0]}, {spec.dtype})",
-            shown=(list(lengths),),
+            "shared_array", options=(kind.str,), dtype=kind.name, shape=lengths, shown=shown
         )
         nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
         return SharedArraySpec(spec, nbytes)

@@ -6,10 +6,12 @@ A call has one `CollectiveSpec`. Whatever has to know something about a call rea
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from syncvar.core.pytree import TreeDef
 
@@ -50,8 +52,8 @@ class CollectiveSpec(NamedTuple):
         True  # whether ranks compare dtype and shape here, and not in the call itself
     )
     compared: str = ""  # what the ranks compare in place of the fields; empty for the fields
-    text: Callable[[CollectiveSpec], str] | None = None  # returns the label; None: the collective
-    shown: tuple[object, ...] = ()  # more values for the label, perhaps of this rank only
+    shown: tuple[object, ...] = ()  # what the label has in parentheses
+    text: Callable[[CollectiveSpec], str] | None = None  # returns another label
 
     @property
     def digest(self) -> int:
@@ -65,10 +67,18 @@ class CollectiveSpec(NamedTuple):
     @property
     def label(self) -> str:
         """The text of the call for people, for instance "all_reduce(sum, float32[10])"."""
-        return self.collective if self.text is None else self.text(self)
+        if self.text is not None:
+            return self.text(self)
+        shown = ", ".join(map(str, self.shown))
+        return f"{self.collective}({shown})" if shown else self.collective
 
     def __str__(self) -> str:
         return self.label
+
+    def with_array(self, array: NDArray[Any]) -> CollectiveSpec:
+        """Return the description of the call with this input."""
+        dtype, shape, count, nbytes = array.dtype.name, array.shape, array.size, array.nbytes
+        return self._replace(dtype=dtype, shape=shape, elements=count, size=nbytes)
 
     # -- parts of a label --------------------------------------------------------------------------
 

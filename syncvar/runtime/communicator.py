@@ -23,14 +23,16 @@ from syncvar.runtime.state import send_queued
 from syncvar.runtime.work import Work, checked_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar._native import MessageCounter
     from syncvar.runtime.link_exchange import FrameSink
+    from syncvar.runtime.p2p_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.recorder import Recorder
+    from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
     PreparedCall = Callable[..., NDArray[Any] | None]

@@ -109,9 +109,7 @@ class ReplicaContext(MigrationHintsMixin):
         """
         strategy = self._inside("merge_call")
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        spec = CollectiveSpec(
-            "merge_call", options=(name,), text=lambda spec: f"merge_call({spec.options[0]})"
-        )
+        spec = CollectiveSpec("merge_call", options=(name,), shown=(name,))
         meet(strategy.communicator, spec, strategy.timeout)
         stack = scope_stack()
         stack.append(ScopeEntry(strategy, CallContext.MERGE))

@@ -132,22 +132,18 @@ class _Reduction(NamedTuple):
         """Return the request that combines the arrays; its result is the value, or the arrays."""
         options = ReduceOptions(reproducible)
         request = reduce_request(communicator, self.arrays, self.op, name=_CALL, options=options)
-        finish = self.finish if is_finished else list
-        first = self.arrays[0] if self.arrays else None
+        body = request.then(self.finish if is_finished else list).body
         spec = request.spec._replace(
             op="",
             structure=self.treedef,
             options=(self.op, *self.options, *request.spec.options),
-            dtype="" if first is None else first.dtype.name,
-            shape=() if first is None else first.shape,
-            elements=-1 if first is None else first.size,
-            size=-1 if first is None else first.nbytes,
-            text=_label,
+            size=-1,
             shown=self.options,
+            text=_label,
         )
-        return ReduceArgs(
-            spec, request.then(finish).body, op=self.op, is_entered=request.is_entered
-        )
+        if self.arrays:
+            spec = spec.with_array(self.arrays[0])
+        return ReduceArgs(spec, body, op=self.op, is_entered=request.is_entered)
 
 
 def _label(spec: CollectiveSpec) -> str:

@@ -124,16 +124,12 @@ def _same_request(
 
 def _same_spec(kind: str, label: str, x: NDArray[Any]) -> CollectiveSpec:
     """Return the description of a call that compares the inputs, by a method named `kind`."""
-    return CollectiveSpec(
-        label,
-        options=(kind,),
-        dtype=x.dtype.name,
-        shape=x.shape,
-        elements=x.size,
-        size=x.nbytes,
-        is_uniform=False,
-        text=lambda spec: f"{spec.collective}(same on all replicas, {spec.array})",
-    )
+    spec = CollectiveSpec(label, options=(kind,), is_uniform=False, text=_same_label)
+    return spec.with_array(x)
+
+
+def _same_label(spec: CollectiveSpec) -> str:
+    return f"{spec.collective}(same on all replicas, {spec.array})"
 
 
 def is_compared_first(communicator: Communicator) -> bool:
