@@ -143,9 +143,10 @@ def _reduce_request(
 
     if structure is not None:
         digests = tuple(part[1].digest for part in parts)
+        reduced = reducers[0].name if reducers else op  # `op` may be another name of it
         shown = op, f"{len(arrays)} arrays", f"root {target}"
         spec = CollectiveSpec(
-            "reduce", op, target, structure=structure, options=digests, shown=shown
+            "reduce", reduced, target, structure=structure, options=digests, shown=shown
         )
         return ReduceArgs(spec, body())
     ((reducer, spec),) = parts
