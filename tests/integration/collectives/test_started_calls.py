@@ -216,3 +216,22 @@ def test_two_threads_that_need_segments_at_once_get_the_same(monkeypatch):
     monkeypatch.setattr(SharedSegment, "allocate", slow)
     for used in world(2, fn, "python"):
         assert 2 * SEGMENT_BYTES < used < 4 * SEGMENT_BYTES
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_rank_that_waits_in_another_call_continues_its_started_one(runner):
+    """Inputs of unlike lengths need more than what each rank publishes at the start."""
+
+    def fn():
+        rank, group = sv.rank(), sv.new_group([0, 1])
+        for _ in range(3):
+            sv.all_gather(np.ones(2), group=group)
+            assert sv.all_reduce(1.0) == 2.0
+        for _ in range(5):
+            work = sv.all_gather(np.full(2 + rank, 1.0 + rank), group=group, async_op=True)
+            made = work.wait() if rank else None
+            assert sv.all_reduce(1.0) == 2.0
+            made = work.wait() if made is None else made
+            assert made.tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+    world(2, fn, runner)
