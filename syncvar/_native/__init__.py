@@ -282,15 +282,15 @@ def run(
     return steps
 
 
-def slot_call(*parts: Any, **objects: Any) -> Any:
-    """Return a persistent call in C, or None if C cannot run it; see `persistent_call.c`.
+def slot_call(spec: Any) -> Any:
+    """Return a persistent call in C, or None if C cannot run it.
 
-    `PersistentCallBuilder.build_native` explains the keyword arguments.
+    `spec` is a `NativeCallSpec`, see `syncvar/runtime/persistent_call.py`.
     """
     if _native is None:
         return None
     try:
-        return _native.SlotCall(*parts, **objects)
+        return _native.SlotCall(spec)
     except ValueError:  # NumPy has no loop for this dtype and op, or there are too many ranks
         return None
 
