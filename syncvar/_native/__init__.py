@@ -168,21 +168,17 @@ class CheckGate:
 
 
 class MessageCounter:
-    """Sequence counter of one (sender, receiver, tag).
+    """Counts the calls of one (sender, receiver, tag) that are over; frames of them are dropped.
 
-    The C extension advances it without informing the engine; `SequenceTracker.count_by` merges it.
-
-    Attributes:
-        next_call: First call that is not over; the receiver needs no frames of calls before it.
-        number: Number of the next message. Code that numbers a message by the communicator must
-            read and update this value.
+    The endpoints advance it without informing the engine; `SequenceTracker.count_by` merges it.
+    The communicator has the number of the next message, which may be waited for.
     """
 
-    __slots__ = ("__weakref__", "identity", "next_call", "number")
+    __slots__ = ("__weakref__", "identity", "next_call")
 
     def __init__(self, identity: int, next_call: int) -> None:
         self.identity = identity
-        self.next_call = self.number = next_call
+        self.next_call = next_call
 
 
 if _native is not None:  # classes with the same attributes, which C reads directly

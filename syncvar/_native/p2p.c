@@ -47,8 +47,9 @@ static int is_of(const Sort *sort, PyObject *value, int flags) {
     return sort->info != NULL && fits(&sort->form, value, flags);
 }
 
-/* Add a message to the flight recorder. */
-static int note(const End *self, const Sort *sort, long long call, int64_t begin) {
+/* Count a message that is over, and add it to the flight recorder. */
+static int complete(End *self, const Sort *sort, long long call, int64_t begin) {
+    self->count->next_call = self->stream->next_call = call + 1;
     PyObject *number = PyLong_FromLongLong(call), *since = PyLong_FromLongLong(begin);
     const int noted = record(self->add, sort->info, number, since);
     Py_XDECREF(number);
@@ -186,14 +187,13 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) ||
         !has_room(self, length, &gap))
         Py_RETURN_FALSE;
-    MessageCounter *count = self->count;
-    const long long call = count->number;
+    const long long call = self->stream->next_call;
     if (!hold(self)) Py_RETURN_FALSE;
     const int64_t begin = now_ns();
     const char *data = ((Array *)x)->data, *memory = self->memory.buf;
     const uint64_t offset =
         data >= memory && data < memory + self->memory.len ? (uint64_t)(data - memory) + 1 : 0;
-    count->next_call = count->number = call + 1;
+    self->count->next_call = self->stream->next_call = call + 1;
     words[NUMBER] = number;
     store(words + ATTENDED, number);
     uint64_t *entry =
@@ -216,7 +216,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     }
     if (gone) store(words + CANCELLED + number % PLACES, number); /* its place is free again */
     let_go(self);
-    if (note(self, sort, call, begin) < 0) return NULL;
+    if (complete(self, sort, call, begin) < 0) return NULL;
     Py_RETURN_TRUE;
 }
 
@@ -231,12 +231,10 @@ PyObject *send_now(PyObject *object, PyObject *x) {
     const uint64_t length = length_whole(sort);
     uint64_t gap;
     if (length > self->entry_bytes_max || !has_room(self, length, &gap)) Py_RETURN_FALSE;
-    MessageCounter *count = self->count;
-    const long long call = count->number;
+    const long long call = self->stream->next_call;
     const int64_t begin = now_ns();
-    count->next_call = count->number = call + 1;
     put(self, sort, (uint64_t)call, ((Array *)x)->data, gap);
-    if (note(self, sort, call, begin) < 0) return NULL;
+    if (complete(self, sort, call, begin) < 0) return NULL;
     Py_RETURN_TRUE;
 }
 
@@ -294,21 +292,19 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
     const uint64_t used = words[USED],
                    *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
     const uint64_t number = entry[SHAPE + sort->form.ndim + 2];
-    MessageCounter *count = self->count;
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || number == 0 ||
         seen(words + ATTENDED) != number)
         Py_RETURN_NONE;
     if (!hold(self)) Py_RETURN_NONE;
-    count->number = call + 1;
+    self->stream->next_call = call + 1;
     store(words + USED, used + entry[LENGTH]);
     uint64_t done;
     Py_BEGIN_ALLOW_THREADS store(words + ANSWERS + number % PLACES, (number << 1) - 1);
     done = take_parts(self, (uint64_t)call, ((Array *)made)->data, nbytes_of(sort));
     Py_END_ALLOW_THREADS if (done < nbytes_of(sort)) return go_on(self, made, call, begin, number,
                                                                   done);
-    count->next_call = call + 1;
     let_go(self);
-    return note(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
+    return complete(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
 }
 
 /* Return the oldest entry that is not a gap; NULL if none arrives while spinning. */
@@ -344,8 +340,7 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     End *self = (End *)object;
     if (!may_begin(self) || PyDict_Size(self->kept) || PyList_Size(self->shared)) Py_RETURN_NONE;
     const int64_t begin = now_ns();
-    MessageCounter *count = self->count;
-    const long long call = count->number;
+    const long long call = self->stream->next_call;
     const uint64_t *entry = oldest_entry(self);
     if (entry == NULL || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call)
         Py_RETURN_NONE;
@@ -360,7 +355,7 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     PyObject *result = NULL;
     /* The code above may have run other threads, or the garbage collector; the code below does not.
      */
-    if (out == Py_None && (count->number != call || self->words[USED] != used ||
+    if (out == Py_None && (self->stream->next_call != call || self->words[USED] != used ||
                            !is_of(sort, made, 0) || !may_begin(self))) {
         result = Py_NewRef(Py_None);
     } else if ((entry[TYPE_CODE] & 0xFF) == BY_ADDRESS) {
@@ -368,9 +363,8 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     } else if (!take(self, used, sort, ((Array *)made)->data)) {
         result = Py_NewRef(Py_None);
     } else {
-        count->next_call = count->number = call + 1;
         store(self->words + USED, used + entry[LENGTH]);
-        if (note(self, sort, call, begin) == 0) result = Py_NewRef(made);
+        if (complete(self, sort, call, begin) == 0) result = Py_NewRef(made);
     }
     Py_DECREF(made);
     return result;

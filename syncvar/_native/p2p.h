@@ -15,15 +15,16 @@ typedef struct {
     uint64_t what;
 } Sort;
 
-/* Sequence counter of a pair and tag; __init__.py explains its attributes. */
+/* Counts the calls of a pair and tag that are over; see __init__.py. */
 typedef struct {
     PyObject_HEAD PyObject *identity, *references;
-    long long next_call, number;
+    long long next_call;
 } MessageCounter;
 
 /* Endpoint of a pair and tag. */
 typedef struct {
     PyObject_HEAD PyObject *face;
+    CommunicatorState *stream; /* has the number of the next message */
     MessageCounter *count;
     PyObject *engine, *context, *add, *go_on, *kept, *shared;
     PyObject *busy, *box; /* locks of the pair and tag, and of this side of the ring */

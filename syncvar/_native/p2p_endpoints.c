@@ -14,7 +14,6 @@ typedef struct {
 static PyMemberDef message_counter_members[] = {
     {"identity", T_OBJECT_EX, offsetof(MessageCounter, identity), READONLY, NULL},
     NUMBER(MessageCounter, next_call),
-    NUMBER(MessageCounter, number),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(MessageCounter, references), READONLY, NULL},
     {NULL},
 };
@@ -26,7 +25,7 @@ static PyObject *message_counter_new(PyTypeObject *type, PyObject *arguments, Py
     MessageCounter *self = new_object(type);
     if (self == NULL) return NULL;
     self->identity = Py_NewRef(identity);
-    self->next_call = self->number = next_call;
+    self->next_call = next_call;
     return (PyObject *)self;
 }
 
@@ -111,7 +110,8 @@ static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
     self->has_memory = 1;
     const uint64_t whole = (uint64_t)self->memory.len;
-    if (Py_TYPE((PyObject *)self->count) != message_counter_type || ring_bytes == 0 ||
+    if (Py_TYPE((PyObject *)self->count) != message_counter_type ||
+        !PyObject_TypeCheck((PyObject *)self->stream, communicator_state_type) || ring_bytes == 0 ||
         ring_bytes % LINE || ring % LINE || box % LINE || abort_at % 8 || ring_bytes > whole ||
         ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
         entry_bytes_max > ring_bytes) {
@@ -146,6 +146,7 @@ static PyMethodDef end_methods[] = {
 };
 
 static PyMemberDef end_members[] = {
+    HELD(End, stream),
     HELD(End, count),
     HELD(End, engine),
     HELD(End, context),

@@ -1,7 +1,7 @@
 """Requests between two ranks that wait in the engine: messages, and remote gets outside of groups.
 
 A message goes through the message ring if possible, else over a link; the receiver polls both. A
-long message waits in the ring until the receiver has read it.
+long message waits in the ring until the receiver has read it. `p2p_channel` lists all ways.
 
 In a get, one process asks by key. The driver of the other's engine, at worst the progress thread,
 answers from published data. A get has a number of its own. If no answer comes in time, only the get
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.core.errors import DeadlineExceeded, InternalError, SyncvarError
+from syncvar.core.errors import DeadlineExceeded, SyncvarError
 from syncvar.protocol.frame import FrameType, Header
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount
 from syncvar.runtime.call_record import UNRECORDED, own_site
 from syncvar.runtime.request import BodyError
+from syncvar.shm.message_ring import RingAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,25 +49,24 @@ class Sending:
     """A message to send; its request waits for this object until the receiver has answered."""
 
     def __init__(
-        self, outward: SendEndpoint, type_word: int, array: NDArray[Any], *, waits: bool
+        self, end: SendEndpoint, type_code: int, array: NDArray[Any], *, waits: bool
     ) -> None:
-        self._outward = outward
-        self._type_word = type_word
+        self._end = end
+        self._type_code = type_code
         self._array = array
         self._waits = waits
-        self._bytes = array.reshape(-1).view(np.uint8).data
         self._number = 0  # number of a long message in the ring
         self._sent_nbytes = 0  # bytes sent in parts
-        self._group = self._call = 0
+        self._key: Key = (0, 0)
 
-    def go_on_with(self, number: int, sent_nbytes: int = 0) -> None:
+    def resume(self, number: int, sent_nbytes: int) -> None:
         """Continue an announced long message, of which `sent_nbytes` have been sent in parts."""
         self._number = number
         self._sent_nbytes = sent_nbytes
 
     def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
         """Return the steps of the call, given those over a link; none is taken before the first."""
-        self._group, self._call = entry.info.group, entry.call
+        self._key = entry.info.group, entry.call
         return self._steps(entry, over_link)
 
     # -- the `Wait` protocol -----------------------------------------------------------------------
@@ -81,87 +81,80 @@ class Sending:
         """Whether this waits for the receiver's answer, which needs polling."""
         return self._number != 0
 
-    @property
-    def is_published(self) -> bool:
-        """Whether the receiver may have seen the message."""
-        return self._number != 0
+    is_published = needs_looks  # then the receiver may have seen the message
 
     @property
     def awaiting(self) -> tuple[int, ...]:
         """The receiver."""
-        return (self._outward.dest,)
+        return (self._end.peer,)
 
     def is_reached(self) -> bool:
         """Send the requested parts; return whether the receiver has the message."""
-        outward, ring = self._outward, self._outward.ring_writer()
-        if ring is None:
-            raise InternalError("the ring of an announced message is gone")
+        end, ring, nbytes = self._end, self._end.announced_ring, self._array.nbytes
         answer = ring.answer(self._number)
-        if answer != 1 or not outward.lock.acquire(blocking=False):
-            return answer == 2
-        nbytes = len(self._bytes)
+        if answer != RingAnswer.WANTS_PARTS or not end.lock.acquire(blocking=False):
+            return answer == RingAnswer.RECEIVED
+        data = self._array.reshape(-1).view(np.uint8)
         try:
             while self._sent_nbytes < nbytes and (
-                sent := ring.part(self._group, self._call, self._sent_nbytes, self._bytes)
+                sent := ring.part(*self._key, self._sent_nbytes, data)
             ):
                 self._sent_nbytes += sent
         finally:
-            outward.lock.release()
+            end.lock.release()
         if self._sent_nbytes == nbytes:
             ring.cancel(self._number)  # its number becomes free
         return self._sent_nbytes == nbytes
 
     def look(self) -> bool:
         """Spin for a short while; return whether the receiver has answered."""
-        ring = self._outward.ring_writer()
+        ring = self._end.announced_ring
         # the receiver has to read the sent parts first
-        if ring is None or ring.answer(self._number) == 1:
+        if ring.answer(self._number) == RingAnswer.WANTS_PARTS:
             return False
-        return self._outward.wait((ring.answers_at(self._number),), (self._number << 1) - 1)
+        return self._end.is_answered(self._number)
 
     # -- the steps ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Withdraw the message of a failed call."""
         if self._number:
-            self._outward.cancel(self._number)
+            self._end.cancel(self._number)
 
     def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             try:
                 goes_by_link = not self._number and not self._put()
-                if goes_by_link:
-                    self._outward.announce_link()
             except SyncvarError as error:  # an error of this message only
                 raise BodyError(error) from error
             if goes_by_link:
+                self._end.announce_link()
                 return (yield from over_link)
             if self._number:
                 yield self
         finally:
             over_link.close()
-        _record_ring_transfer(entry, len(self._bytes))
+        entry.way, entry.nbytes = WAY, self._array.nbytes
         return None
 
     def _put(self) -> bool:
         """Write or announce the message in the ring; return False if that is impossible."""
-        array = self._array
         if self._waits:
-            self._number = self._outward.announce(self._type_word, self._group, self._call, array)
+            self._number = self._end.announce(self._type_code, self._key, self._array)
             return self._number != 0
-        name = self._type_word, self._group, self._call, array.shape
-        return self._outward.put(*name, self._bytes, array.nbytes, waits=False)
+        return self._end.put(self._type_code, self._key, self._array, waits=False)
 
 
 class Receiving:
     """A message to receive; its request waits for this object until the message comes."""
 
     need = 0
+    is_published = False  # the sender does not see that this rank waits
 
     def __init__(
-        self, inward: RecvEndpoint, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+        self, end: RecvEndpoint, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
     ) -> None:
-        self._inward = inward
+        self._end = end
         self._landing = landing
         self._finish = finish
         self._links: LinkExchange | None = None
@@ -172,7 +165,7 @@ class Receiving:
         """Return the steps of the call, given those over a link; now the message is expected."""
         self._links = links
         self._key = entry.info.group, entry.call
-        self._inward.expected.add(self._key)
+        self._end.expected.add(self._key)
         return self._steps(entry, over_link)
 
     # -- the `Wait` protocol -----------------------------------------------------------------------
@@ -180,61 +173,50 @@ class Receiving:
     @property
     def needs_looks(self) -> bool:
         """Whether the message may come through the ring, which needs polling."""
-        return not self._inward.is_without_ring
-
-    @property
-    def is_published(self) -> bool:
-        """Return False: the sender does not see that this rank waits."""
-        return False
+        return not self._end.is_without_ring
 
     @property
     def awaiting(self) -> tuple[int, ...]:
         """The sender."""
-        return (self._inward.source,)
+        return (self._end.peer,)
 
     def is_reached(self) -> bool:
         """Take the message if it is there; return whether it was, or comes over a link."""
         if self._links is not None and self._links.has_heard:
             return True
         try:
-            self._received = self._inward.take(self._key, self._landing)
+            self._received = self._end.take(self._key, self._landing, spins=False)
         except SyncvarError as error:  # an error of this message only; the sender has completed
             raise BodyError(error) from error
         return self._received is not None
 
     def look(self) -> bool:
         """Spin for a short while; return whether something has come."""
-        return self._inward.wait()
+        return self._end.wait()
 
     # -- the steps ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Drop the message of a failed call."""
-        self._inward.forget(self._key)
+        self._end.forget(self._key)
 
     def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             next(over_link)  # starts the exchange: the first round waits for a frame
             yield self
+            self._end.expected.discard(self._key)
             if self._received is None:
-                self._inward.links += 1
-                self._inward.expected.discard(self._key)
+                self._end.links += 1
                 return (yield from over_link)
         finally:
             over_link.close()
         kind, message = self._received
-        self._inward.expected.discard(self._key)
         try:
             result = self._finish(kind, message)
         except SyncvarError as error:
             raise BodyError(error) from error
-        _record_ring_transfer(entry, message.nbytes)
+        entry.way, entry.nbytes = WAY, message.nbytes
         return result
-
-
-def _record_ring_transfer(entry: PendingRecord, nbytes: int) -> None:
-    entry.way = WAY
-    entry.nbytes = nbytes
 
 
 class GetRequest:
