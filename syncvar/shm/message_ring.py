@@ -404,7 +404,7 @@ class RingTable:
         """Return the C runner of one end of a pair's messages; None if Python runs them.
 
         `identity` names the pair's calls, a message above `eager_bytes` waits for its receiver, and
-        `p2p.h` lists `objects`.
+        `p2p.c` lists `objects`.
         """
         channels = self.channels
         if not channels.is_native:
