@@ -27,6 +27,7 @@ from syncvar.protocol.fixed_records import ARRAY, BYTES
 from syncvar.protocol.object_codec import pack_object
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.p2p_channel import (
+    RECV_NAMES,
     SEND_NAMES,
     Mailbox,
     ReceiveArgs,
@@ -375,7 +376,7 @@ def _receive(
         if delivered is not None:
             return ended(delivered.result) if async_op else delivered.result
     return channel.stream.perform(
-        args.name, partial(channel.spec, args), timeout, async_op=async_op
+        RECV_NAMES[args.kind], partial(channel.spec, args), timeout, async_op=async_op
     )
 
 

@@ -52,14 +52,13 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Step
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
-    from syncvar.runtime.progress import ProgressEngine
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
 _TYPES_MAX = 64  # message types cached per pair and tag
 _lock = threading.RLock()  # reentrant for signal handlers
 _TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
 SEND_NAMES = {ARRAY: "send", BYTES: "send_object"}
-_RECV_NAMES = {ARRAY: "recv", BYTES: "recv_object"}
+RECV_NAMES = {ARRAY: "recv", BYTES: "recv_object"}
 
 
 class ReceiveArgs(NamedTuple):
@@ -67,11 +66,6 @@ class ReceiveArgs(NamedTuple):
 
     kind: int = ARRAY
     out: Any = None
-
-    @property
-    def name(self) -> str:
-        """The public function."""
-        return _RECV_NAMES[self.kind]
 
     def landing(
         self, kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -128,12 +122,14 @@ class P2PChannel:
         context: Process context.
     """
 
-    __slots__ = ("_context", "_types", "counter", "end", "native", "stream", "tag")
+    __slots__ = ("_context", "_engine", "_types", "counter", "end", "native", "stream", "tag")
     end: SendEndpoint | RecvEndpoint | None
 
     def __init__(
         self, stream: Communicator, tag: int, end: SendEndpoint | RecvEndpoint | None, context: Any
     ) -> None:
+        assert stream.engine is not None  # there are two ranks
+        self._engine = stream.engine
         self.stream = stream
         self.tag = tag
         self.end = end
@@ -150,12 +146,6 @@ class P2PChannel:
         native, self.native = self.native, None
         if native is not None:
             native.retire()
-
-    @property
-    def _engine(self) -> ProgressEngine:
-        engine = self.stream.engine
-        assert engine is not None  # there are two ranks
-        return engine
 
     def _begin(self) -> bool:
         """Return whether a message may begin without the engine; then this thread has `busy`."""
@@ -201,7 +191,7 @@ class P2PChannel:
                 self._context.config.eager_bytes,
                 stream=stream,
                 count=self.counter,
-                engine=stream.engine,
+                engine=self._engine,
                 context=self._context,
                 add=stream.recorder.add,
                 go_on=self.continue_in_engine,
@@ -222,13 +212,8 @@ class P2PChannel:
     ) -> Any:
         """Continue a long message that did not complete in C while spinning.
 
-        Args:
-            array: The message, or the buffer for it.
-            call: Its call number.
-            begin: Start time, CLOCK_MONOTONIC in nanoseconds.
-            number: Its number in the ring.
-            done: Bytes that have been sent or received in parts.
-            error: What a signal handler has raised meanwhile.
+        `number` is that of the message in the ring, `done` how many bytes went in parts, and
+        `error` what a signal handler has raised meanwhile.
         """
         stream, end = self.stream, self.end
         assert end is not None
@@ -264,16 +249,9 @@ class SendChannel(P2PChannel):
     end: SendEndpoint | None
 
     def send(self, kind: int, array: NDArray[Any], timeout: float | None, *, waits: bool) -> bool:
-        """Send a message while the ring has room, or the receiver comes; else the engine does.
+        """Send a contiguous array: to the ring, or a long one to a receiver that comes soon.
 
-        Args:
-            kind: ARRAY or BYTES.
-            array: The message, contiguous.
-            timeout: Seconds; None for the job's default.
-            waits: Wait for the receiver of a long message, or if there is no room.
-
-        Returns:
-            False if nothing has been done.
+        Else, if it `waits`, the engine sends it. Return False if nothing has been done.
         """
         stream, end = self.stream, self.end
         is_long, number = array.nbytes > self._context.config.eager_bytes, 0
@@ -355,15 +333,9 @@ class RecvChannel(P2PChannel):
     end: RecvEndpoint | None
 
     def receive(self, args: ReceiveArgs, timeout: float | None, *, waits: bool) -> Delivered | None:
-        """Receive a message that is there, or comes while spinning; else the engine waits for it.
+        """Receive a message that is there. If it `waits`: or comes soon, else by the engine.
 
-        Args:
-            args: What the receive takes.
-            timeout: Seconds; None for the job's default.
-            waits: Wait for a message that is not there.
-
-        Returns:
-            None if nothing has been done.
+        Return None if nothing has been done.
         """
         stream, end, engine = self.stream, self.end, self._engine
         if end is None or engine.under_way or not self._begin():
@@ -415,7 +387,7 @@ class RecvChannel(P2PChannel):
         return self.spec(ReceiveArgs())
 
     def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
-        name, peer = _RECV_NAMES[kind], self.stream.members[_SOURCE]
+        name, peer = RECV_NAMES[kind], self.stream.members[_SOURCE]
         fields = CallFields(name, peer=peer, tag=self.tag)
         return CallLabel(f"{name}(from rank {peer}, tag {self.tag})", fields)
 
@@ -458,15 +430,16 @@ class Mailbox:
 
     def receive(self, args: ReceiveArgs, *, async_op: bool) -> Any:
         """Receive the oldest message, or start a receive of the next one; raise UsageError."""
+        name = RECV_NAMES[args.kind]
         with _lock:
             first = self._popped(tuple)
             if first is None and async_op:
-                receive = _OwnReceive(self._refusal(args.name, "wait after that"), args)
+                receive = _OwnReceive(self._refusal(name, "wait after that"), args)
                 self._queues.setdefault(self._tag, deque()).append(receive)
                 return receive
         if first is None:
-            example = f"sv.{args.name}({self._rank}, tag={self._tag}, async_op=True)"
-            raise self._refusal(args.name, f"start the receive before: work = {example}")
+            example = f"sv.{name}({self._rank}, tag={self._tag}, async_op=True)"
+            raise self._refusal(name, f"start the receive before: work = {example}")
         result = args.finish(*first)
         return ended(result) if async_op else result
 

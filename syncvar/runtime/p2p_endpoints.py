@@ -16,14 +16,14 @@ from __future__ import annotations
 import collections
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar._native.constants import EntryForm
 from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import SyncvarError
-from syncvar.shm.message_ring import RingAnswer
+from syncvar.shm.message_ring import RingAnswer, RingEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.state import Core
     from syncvar.shm.channel_table import ProcessReader
-    from syncvar.shm.message_ring import RingEntry, RingReader, RingTable, RingWriter
+    from syncvar.shm.message_ring import RingReader, RingTable, RingWriter
 
     Key = tuple[int, int]  # (identity of the pair's calls, call number)
     # (kind, dtype, shape) -> buffer for a message.
@@ -48,8 +48,8 @@ class EndpointTable:
 
     def __init__(self, rings: RingTable, engine: Core, unexpected_nbytes_max: int) -> None:
         self._rings = rings
-        self._engine = engine
         self._unexpected_nbytes_max = unexpected_nbytes_max
+        self._following = engine.book.following
         self._outward: dict[int, SendEndpoint] = {}
         self._inward: dict[int, RecvEndpoint] = {}
 
@@ -65,12 +65,10 @@ class EndpointTable:
 
     def inward(self, source: int) -> RecvEndpoint:
         """Return the endpoint for receiving from a rank."""
-        created = self._inward.get(source)
-        if created is None:
-            limit, following = self._unexpected_nbytes_max, self._engine.book.following
-            created = RecvEndpoint(self._rings, source, limit, following)
-            created = self._inward.setdefault(source, created)
-        return created
+        return self._inward.get(source) or self._inward.setdefault(
+            source,
+            RecvEndpoint(self._rings, source, self._unexpected_nbytes_max, self._following),
+        )
 
 
 class RingEndpoint:
@@ -84,7 +82,7 @@ class RingEndpoint:
         self._rings = rings
         self._wait = rings.channels.wait
         self._ring: Any = None
-        self._unexpected: dict[Key, _PendingMessage | RingEntry] = {}
+        self._unexpected: dict[Key, Received | RingEntry] = {}
 
     def cancel(self, number: int) -> None:
         """Withdraw a long message, if this is its sender."""
@@ -178,11 +176,6 @@ class SendEndpoint(RingEndpoint):
                 self.lock.release()
 
 
-class _PendingMessage(NamedTuple):
-    kind: int
-    message: NDArray[Any]
-
-
 class _Parts:
     def __init__(self, kind: int, message: NDArray[Any]) -> None:
         self.kind = kind
@@ -257,15 +250,12 @@ class RecvEndpoint(RingEndpoint):
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            self._drop_forgotten()
-            parts = self._parts.get(key)
-            if parts is not None and not parts.missing:
-                del self._parts[key]
-                return parts.kind, parts.message
-            found = self._unexpected.pop(key, None)
-            if found is None:
-                return self._search(key, landing)
-            return self._opened(key, found, landing)
+            while self._forgotten:
+                forgotten = self._forgotten.popleft()
+                self._parts.pop(forgotten, None)
+                self._pop(forgotten)
+            found = self._pop(key) or self._search(key, landing)
+            return self._read(key, found, landing) if isinstance(found, RingEntry) else found
         finally:
             self.lock.release()
 
@@ -276,42 +266,42 @@ class RecvEndpoint(RingEndpoint):
 
     # -- with the lock -----------------------------------------------------------------------------
 
-    def _drop_forgotten(self) -> None:
-        while self._forgotten:
-            key = self._forgotten.popleft()
-            self._parts.pop(key, None)
-            found = self._unexpected.pop(key, None)
-            if isinstance(found, _PendingMessage):
-                self._let_go(found)
+    def _pop(self, key: Key) -> Received | RingEntry | None:
+        """Take out a message that came before its receive."""
+        found, ring = self._unexpected.pop(key, None), self._ring
+        if found is not None and not isinstance(found, RingEntry):
+            self._unexpected_nbytes -= found[1].nbytes
+            is_low = self._unexpected_nbytes * 2 < self._unexpected_nbytes_max
+            if self._refuses and is_low and ring is not None:
+                self._refuses = False
+                ring.refuse(refuses=False)
+        return found
 
-    def _search(self, key: Key, landing: Landing) -> Received | None:
-        ring = self._ring
+    def _search(self, key: Key, landing: Landing) -> Received | RingEntry | None:
+        """Read the ring up to a message; return it, or where a long one is."""
+        ring = self._ring = self._ring or self._rings.inbox(self.peer)
         if ring is None:
-            ring = self._ring = self._rings.inbox(self.peer)
-            if ring is None:
-                return None
-        while True:
+            return None
+        parts = self._parts.get(key)
+        while parts is None or parts.missing:
             self._seen = ring.news
             entry = ring.first()
             if entry is None:
                 return None
+            is_own = (entry.stream, entry.call) == key
             if entry.form == EntryForm.PART:
-                ended = self._add(ring, entry)
-                ring.free()
-                if ended == key:
-                    parts = self._parts.pop(key)
-                    return parts.kind, parts.message
-            elif (entry.stream, entry.call) != key:
+                self._add(ring, entry)
+            elif not is_own:
                 self._keep(ring, entry)
-                ring.free()
             elif entry.form == EntryForm.WHOLE:
-                source = ring.bytes_at(entry.data, entry.nbytes)
-                created = self._copied(entry, source, landing)
+                created = self._copied(entry, ring.bytes_at(entry.data, entry.nbytes), landing)
                 ring.free()
                 return entry.kind, created
-            else:
-                ring.free()
-                return self._opened(key, entry, landing)
+            ring.free()
+            if is_own and entry.form == EntryForm.BY_ADDRESS:
+                return entry
+        del self._parts[key]
+        return parts.kind, parts.message
 
     @staticmethod
     def _buffer_for(entry: RingEntry, landing: Landing | None) -> NDArray[Any]:
@@ -336,33 +326,11 @@ class RecvEndpoint(RingEndpoint):
             self._unexpected[key] = entry
             return
         message = self._copied(entry, ring.bytes_at(entry.data, entry.nbytes))
-        self._unexpected[key] = _PendingMessage(entry.kind, message)
+        self._unexpected[key] = entry.kind, message
         self._unexpected_nbytes += message.nbytes
         if self._unexpected_nbytes > self._unexpected_nbytes_max and not self._refuses:
             self._refuses = True
             ring.refuse(refuses=True)
-
-    def _let_go(self, found: _PendingMessage) -> None:
-        self._unexpected_nbytes -= found.message.nbytes
-        if (
-            self._refuses
-            and self._ring is not None
-            and self._unexpected_nbytes * 2 < self._unexpected_nbytes_max
-        ):
-            self._refuses = False
-            self._ring.refuse(refuses=False)
-
-    def _opened(
-        self, key: Key, found: _PendingMessage | RingEntry, landing: Landing
-    ) -> Received | None:
-        if isinstance(found, _PendingMessage):
-            self._let_go(found)
-            created = landing(found.kind, found.message.dtype, found.message.shape)
-            if created is None:
-                return found.kind, found.message
-            created[...] = found.message
-            return found.kind, created
-        return self._read(key, found, landing)
 
     def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Received | None:
         """Read a long message; None if it is withdrawn, comes in parts, or the sender died."""
@@ -392,14 +360,10 @@ class RecvEndpoint(RingEndpoint):
         ring.confirm(entry.number)
         return entry.kind, created
 
-    def _add(self, ring: RingReader, entry: RingEntry) -> Key | None:
-        """Copy a part into its message; return the key if it was the last part."""
-        key = entry.stream, entry.call
-        parts = self._parts.get(key)
-        if parts is None:
-            return None  # its receive has failed
-        parts.bytes[entry.place : entry.place + entry.nbytes] = ring.bytes_at(
-            entry.data, entry.nbytes
-        )
-        parts.missing -= entry.nbytes
-        return None if parts.missing else key
+    def _add(self, ring: RingReader, entry: RingEntry) -> None:
+        """Copy a part into its message, unless its receive has failed."""
+        parts = self._parts.get((entry.stream, entry.call))
+        if parts is not None:
+            source = ring.bytes_at(entry.data, entry.nbytes)
+            parts.bytes[entry.place : entry.place + entry.nbytes] = source
+            parts.missing -= entry.nbytes
