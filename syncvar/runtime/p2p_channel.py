@@ -122,7 +122,6 @@ class P2PChannel:
         context: Process context.
     """
 
-    __slots__ = ("_context", "_engine", "_types", "counter", "end", "native", "stream", "tag")
     end: SendEndpoint | RecvEndpoint | None
 
     def __init__(
@@ -139,6 +138,7 @@ class P2PChannel:
             self._engine.book.count_by(self.counter)
         self.native: Any = None  # C endpoint, once it has something to do
         self._context = context
+        self._eager_bytes: int = context.config.eager_bytes
         self._types: dict[tuple[int, np.dtype[Any], tuple[int, ...]], MessageType] = {}
 
     def retire(self) -> None:
@@ -188,7 +188,7 @@ class P2PChannel:
         if self.native is None:
             self.native = end.native_endpoint(
                 stream.identity,
-                self._context.config.eager_bytes,
+                self._eager_bytes,
                 stream=stream,
                 count=self.counter,
                 engine=self._engine,
@@ -245,7 +245,6 @@ class P2PChannel:
 class SendChannel(P2PChannel):
     """The sender's side of a pair and tag."""
 
-    __slots__ = ()
     end: SendEndpoint | None
 
     def send(self, kind: int, array: NDArray[Any], timeout: float | None, *, waits: bool) -> bool:
@@ -253,32 +252,25 @@ class SendChannel(P2PChannel):
 
         Else, if it `waits`, the engine sends it. Return False if nothing has been done.
         """
-        stream, end = self.stream, self.end
-        is_long, number = array.nbytes > self._context.config.eager_bytes, 0
+        stream, end, is_long = self.stream, self.end, array.nbytes > self._eager_bytes
         if end is None or (is_long and (self._engine.under_way or not waits)):
             return False
         message_type = self._type_of(kind, array)
         if not self._begin():
             return False
         call, begin = stream.next_call, monotonic_ns()
+        message = Sending(end, message_type.type_code, array, is_long=is_long)
         try:
             try:
-                type_code, key = message_type.type_code, (stream.identity, call)
-                if is_long:
-                    number = end.announce(type_code, key, array)
-                    is_over = number != 0 and end.is_read_soon(number)
-                else:
-                    is_over = end.put(type_code, key, array, waits=True)
-                if is_over:
+                if message.put((stream.identity, call), spins=True) and message.is_read_soon():
                     self._complete(message_type, call, begin)
                     return True
                 if not waits:
                     return False
                 stream.next_call = call + 1
-                operation = stream.operation(call, self.spec(kind, array, number), begin)
+                operation = stream.operation(call, self.spec(kind, array, message), begin)
             except BaseException as error:  # the other rank may or may not have the message
-                if number:
-                    end.cancel(number)
+                message.abandon()
                 stream.interrupt(call, begin, error)
                 raise
             self._engine.take_over(operation, timeout)
@@ -288,21 +280,17 @@ class SendChannel(P2PChannel):
             stream.busy.release()
 
     def spec(
-        self, kind: int, array: NDArray[Any], number: int = 0, sent_nbytes: int = 0
+        self, kind: int, array: NDArray[Any], message: Sending | None = None
     ) -> CollectiveSpec:
-        """Return the call that sends an array, or an object as bytes; raise ConfigError.
-
-        It continues a long message with a `number` in the ring, after the bytes sent in parts.
-        """
-        message, waits = None, array.nbytes > self._context.config.eager_bytes
-        record = array_record(array, int(waits))._replace(kind=kind)
-        if self.end is not None:
+        """Return the call that sends an array, or an object as bytes; raise ConfigError."""
+        is_long = array.nbytes > self._eager_bytes
+        record = array_record(array, int(is_long))._replace(kind=kind)
+        if message is None and self.end is not None:
             type_code = array_code(kind, record.dtype, array.ndim)
-            message = Sending(self.end, type_code, array, waits=waits)
-            message.resume(number, sent_nbytes)
-        label, data = self._label(kind, array), np.frombuffer(pack_record(record), np.uint8)
-        body = self._stages(data, array.reshape(-1), waits=waits)
-        return CollectiveSpec(label, fingerprint("message"), body, message)
+            message = Sending(self.end, type_code, array, is_long=is_long)
+        data = np.frombuffer(pack_record(record), np.uint8)
+        body = self._stages(data, array.reshape(-1), waits=is_long)
+        return CollectiveSpec(self._label(kind, array), fingerprint("message"), body, message)
 
     def _stages(
         self, record: NDArray[Any], work: NDArray[Any], *, waits: bool
@@ -312,7 +300,10 @@ class SendChannel(P2PChannel):
         yield self._stage(work, *steps, Send(_DEST, Chunk(0, work.size)))
 
     def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CollectiveSpec:
-        return self.spec(ARRAY, array, number, done)
+        assert self.end is not None
+        type_code = self._type_of(ARRAY, array).type_code
+        message = Sending(self.end, type_code, array, number, done, is_long=True)
+        return self.spec(ARRAY, array, message)
 
     def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
         assert array is not None
@@ -329,7 +320,6 @@ class SendChannel(P2PChannel):
 class RecvChannel(P2PChannel):
     """The receiver's side of a pair and tag."""
 
-    __slots__ = ()
     end: RecvEndpoint | None
 
     def receive(self, args: ReceiveArgs, timeout: float | None, *, waits: bool) -> Delivered | None:

@@ -23,7 +23,7 @@ import numpy as np
 from syncvar._native.constants import EntryForm
 from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import SyncvarError
-from syncvar.shm.message_ring import RingAnswer, RingEntry
+from syncvar.shm.message_ring import RingEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ class SendEndpoint(RingEndpoint):
             self._has_none = self._ring is None
         return self._ring
 
-    def put(self, type_code: int, key: Key, array: NDArray[Any], *, waits: bool) -> bool:
+    def put(self, type_code: int, key: Key, array: NDArray[Any], *, spins: bool) -> bool:
         """Write a message to the ring; return False without space or if another thread writes."""
         if not self.lock.acquire(blocking=False):
             return False
@@ -124,7 +124,7 @@ class SendEndpoint(RingEndpoint):
                 return False
             shape, data = array.shape, array.reshape(-1).view(np.uint8)
             while not ring.put(type_code, *key, shape, data, data.size):
-                room = ring.room_at(shape, data.size) if waits else None
+                room = ring.room_at(shape, data.size) if spins else None
                 if room is None or not self._wait(room[:1], room[1]):
                     return False
             return True
@@ -149,11 +149,6 @@ class SendEndpoint(RingEndpoint):
     def is_answered(self, number: int) -> bool:
         """Spin for a short while; return whether the receiver has answered a long message."""
         return self._wait((self.announced_ring.answers_at(number),), (number << 1) - 1)
-
-    def is_read_soon(self, number: int) -> bool:
-        """Spin for a short while; return whether the receiver has read a long message."""
-        ring = self.announced_ring
-        return self.is_answered(number) and ring.answer(number) == RingAnswer.RECEIVED
 
     def cancel(self, number: int) -> None:
         """Withdraw a long message."""

@@ -41,40 +41,72 @@ if TYPE_CHECKING:
 
 WAY = "shm message"  # in flight records
 _LINE_MAX = 200  # characters of a program line; all of them must fit into one control message
+_EMPTY = memoryview(b"")
 
 Answer = tuple[bytes, memoryview]  # description, and bytes that are never written again
 
 
-class Sending:
-    """A message to send; its request waits for this object until the receiver has answered."""
+class RingRequest:
+    """A message in the ring; its request waits for this object, which is a `Wait`."""
+
+    need = 0  # bytes sent in parts
+    _end: SendEndpoint | RecvEndpoint
+    _key: Key
+    _links: LinkExchange
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """The other rank."""
+        return (self._end.peer,)
+
+    def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
+        """Return the steps of the call, given those over a link; none is taken before the first."""
+        self._key = entry.info.group, entry.call
+        self._links = links
+        return self._steps(entry, over_link)
+
+    def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
+        raise NotImplementedError
+
+
+class Sending(RingRequest):
+    """A message to send; a long one waits for its receiver.
+
+    An announced one has a `number` in the ring, and `sent_nbytes` of it have been sent in parts.
+    """
+
+    _end: SendEndpoint
 
     def __init__(
-        self, end: SendEndpoint, type_code: int, array: NDArray[Any], *, waits: bool
+        self,
+        end: SendEndpoint,
+        type_code: int,
+        array: NDArray[Any],
+        number: int = 0,
+        sent_nbytes: int = 0,
+        *,
+        is_long: bool,
     ) -> None:
         self._end = end
         self._type_code = type_code
         self._array = array
-        self._waits = waits
-        self._number = 0  # number of a long message in the ring
-        self._sent_nbytes = 0  # bytes sent in parts
-        self._key: Key = (0, 0)
-
-    def resume(self, number: int, sent_nbytes: int) -> None:
-        """Continue an announced long message, of which `sent_nbytes` have been sent in parts."""
+        self._is_long = is_long
         self._number = number
-        self._sent_nbytes = sent_nbytes
+        self.need = sent_nbytes
 
-    def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of the call, given those over a link; none is taken before the first."""
-        self._key = entry.info.group, entry.call
-        return self._steps(entry, over_link)
+    def put(self, key: Key, *, spins: bool) -> bool:
+        """Write or announce the message in the ring; return False if that is impossible."""
+        if not self._is_long:
+            return self._end.put(self._type_code, key, self._array, spins=spins)
+        self._number = self._end.announce(self._type_code, key, self._array)
+        return self._number != 0
 
-    # -- the `Wait` protocol -----------------------------------------------------------------------
-
-    @property
-    def need(self) -> int:
-        """Number that changes whenever the message makes progress."""
-        return self._sent_nbytes
+    def is_read_soon(self) -> bool:
+        """Return whether no receiver has to come, or it reads a long message while this spins."""
+        if self._number == 0:
+            return True
+        ring, number = self._end.announced_ring, self._number
+        return self._end.is_answered(number) and ring.answer(number) == RingAnswer.RECEIVED
 
     @property
     def needs_looks(self) -> bool:
@@ -82,11 +114,6 @@ class Sending:
         return self._number != 0
 
     is_published = needs_looks  # then the receiver may have seen the message
-
-    @property
-    def awaiting(self) -> tuple[int, ...]:
-        """The receiver."""
-        return (self._end.peer,)
 
     def is_reached(self) -> bool:
         """Send the requested parts; return whether the receiver has the message."""
@@ -96,15 +123,13 @@ class Sending:
             return answer == RingAnswer.RECEIVED
         data = self._array.reshape(-1).view(np.uint8)
         try:
-            while self._sent_nbytes < nbytes and (
-                sent := ring.part(*self._key, self._sent_nbytes, data)
-            ):
-                self._sent_nbytes += sent
+            while self.need < nbytes and (sent := ring.part(*self._key, self.need, data)):
+                self.need += sent
         finally:
             end.lock.release()
-        if self._sent_nbytes == nbytes:
+        if self.need == nbytes:
             ring.cancel(self._number)  # its number becomes free
-        return self._sent_nbytes == nbytes
+        return self.need == nbytes
 
     def look(self) -> bool:
         """Spin for a short while; return whether the receiver has answered."""
@@ -114,8 +139,6 @@ class Sending:
             return False
         return self._end.is_answered(self._number)
 
-    # -- the steps ---------------------------------------------------------------------------------
-
     def abandon(self) -> None:
         """Withdraw the message of a failed call."""
         if self._number:
@@ -124,7 +147,7 @@ class Sending:
     def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             try:
-                goes_by_link = not self._number and not self._put()
+                goes_by_link = not self._number and not self.put(self._key, spins=False)
             except SyncvarError as error:  # an error of this message only
                 raise BodyError(error) from error
             if goes_by_link:
@@ -137,19 +160,12 @@ class Sending:
         entry.way, entry.nbytes = WAY, self._array.nbytes
         return None
 
-    def _put(self) -> bool:
-        """Write or announce the message in the ring; return False if that is impossible."""
-        if self._waits:
-            self._number = self._end.announce(self._type_code, self._key, self._array)
-            return self._number != 0
-        return self._end.put(self._type_code, self._key, self._array, waits=False)
 
+class Receiving(RingRequest):
+    """A message to receive."""
 
-class Receiving:
-    """A message to receive; its request waits for this object until the message comes."""
-
-    need = 0
     is_published = False  # the sender does not see that this rank waits
+    _end: RecvEndpoint
 
     def __init__(
         self, end: RecvEndpoint, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
@@ -157,32 +173,21 @@ class Receiving:
         self._end = end
         self._landing = landing
         self._finish = finish
-        self._links: LinkExchange | None = None
-        self._key: Key = (0, 0)
         self._received: Received | None = None
 
     def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of the call, given those over a link; now the message is expected."""
-        self._links = links
-        self._key = entry.info.group, entry.call
-        self._end.expected.add(self._key)
-        return self._steps(entry, over_link)
-
-    # -- the `Wait` protocol -----------------------------------------------------------------------
+        """Return the steps of the call; now the message is expected."""
+        self._end.expected.add((entry.info.group, entry.call))
+        return super().steps(entry, links, over_link)
 
     @property
     def needs_looks(self) -> bool:
         """Whether the message may come through the ring, which needs polling."""
         return not self._end.is_without_ring
 
-    @property
-    def awaiting(self) -> tuple[int, ...]:
-        """The sender."""
-        return (self._end.peer,)
-
     def is_reached(self) -> bool:
         """Take the message if it is there; return whether it was, or comes over a link."""
-        if self._links is not None and self._links.has_heard:
+        if self._links.has_heard:
             return True
         try:
             self._received = self._end.take(self._key, self._landing, spins=False)
@@ -193,8 +198,6 @@ class Receiving:
     def look(self) -> bool:
         """Spin for a short while; return whether something has come."""
         return self._end.wait()
-
-    # -- the steps ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Drop the message of a failed call."""
@@ -289,22 +292,20 @@ class GetRequests:
             else:
                 question.call = next(self._numbers)
                 self._open[question.call] = question
-                self._send(FrameType.ASK, question.peer, question.call, question.key, 0, 0, None)
+                self._send(FrameType.ASK, question.peer, question.call, question.key)
 
     def answer(self, header: Header) -> None:
         """Answer a request of another rank."""
-        source, call, key = header.source, header.call, header.fingerprint
-        found = self.find(key)
+        where = FrameType.ANSWER, header.source, header.call, header.fingerprint
+        found = self.find(header.fingerprint)
         if found is None:
-            self._send(FrameType.ANSWER, source, call, key, 0, 0, None)
+            self._send(*where)
             return
         description, data = found
         starts = range(0, data.nbytes, self._segment_bytes)
-        count = 1 + len(starts)
-        self._send(FrameType.ANSWER, source, call, key, count, 0, memoryview(description))
-        for segment, start in enumerate(starts, 1):
-            piece = data[start : start + self._segment_bytes]
-            self._send(FrameType.ANSWER, source, call, key, count, segment, piece)
+        pieces = [memoryview(description), *(data[at : at + self._segment_bytes] for at in starts)]
+        for segment, piece in enumerate(pieces):
+            self._send(*where, len(pieces), segment, piece)
 
     def accept(self, frame: Frame) -> bool:
         """Use a frame of an answer, if it is not late; return whether it completed a request."""
@@ -321,14 +322,10 @@ class GetRequests:
         for number, question in list(self._open.items()):
             if now >= question.deadline:
                 del self._open[number]
-                question.fail(
-                    DeadlineExceeded(
-                        f"{question.label} was not answered within {question.timeout_s:g} s by "
-                        f"rank {question.peer}; the group is not affected",
-                        (question.peer,),
-                        question.timeout_s,
-                    )
-                )
+                peer, allowed = question.peer, question.timeout_s
+                text = f"{question.label} was not answered within {allowed:g} s by rank {peer}"
+                text += "; the group is not affected"
+                question.fail(DeadlineExceeded(text, (peer,), allowed))
                 due = now
             else:
                 due = min(due, question.deadline)
@@ -341,22 +338,20 @@ class GetRequests:
                 del self._open[number]
                 question.fail(error)
 
-    def _send(
+    def _send(  # noqa: PLR0917
         self,
         kind: FrameType,
         peer: int,
         call: int,
         key: int,
-        count: int,
-        segment: int,
-        payload: memoryview | None,
+        count: int = 0,
+        segment: int = 0,
+        payload: memoryview = _EMPTY,
     ) -> None:
-        nbytes = 0 if payload is None else payload.nbytes
-        header = Header(
-            kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes
-        ).pack()
+        core, nbytes = self._core, payload.nbytes
+        header = Header(kind, core.rank, core.generation, 0, call, count, segment, key, nbytes)
         self.frames_sent += 1
-        self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
+        core.transport.send(peer, header.pack(), payload if nbytes else None, borrow=True)
 
 
 def _nothing(_key: int) -> None:
