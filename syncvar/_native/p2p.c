@@ -462,16 +462,16 @@ static void end_dealloc(PyObject *object) {
     if (has_memory) PyBuffer_Release(&memory);
 }
 
-/* End(memory, box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort, identity, looks,
- * shares_cores, patience_ns, *, members): box, ring and abort are offsets in the memory. */
+/* End(memory, (box, ring_bytes, entry_bytes_max, eager_bytes, abort), identity, (looks,
+ * shares_cores), patience_ns, *, members): box and abort are offsets in the memory. The entries
+ * follow the four lines of the box. */
 static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *memory;
-    unsigned long long box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort_at, identity;
+    unsigned long long box, ring_bytes, entry_bytes_max, eager_bytes, abort_at, identity;
     int looks, shares_cores;
     long long patience_ns;
-    if (!PyArg_ParseTuple(arguments, "OKKKKKKKipL", &memory, &box, &ring, &ring_bytes,
-                          &entry_bytes_max, &eager_bytes, &abort_at, &identity, &looks,
-                          &shares_cores, &patience_ns))
+    if (!PyArg_ParseTuple(arguments, "O(KKKKK)K(ip)L", &memory, &box, &ring_bytes, &entry_bytes_max,
+                          &eager_bytes, &abort_at, &identity, &looks, &shares_cores, &patience_ns))
         return NULL;
     End *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
@@ -483,15 +483,15 @@ static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     const uint64_t whole = (uint64_t)self->memory.len;
     if (!PyObject_TypeCheck((PyObject *)self->count, communicator_state_type) ||
         !PyObject_TypeCheck((PyObject *)self->stream, communicator_state_type) || ring_bytes == 0 ||
-        ring_bytes % LINE || ring % LINE || box % LINE || abort_at % 8 || ring_bytes > whole ||
-        ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
-        entry_bytes_max > ring_bytes) {
+        ring_bytes % LINE || box % LINE || abort_at % 8 || whole < 4 * LINE ||
+        ring_bytes > whole - 4 * LINE || box > whole - 4 * LINE - ring_bytes ||
+        abort_at > whole - 8 || entry_bytes_max > ring_bytes) {
         PyErr_SetString(PyExc_ValueError, "the message ring is not within this memory");
         goto failed;
     }
     char *start = self->memory.buf;
     self->words = (uint64_t *)(start + box);
-    self->ring = start + ring;
+    self->ring = start + box + 4 * LINE;
     self->abort = (uint64_t *)(start + abort_at);
     self->ring_bytes = ring_bytes;
     self->entry_bytes_max = entry_bytes_max;

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native import message_end
 from syncvar._native.constants import EntryForm
 from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import SyncvarError
-from syncvar.shm.message_ring import RingEntry
+from syncvar.shm.channel_table import BUDGET_S
+from syncvar.shm.message_ring import ENTRY_BYTES_MAX, RingEntry
+from syncvar.shm.segment_file import ABORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,11 +91,17 @@ class RingEndpoint:
         """Withdraw a long message, if this is its sender."""
 
     def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
-        if self._ring is None:
+        """Return the C endpoint of a pair and tag; None if Python runs its messages.
+
+        `identity` names the pair's calls, and `p2p.c` lists `objects`.
+        """
+        ring, channels = self._ring, self._rings.channels
+        if ring is None or not channels.is_native:
             return None
+        patience = channels.patience((channels.places[self.peer],)), int(BUDGET_S * 1e9)
+        places = ring.start, ring.ring_bytes, ENTRY_BYTES_MAX, eager_bytes, ABORT * 8
         objects |= {"box": self.lock, "kept": self._unexpected}
-        return self._rings.native_endpoint(self._ring, self.peer, identity, eager_bytes, **objects)
+        return message_end(channels.shm.memory, places, identity, *patience, **objects)
 
 
 class SendEndpoint(RingEndpoint):

@@ -225,18 +225,19 @@ class Receiving(RingRequest):
 class GetRequest:
     """A remote get that waits for its answer; it is an `Awaited`."""
 
+    call = -1
+    entry = UNRECORDED
+    thread = 0
+    is_over = False
+    error: BaseException | None = None
+    result: tuple[bytes, bytes] | None = None
+
     def __init__(self, peer: int, key: int, label: str, deadline: float, timeout_s: float) -> None:
         self.peer = peer
         self.key = key
         self.label = label
         self.deadline = deadline
         self.timeout_s = timeout_s
-        self.call = -1
-        self.entry = UNRECORDED
-        self.thread = 0
-        self.is_over = False
-        self.error: BaseException | None = None
-        self.result: tuple[bytes, bytes] | None = None
         self._parts: dict[int, bytes | memoryview] = {}
 
     def look(self) -> bool:

@@ -40,11 +40,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar._native import message_end
 from syncvar._native.constants import PLACES, EntryForm, RingWord
 from syncvar.core.errors import SharedMemoryFull
-from syncvar.shm.channel_table import BUDGET_S
-from syncvar.shm.segment_file import ABORT, LINE_BYTES
+from syncvar.shm.segment_file import LINE_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -392,38 +390,6 @@ class RingTable:
         """Return the reader of a rank's memory, as rank 0; None if it is not readable."""
         places = self.channels.places
         return self.channels.reach((places[source], self._shm.local_rank))
-
-    def native_endpoint(
-        self,
-        end: RingWriter | RingReader,
-        other: int,
-        identity: int,
-        eager_bytes: int,
-        **objects: Any,
-    ) -> Any:
-        """Return the C runner of one end of a pair's messages; None if Python runs them.
-
-        `identity` names the pair's calls, a message above `eager_bytes` waits for its receiver, and
-        `p2p.c` lists `objects`.
-        """
-        channels = self.channels
-        if not channels.is_native:
-            return None
-        looks, shares_cores = channels.patience((channels.places[other],))
-        return message_end(
-            self._shm.memory,
-            end.start,
-            end.ring,
-            end.ring_bytes,
-            ENTRY_BYTES_MAX,
-            eager_bytes,
-            ABORT * 8,
-            identity,
-            looks,
-            shares_cores,
-            int(BUDGET_S * 1e9),
-            **objects,
-        )
 
     def _word_of(self, source: int) -> int:
         """Return the index of the list word of the ring from a rank; 0 without a list."""

@@ -74,15 +74,9 @@ class End:
         self.engine.is_quiet = True
         self.native = message_end(
             pair.memory,
-            BOX,
-            BOX + 256,
-            RING_BYTES,
-            RING_BYTES // 2,
-            65536,
-            ABORT_AT,
+            (BOX, RING_BYTES, RING_BYTES // 2, 65536, ABORT_AT),
             IDENTITY,
-            400,
-            False,
+            (400, False),
             int(patience_s * 1e9),
             stream=self.stream,
             count=self.count,
