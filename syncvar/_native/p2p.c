@@ -224,11 +224,10 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 &&
         words[CANCELLED + before % PLACES] != before)
         Py_RETURN_FALSE;
-    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) ||
-        !has_room(self, length, &gap))
-        Py_RETURN_FALSE;
     const long long call = self->stream->next_call;
-    if (!hold(self)) Py_RETURN_FALSE;
+    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) ||
+        !has_room(self, length, &gap) || !hold(self))
+        Py_RETURN_FALSE;
     const int64_t begin = now_ns();
     const char *data = ((Array *)x)->data, *memory = self->memory.buf;
     const uint64_t offset =
@@ -327,9 +326,8 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
                    *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
     const uint64_t number = entry[SHAPE + sort->form.ndim + 2];
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || number == 0 ||
-        seen(words + ATTENDED) != number)
+        seen(words + ATTENDED) != number || !hold(self))
         Py_RETURN_NONE;
-    if (!hold(self)) Py_RETURN_NONE;
     self->stream->next_call = call + 1;
     store(words + USED, used + entry[LENGTH]);
     uint64_t done;
@@ -404,37 +402,23 @@ static PyObject *receive_now(PyObject *object, PyObject *out) {
     return result;
 }
 
-/* Replaces `send` or `recv`. */
-typedef struct {
-    Face face;
-    int is_sending;
-} MessageEntrance;
-
 /* -- endpoints --------------------------------------------------------------------------------- */
 
-/* remember(dtype, shape, what, info): cache a dtype and shape; `info` is the CallInfo. */
+/* remember(dtype, shape, what, info): cache a dtype and shape, which have one CallInfo `info`. */
 static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     End *self = (End *)object;
     PyObject *dtype, *shape, *info;
     unsigned long long what;
     if (!PyArg_ParseTuple(arguments, "OO!KO", &dtype, &PyTuple_Type, &shape, &what, &info))
         return NULL;
-    if (PyTuple_Size(shape) > BOX_NDIM_MAX) Py_RETURN_NONE;
+    int is_known = PyTuple_Size(shape) > BOX_NDIM_MAX;
+    for (int which = 0; which < SORTS; which++) is_known |= self->sorts[which].info == info;
+    if (is_known) Py_RETURN_NONE;
     Sort made = {.shape = shape, .info = info, .what = what};
     PyObject *held =
         read_form(dtype, shape, &made.form) ? PyTuple_Pack(3, dtype, shape, info) : NULL;
     Py_DECREF(made.form.dtype); /* `held` owns it */
-    int is_known = held == NULL;
-    for (int which = 0; which < SORTS && !is_known; which++) {
-        const Sort *one = &self->sorts[which];
-        is_known = one->info != NULL && one->what == what && one->form.dtype == dtype &&
-                   one->form.ndim == made.form.ndim &&
-                   memcmp(one->form.shape, made.form.shape, made.form.ndim * sizeof(intptr_t)) == 0;
-    }
-    if (is_known) {
-        Py_XDECREF(held);
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    }
+    if (held == NULL) return NULL;
     const int place = self->next_sort++ % SORTS;
     self->sorts[place] = made;
     return PyList_SetItem(self->kept_sorts, place, held) < 0 ? NULL : Py_NewRef(Py_None);
@@ -537,6 +521,12 @@ TYPE(End, end, end_members, Py_TPFLAGS_HAVE_GC, "Endpoint of the messages of a p
      {Py_tp_clear, end_clear}, {Py_tp_dealloc, end_dealloc})
 
 /* -- dispatch of send and recv ----------------------------------------------------------------- */
+
+/* Replaces `send` or `recv`. */
+typedef struct {
+    Face face;
+    int is_sending;
+} MessageEntrance;
 
 /* Return the cache entry of a peer and tag. */
 static Remembered **place_of(MessageEntrance *self, long long peer, long long tag) {

@@ -123,35 +123,32 @@ class SendEndpoint(RingEndpoint):
             self._has_none = self._ring is None
         return self._ring
 
-    def put(self, type_code: int, key: Key, array: NDArray[Any], *, spins: bool) -> bool:
-        """Write a message to the ring; return False without space or if another thread writes."""
+    def put(
+        self, type_code: int, key: Key, array: NDArray[Any], *, is_long: bool, spins: bool
+    ) -> int | None:
+        """Write a message to the ring, or announce a long one.
+
+        Return the number of a long message in the ring, and 0 for a short one. None: there is no
+        space, also not soon if it `spins`, or another thread writes.
+        """
         if not self.lock.acquire(blocking=False):
-            return False
+            return None
         try:
-            ring = self.ring_writer()
+            ring, shape = self.ring_writer(), array.shape
             if ring is None:
-                return False
-            shape, data = array.shape, array.reshape(-1).view(np.uint8)
+                return None
+            if is_long:
+                address = array.__array_interface__["data"][0]
+                offset = self._rings.channels.shm.locate(array)
+                place = 0 if offset is None else offset + 1
+                number = ring.put_address(type_code, *key, shape, array.nbytes, address, place)
+                return number or None
+            data = array.reshape(-1).view(np.uint8)
             while not ring.put(type_code, *key, shape, data, data.size):
                 room = ring.room_at(shape, data.size) if spins else None
                 if room is None or not self._wait(room[:1], room[1]):
-                    return False
-            return True
-        finally:
-            self.lock.release()
-
-    def announce(self, type_code: int, key: Key, array: NDArray[Any]) -> int:
-        """Announce a long message; return its number in the ring, or 0 if there is no space."""
-        if not self.lock.acquire(blocking=False):
+                    return None
             return 0
-        try:
-            ring = self.ring_writer()
-            if ring is None:
-                return 0
-            address = array.__array_interface__["data"][0]
-            offset = self._rings.channels.shm.locate(array)
-            place = 0 if offset is None else offset + 1
-            return ring.put_address(type_code, *key, array.shape, array.nbytes, address, place)
         finally:
             self.lock.release()
 

@@ -96,10 +96,11 @@ class Sending(RingRequest):
 
     def put(self, key: Key, *, spins: bool) -> bool:
         """Write or announce the message in the ring; return False if that is impossible."""
-        if not self._is_long:
-            return self._end.put(self._type_code, key, self._array, spins=spins)
-        self._number = self._end.announce(self._type_code, key, self._array)
-        return self._number != 0
+        number = self._end.put(
+            self._type_code, key, self._array, is_long=self._is_long, spins=spins
+        )
+        self._number = number or 0
+        return number is not None
 
     def is_read_soon(self) -> bool:
         """Return whether no receiver has to come, or it reads a long message while this spins."""
