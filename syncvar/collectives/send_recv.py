@@ -452,7 +452,9 @@ def _message(kind: int, value: Any) -> NDArray[Any]:
     """Return the contiguous array of a message, with `kind` BYTES of an object's bytes."""
     if kind == BYTES:
         return np.frombuffer(pack_object(value), np.uint8)
-    if value is None or isinstance(value, str | bytes | set) or is_structure(value):
+    if type(value) is not np.ndarray and (
+        value is None or isinstance(value, str | bytes | set) or is_structure(value)
+    ):
         raise ConfigError(
             f"send takes an array or a number, not {reprlib.repr(value)}: write "
             f"sv.send_object(o, dest), and sv.recv_object(source) on the receiver"

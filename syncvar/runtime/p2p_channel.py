@@ -183,7 +183,7 @@ class P2PChannel:
         """Let the C endpoint make messages of this dtype and shape from now on."""
         kind, dtype, shape, type_code, info = message_type
         stream, end = self.stream, self.end
-        if kind != ARRAY or end is None:
+        if end is None or not end.is_native or kind != ARRAY:
             return
         if self.native is None:
             self.native = end.native_endpoint(

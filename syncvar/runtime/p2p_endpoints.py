@@ -82,6 +82,7 @@ class RingEndpoint:
         # Held while using the ring. No thread waits for it: a message that does not get it uses a
         # link, or is received later.
         self.lock = threading.Lock()
+        self.is_native = rings.channels.is_native  # C makes messages
         self._rings = rings
         self._wait = rings.channels.wait
         self._ring: Any = None
@@ -91,12 +92,12 @@ class RingEndpoint:
         """Withdraw a long message, if this is its sender."""
 
     def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C endpoint of a pair and tag; None if Python runs its messages.
+        """Return the C endpoint of a pair and tag, whose calls have an `identity`; or None.
 
-        `identity` names the pair's calls, and `p2p.c` lists `objects`.
+        `p2p.c` lists the `objects`.
         """
         ring, channels = self._ring, self._rings.channels
-        if ring is None or not channels.is_native:
+        if ring is None:
             return None
         patience = channels.patience((channels.places[self.peer],)), int(BUDGET_S * 1e9)
         places = ring.start, ring.ring_bytes, ENTRY_BYTES_MAX, eager_bytes, ABORT * 8
