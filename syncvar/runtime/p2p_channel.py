@@ -248,9 +248,9 @@ class SendChannel(P2PChannel):
     end: SendEndpoint | None
 
     def send(self, kind: int, array: NDArray[Any], timeout: float | None, *, waits: bool) -> bool:
-        """Send a contiguous array: to the ring, or a long one to a receiver that comes soon.
+        """Send a contiguous array through the ring; return False if nothing has been done.
 
-        Else, if it `waits`, the engine sends it. Return False if nothing has been done.
+        A long one needs a caller that `waits`: the engine goes on if no receiver comes soon.
         """
         stream, end, is_long = self.stream, self.end, array.nbytes > self._eager_bytes
         if end is None or (is_long and (self._engine.under_way or not waits)):
@@ -262,11 +262,11 @@ class SendChannel(P2PChannel):
         message = Sending(end, message_type.type_code, array, is_long=is_long)
         try:
             try:
-                if message.put((stream.identity, call), spins=True) and message.is_read_soon():
+                if not message.put((stream.identity, call), spins=True):
+                    return False
+                if message.is_read_soon():
                     self._complete(message_type, call, begin)
                     return True
-                if not waits:
-                    return False
                 stream.next_call = call + 1
                 operation = stream.operation(call, self.spec(kind, array, message), begin)
             except BaseException as error:  # the other rank may or may not have the message
