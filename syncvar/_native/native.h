@@ -39,10 +39,9 @@
     X(_references)                                                                                 \
     X(_shown)                                                                                      \
     X(acquire)                                                                                     \
-    X(append)                                                                                      \
-    X(array) X(async_op) X(channel) X(co_filename) X(default) X(engine) X(f_lasti) X(group)        \
-        X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) X(remove) X(stack)   \
-            X(tag) X(timeout) X(uneven) X(view) X(world)
+    X(append) X(array) X(async_op) X(channel) X(co_filename) X(default) X(engine) X(f_lasti)       \
+        X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) X(remove)   \
+            X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
@@ -75,9 +74,8 @@ int intern_names(void);
     X(check_gate)                                                                                  \
     X(copy_guard)                                                                                  \
     X(channel_state)                                                                               \
-    X(program)                                                                                     \
-    X(run) X(slot_call) X(async_call) X(entrance) X(write) X(look) X(read) X(group) X(end)         \
-        X(message_entrance)
+    X(program) X(run) X(slot_call) X(async_call) X(entrance) X(write) X(look) X(read) X(group)     \
+        X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
