@@ -142,11 +142,14 @@ def _reduce_request(
         return results[0] if structure is None else unflatten(structure, results, like)
 
     if structure is not None:
-        digests = tuple(part[1].digest for part in parts)
-        reduced = reducers[0].name if reducers else op  # `op` may be another name of it
-        shown = op, f"{len(arrays)} arrays", f"root {target}"
+        # Ranks may spell the op differently.
         spec = CollectiveSpec(
-            "reduce", reduced, target, structure=structure, options=digests, shown=shown
+            "reduce",
+            reducers[0].name if reducers else "",
+            target,
+            structure=structure,
+            options=tuple(part[1].digest for part in parts),
+            shown=(op, f"{len(arrays)} arrays", f"root {target}"),
         )
         return ReduceArgs(spec, body())
     ((reducer, spec),) = parts
