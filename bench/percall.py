@@ -27,8 +27,9 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
 from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.shm_reduce import is_direct
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
 from syncvar.variables.variable_owner import scope_stack
 
@@ -97,9 +98,9 @@ def alone(x: Any, out: Any, calls: int, apply: np.ufunc | None = None) -> float:
     channel.others = (channel.entry,) * len(
         channel.others
     )  # the group makes no call with the other worker any more
-    ready: Any = prepare_reduction(
-        communicator, reduction("sum", x.dtype), x.shape, 1, "all_reduce", apply
-    )
+    kinds = [(reduction("sum", x.dtype), [0])]
+    form = ReduceForm(kinds, x.shape, is_direct(x.nbytes, communicator.size), apply=apply)
+    ready: Any = prepare_reduction(communicator, form, CollectiveSpec("all_reduce"))
     return microseconds(lambda: ready(x, out), calls)
 
 
