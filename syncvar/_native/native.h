@@ -49,9 +49,18 @@
     X(request_of_published)                                                                        \
     X(append)                                                                                      \
     X(array)                                                                                       \
-    X(async_op) X(channel) X(co_filename) X(default) X(engine) X(f_lasti) X(group) X(is_alert)     \
-        X(is_bound) X(locked) X(out) X(prepared_calls) X(release) X(remove) X(stack) X(tag)        \
-            X(timeout) X(uneven) X(view) X(world)
+    X(async_op)                                                                                    \
+    X(channel)                                                                                     \
+    X(co_filename)                                                                                 \
+    X(default)                                                                                     \
+    X(engine)                                                                                      \
+    X(f_lasti)                                                                                     \
+    X(group)                                                                                       \
+    X(is_alert)                                                                                    \
+    X(is_bound)                                                                                    \
+    X(locked)                                                                                      \
+    X(out)                                                                                         \
+    X(prepared_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
@@ -85,8 +94,9 @@ int intern_names(void);
     X(copy_guard)                                                                                  \
     X(channel_state)                                                                               \
     X(program)                                                                                     \
-    X(run) X(slot_call) X(async_call) X(entrance) X(write) X(look) X(read) X(group) X(end)         \
-        X(message_entrance)
+    X(run)                                                                                         \
+    X(slot_call)                                                                                   \
+    X(async_call) X(entrance) X(write) X(look) X(read) X(group) X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
