@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.builders import (
+    ALGORITHMS,
+    SCHEDULES,
+    WorkLayout,
+    build_all,
+    folds_vectors,
+    sums_by_the_tree,
+    unsuited,
+)
 from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Copy, Recv, RecvReduce, Reduce, Send, schedule_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
@@ -53,8 +61,6 @@ if TYPE_CHECKING:
 _INSTRUCTIONS = 24  # of a program
 _SHORT = 8  # ranks, rounds and steps of a figure
 _RANKS_MAX = 1024  # plans are built for all ranks and all algorithms
-_OF_BLOCKS = ("all_gather", "header_exchange", "gather", "scatter", "reduce_scatter", "all_to_all")
-_REDUCED = ("all_reduce", "reduce", "scan", "exscan")
 _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
@@ -220,14 +226,15 @@ def _plan_query(chosen: argparse.Namespace, config: RuntimeConfig) -> _PlanQuery
     if not 1 <= n <= _RANKS_MAX:
         raise ConfigError(f"--ranks must be 1 to {_RANKS_MAX}, not {n}")
     itemsize = _itemsize(chosen.dtype)
-    blocks = n if collective in _OF_BLOCKS else 1
+    work = SCHEDULES[collective].work
+    blocks = n if work in (WorkLayout.BLOCKS, WorkLayout.PAIRS) else 1
     count = chosen.count
     if chosen.bytes is not None:
         count = -(-parse_size(chosen.bytes) // (itemsize * blocks))
     if count < 0:
         raise ConfigError(f"--count must not be negative, not {count}")
     is_shared = (chosen.path or ("links" if config.transport == "zmq" else "shm")) == "shm"
-    nbytes = 0 if collective == "barrier" else count * blocks * itemsize
+    nbytes = 0 if work is WorkLayout.NOTHING else count * blocks * itemsize
     return _PlanQuery(collective, n, count, itemsize, nbytes, is_shared)
 
 
@@ -363,7 +370,7 @@ class _ProgramArgs(NamedTuple):
 
 def _program(call: _ProgramArgs, algorithm: str, *, is_demanded: bool) -> tuple[str, Program]:
     collective, rank, size, count, itemsize, root = call
-    if collective in _REDUCED and algorithm in ("direct", "owners"):
+    if folds_vectors(collective, algorithm):
         ends = ResultPlacement(collective, root)
         if is_direct(count * itemsize, size) or not count:
             return "", lower_small(rank, size, count, ends=ends)
