@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from dataclasses import asdict, replace
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,14 +25,10 @@ from syncvar.algorithms.selection import choose
 from syncvar.bootstrap.process import current
 from syncvar.cli.bench_options import make_plan, parse_arguments
 from syncvar.cli.bench_table import SHOWN, Row, draw, header, line, rate, summary
-from syncvar.cli.collective_registry import (
-    Case,
-    count_wrong,
-    different_array,
-    has_result_like_input,
-)
 from syncvar.cli.plan import LINKS, SHM, predicted_seconds
+from syncvar.cli.selftest import count_wrong, different_array
 from syncvar.cli.start_workers import is_launched, start_workers
+from syncvar.collectives.collective_registry import Case
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, check_file, report_lost_file, write_error_text
@@ -49,8 +44,8 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Schedule
     from syncvar.cli.bench_options import BenchPlan
     from syncvar.cli.bench_table import Half
-    from syncvar.cli.collective_registry import Collective
     from syncvar.cli.plan import CostModel
+    from syncvar.collectives.collective_registry import Collective
 
 _STEPS = 8
 _STEP = 1e-3
@@ -280,12 +275,9 @@ class _Measuring:
             self._require("async_op", "--async")
             self.options["async_op"] = True
 
-    def _takes(self, parameter: str) -> bool:
-        return parameter in signature(getattr(sv, self.collective.functions[-1])).parameters
-
     def _require(self, parameter: str, option: str) -> None:
-        if not self._takes(parameter):
-            raise ConfigError(f"{option}: sv.{self.collective.functions[-1]} has no {parameter}=")
+        if not self.collective.takes(parameter):
+            raise ConfigError(f"{option}: sv.{self.collective.names[-1]} has no {parameter}=")
 
     def groups(self) -> Iterator[list[Case]]:
         """Yield the cases, in groups that differ only in size."""
@@ -312,11 +304,11 @@ class _Measuring:
         total = collective.total(case)
         count = total if collective.layout == "vector" else total // case.size
         wanted = collective.wanted(case)
-        can = collective.in_place and self.chosen.agg_iters == 1 and has_result_like_input(case)
+        can = collective.in_place and self.chosen.agg_iters == 1 and case.has_result_like_input()
         return Row(
             size=total * _itemsize(case.dtype),
             count=count,
-            type="-" if collective.layout == "none" else case.dtype,
+            type=case.dtype if collective.has_arrays else "-",
             redop=case.op if collective.has_op else "none",
             root=case.root if collective.has_root else -1,
             out_of_place=self._half(case, wanted, in_place=False),
@@ -331,14 +323,13 @@ class _Measuring:
         keep = x.copy() if is_same else None
         options = self.options if out is None else {**self.options, "out": out}
 
-        def call() -> Any:
-            return collective.call(case, x, **options)
+        call = collective.bound(case, x, **options)
 
         def finished() -> Any:
             result = call()
             return result.wait() if chosen.asynchronous else result
 
-        checked = bool(chosen.check) and collective.layout != "none"
+        checked = bool(chosen.check) and collective.has_arrays
         wrong = 0
         for _ in range(chosen.check if checked else 0):
             if keep is not None:
@@ -409,7 +400,7 @@ class _Measuring:
 
     def _output(self, wanted: Any) -> Any:
         """Return an array for `out=` if the result is an array and the function has `out=`."""
-        is_possible = isinstance(wanted, np.ndarray) and self._takes("out")
+        is_possible = isinstance(wanted, np.ndarray) and self.collective.takes("out")
         if not is_possible or self.chosen.agg_iters > 1:
             return None
         return self._resident(np.zeros_like(wanted))

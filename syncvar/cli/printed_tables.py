@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
-from syncvar.cli.collective_registry import available, dtypes, ops_of
+from syncvar.collectives.collective_registry import available, ops_of
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS
 from syncvar.variables.policy import (
@@ -27,7 +28,7 @@ from syncvar.variables.policy import (
 )
 
 if TYPE_CHECKING:
-    from syncvar.cli.collective_registry import Collective
+    from syncvar.collectives.collective_registry import Collective
 
 _COMMON = {"group": None, "async_op": False, "timeout": None}
 _COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw")
@@ -67,7 +68,7 @@ def collectives_text() -> str:
     """Return the table of all collectives, and below it the dtypes of each op."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     for one in available():
-        calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
+        calls = "<br>".join(f"`{signature_of(name)}`" for name in one.names)
         cells = (calls, one.gives, one.gets, _algorithms(one), one.cost, one.bus or "-")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, "", *_notes()]) + "\n"
@@ -89,9 +90,9 @@ def signature_of(name: str) -> str:
 
 
 def _algorithms(one: Collective) -> str:
-    if one.name in one.plans:
-        return ", ".join(ALGORITHMS.get(one.name, ())) or "-"
-    return ", ".join(f"as {key}" for key in one.plans) or "-"
+    if one.name in ALGORITHMS:
+        return ", ".join(ALGORITHMS[one.name])
+    return ", ".join(f"as {key}" for key in one.schedules) or "-"
 
 
 def _notes() -> list[str]:
@@ -99,7 +100,7 @@ def _notes() -> list[str]:
     rows: dict[tuple[str, ...], list[str]] = {}
     reducing = next(one for one in available() if one.has_op)
     for op in OPS:
-        supported = tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype))
+        supported = tuple(dtype for dtype in DTYPE_NAMES if op in ops_of(reducing, dtype))
         rows.setdefault(supported, []).append(f"`{op}`")
     common = ", ".join(f"{name}={default}" for name, default in _COMMON.items())
     lines = [
@@ -107,11 +108,11 @@ def _notes() -> list[str]:
         "by which `syncvar bench` multiplies size / time, for the rate at the bottleneck. The size",
         "is that of the vector, or of all ranks' pieces together.",
         "",
-        f"dtypes: {', '.join(dtypes())}. ops:",
+        f"dtypes: {', '.join(DTYPE_NAMES)}. ops:",
         "",
     ]
     for supported, ops in rows.items():
-        missing = [dtype for dtype in dtypes() if dtype not in supported]
+        missing = [dtype for dtype in DTYPE_NAMES if dtype not in supported]
         which = "all dtypes" if not missing else f"all but {', '.join(missing)}"
         if len(missing) >= len(supported):
             which = ", ".join(supported)

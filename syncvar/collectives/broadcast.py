@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import (
@@ -217,3 +218,17 @@ def _structure_body(
         dtype = dtype_from_index(index)
         results.append((yield from broadcast_flat(communicator, mine, tuple(shape), dtype, root)))
     return unflatten(structure, results, like)
+
+
+register(
+    Collective(
+        (broadcast,),
+        CollectiveKind.MOVE,
+        gives="root: an array; others: None, or one of that shape",
+        gets="the root's array",
+        cost="one direct copy; over links ceil(log2 n) rounds of the array",
+        wanted=lambda case: case.part(case.root),
+        from_root=True,
+        in_place=True,
+    )
+)

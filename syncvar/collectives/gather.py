@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import exchange, gather_flat, require_same
@@ -304,3 +305,25 @@ def _rooted_request(
 ) -> TransferArgs:
     rest = (axis, algorithm)
     return gather_request(communicator, x, out, *rest, keep=keep, name="gather", root=root)
+
+
+register(
+    Collective(
+        (all_gather,),
+        CollectiveKind.MOVE,
+        gives="an array; lengths may differ",
+        gets="all ranks' arrays, joined in rank order",
+        cost="one direct copy of each block; over links n-1 rounds, (n-1)/n of the result sent",
+        wanted=lambda case: np.concatenate(case.parts()),
+        layout="blocks",
+    ),
+    Collective(
+        (gather,),
+        CollectiveKind.MOVE,
+        gives="an array; lengths may differ",
+        gets="root: all ranks' arrays, joined in rank order; others: None",
+        cost="one direct copy of each block; over links each block once to the root",
+        wanted=lambda case: case.at_root(np.concatenate(case.parts())),
+        layout="blocks",
+    ),
+)

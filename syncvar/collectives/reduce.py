@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
@@ -450,3 +451,43 @@ def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ..
             f"sv.uneven: give it 0 rows"
         )
     return tuple(int(rows[rank]) for rank in communicator.present)
+
+
+register(
+    Collective(
+        (reduce,),
+        CollectiveKind.REDUCE,
+        gives="an array",
+        gets="root: the combination of all ranks' arrays; others: None",
+        cost="one round; over links ceil(log2 n) rounds of the array",
+        wanted=lambda case: case.at_root(case.combined()),
+        in_place=True,
+    ),
+    Collective(
+        (reduce_scatter,),
+        CollectiveKind.REDUCE,
+        gives="an array",
+        gets="rank r: piece r of the combination, cut along axis 0",
+        cost="one round; over links n-1 rounds, (n-1)/n of the array sent",
+        wanted=lambda case: case.piece(case.combined()),
+        layout="cut",
+    ),
+    Collective(
+        (scan,),
+        CollectiveKind.REDUCE,
+        gives="an array",
+        gets="rank r: the combination of ranks 0 to r",
+        cost="one round; over links ceil(log2 n) rounds of the array",
+        wanted=lambda case: case.combined(case.rank + 1),
+        in_place=True,
+    ),
+    Collective(
+        (exscan,),
+        CollectiveKind.REDUCE,
+        gives="an array",
+        gets="rank r: the combination of ranks 0 to r-1; rank 0: the op's identity",
+        cost="as `scan`",
+        wanted=lambda case: case.combined(case.rank),
+        in_place=True,
+    ),
+)
