@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
+from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import (
     broadcast_bytes,
@@ -19,6 +19,7 @@ from syncvar.collectives.transfer_args import (
     detail_of,
     fits_out,
     moves,
+    plain_form,
     result_buffer,
 )
 from syncvar.core.array_arguments import deliver
@@ -91,15 +92,8 @@ def broadcast(
     """
     rest = (root, algorithm)
     return make_call(
-        broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
+        broadcast, plain_form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
     )
-
-
-def _form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    root, algorithm = rest
-    return plain_array(x) if type(root) is int and algorithm is None else None
 
 
 def broadcast_request(

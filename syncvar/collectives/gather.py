@@ -79,30 +79,18 @@ def all_gather(
     """
     rest = (axis, algorithm)
     return make_call(
-        all_gather,
-        _all_gather_form,
-        gather_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        rest,
+        all_gather, _form, gather_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _all_gather_form(
+def _form(
     _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    axis, algorithm = rest
-    return gather_form(x, axis) if algorithm is None else None
-
-
-def gather_form(x: Any, axis: Any) -> NDArray[Any] | None:
     """Return the array of a gather along axis 0, or None for any other gather."""
-    array = plain_array(x) if type(axis) is int else None
-    if array is None or axis not in (0, -max(1, array.ndim)):
+    *numbers, algorithm = rest  # the axis is the last number
+    is_plain = algorithm is None and all(type(one) is int for one in numbers)
+    array = plain_array(x) if is_plain else None
+    if array is None or numbers[-1] not in (0, -max(1, array.ndim)):
         return None
     return array if array.ndim else array.reshape(1)
 
@@ -272,25 +260,10 @@ def gather(  # noqa: PLR0913  (public signature)
         >>> sv.gather(np.arange(3))
         array([0, 1, 2])
     """
+    rest = (root, axis, algorithm)
     return make_call(
-        gather,
-        _rooted_form,
-        _rooted_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (root, axis, algorithm),
+        gather, _form, _rooted_request, x, out, group, async_op, timeout, _foreign, rest
     )
-
-
-def _rooted_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    root, axis, algorithm = rest
-    return gather_form(x, axis) if type(root) is int and algorithm is None else None
 
 
 def _rooted_request(

@@ -14,7 +14,7 @@ import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
+from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
@@ -25,7 +25,14 @@ from syncvar.collectives.reduce_args import (
     release_others,
     run_plan,
 )
-from syncvar.collectives.transfer_args import TransferArgs, fits_out, moves, place_of, result_buffer
+from syncvar.collectives.transfer_args import (
+    TransferArgs,
+    fits_out,
+    moves,
+    place_of,
+    plain_form,
+    result_buffer,
+)
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
@@ -87,16 +94,8 @@ def reduce(  # noqa: PLR0913  (public signature)
     """
     rest = (op_name(op), root, algorithm)
     return make_call(
-        reduce, _reduce_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
+        reduce, plain_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
     )
-
-
-def _reduce_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    op, root, algorithm = rest
-    is_plain = isinstance(op, str) and type(root) is int and algorithm is None
-    return plain_array(x) if is_plain else None
 
 
 def _reduce_request(
@@ -187,18 +186,8 @@ def scan(
         >>> sv.scan([1.0, 2.0])
         array([1., 2.])
     """
-    return make_call(
-        scan,
-        _scan_form,
-        _scan_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        {},
-        (op_name(op), algorithm),
-    )
+    rest = (op_name(op), algorithm)
+    return make_call(scan, plain_form, _scan_request, x, out, group, async_op, timeout, {}, rest)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -237,15 +226,8 @@ def exscan(
     """
     rest = (op_name(op), algorithm)
     return make_call(
-        exscan, _scan_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
+        exscan, plain_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
     )
-
-
-def _scan_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    op, algorithm = rest
-    return plain_array(x) if isinstance(op, str) and algorithm is None else None
 
 
 def _prefix_request(
@@ -323,20 +305,11 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
     """
     rest = (op_name(op), lengths, algorithm)
     return make_call(
-        reduce_scatter,
-        _scatter_form,
-        _scatter_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        rest,
+        reduce_scatter, _cut_form, _cut_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _scatter_form(
+def _cut_form(
     communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     op, lengths, algorithm = rest
@@ -346,7 +319,7 @@ def _scatter_form(
     return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
 
 
-def _scatter_request(
+def _cut_request(
     communicator: Communicator,
     x: Any,
     out: Any,

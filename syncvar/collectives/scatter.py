@@ -79,17 +79,9 @@ def scatter(
         >>> sv.scatter([np.arange(3)])
         array([0, 1, 2])
     """
+    rest = (root, algorithm)
     return make_call(
-        scatter,
-        _scatter_form,
-        _scatter_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (root, algorithm),
+        scatter, _scatter_form, _scatter_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
@@ -234,17 +226,9 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
+    rest, request = (algorithm,), _exchange_request
     return make_call(
-        all_to_all,
-        _exchange_form,
-        _exchange_request,
-        parts,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (algorithm,),
+        all_to_all, _exchange_form, request, parts, out, group, async_op, timeout, _foreign, rest
     )
 
 
