@@ -74,6 +74,16 @@ def collectives_text() -> str:
     return "\n".join([*lines, "", *_notes()]) + "\n"
 
 
+def with_collectives(page: str) -> str:
+    """Return a page of the reference with the functions of a kind for each "collectives" line."""
+
+    def entries(found: re.Match[str]) -> str:
+        names = [name for one in available() if one.kind.name == found[1] for name in one.names]
+        return "\n\n".join(f".. autofunction:: syncvar.{name}" for name in names)
+
+    return re.sub(r"^\.\. collectives:: (\w+)$", entries, page, flags=re.MULTILINE)
+
+
 def signature_of(name: str) -> str:
     """Return a function's signature with defaults and without types; "…" stands for `_COMMON`."""
     parameters = inspect.signature(getattr(sv, name)).parameters
