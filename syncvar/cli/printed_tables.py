@@ -1,14 +1,19 @@
-"""The tables of `syncvar collectives` and `syncvar rules`, and the sections of error codes.
+"""The tables of `syncvar collectives`, `rules` and `coming-from`, and the sections of error codes.
 
-The tables come from the code itself, the sections from `errors.md`.
+The first two tables come from the code itself, the sections from `errors.md`, and the table of
+other libraries from `migration_table.toml`. A test runs every syncvar spelling of it. In the
+spellings `x` is an array, `out` another one, `grads` a list of arrays, `w` a variable, `comm` is
+`MPI.COMM_WORLD`, `dist` is `torch.distributed`, `ctx` is `tf.distribute.get_replica_context()`,
+`ds` a dataset.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
@@ -28,9 +33,24 @@ from syncvar.variables.policy import (
 )
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
     from syncvar.collectives.collective_registry import Collective
 
 _COMMON = {"group": None, "async_op": False, "timeout": None}
+LIBRARIES = ("tf.distribute", "horovod", "mpi4py", "torch.distributed")
+SHORT = {
+    "torch": "torch.distributed",
+    "tf": "tf.distribute",
+    "tensorflow": "tf.distribute",
+    "hvd": "horovod",
+    "mpi": "mpi4py",
+}
+WORDS = "words"
+_TITLES = ("tf.distribute", "Horovod", "mpi4py", "torch.distributed")
+_KEYS = dict(zip(LIBRARIES, ("tensorflow", "horovod", "mpi4py", "torch"), strict=True))
+_NONE = "-"
 _COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw")
 
 
@@ -66,12 +86,11 @@ def explain_code(word: str) -> str:
 
 def collectives_text() -> str:
     """Return the table of all collectives, and below it the dtypes of each op."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    rows = []
     for one in available():
         calls = "<br>".join(f"`{signature_of(name)}`" for name in one.names)
-        cells = (calls, one.gives, one.gets, _algorithms(one), one.cost, one.bus or "-")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines, "", *_notes()]) + "\n"
+        rows.append((calls, one.gives, one.gets, _algorithms(one), one.cost, one.bus or "-"))
+    return "\n".join([_grid(_COLUMNS, rows), *_notes()]) + "\n"
 
 
 def with_collectives(page: str) -> str:
@@ -225,3 +244,66 @@ def _rows(operation: AccessKind) -> list[tuple[str, str, _Cells]]:
         ("any" if len(names) == len(VariableSynchronization) else ", ".join(names), shown, cells)
         for (shown, cells), names in by_aggregations.items()
     ]
+
+
+class Task(NamedTuple):
+    """One task."""
+
+    title: str  # the task in words
+    spellings: dict[str, str]  # call of each library, "-" for none
+    syncvar: str  # call of syncvar
+    notes: list[tuple[list[str], str]]  # (libraries, difference); no libraries means all
+
+
+def tasks() -> list[Task]:
+    """Return the table."""
+    text = Path(__file__).with_name("migration_table.toml").read_text("utf-8")
+    found = []
+    for row in tomllib.loads(text)["task"]:
+        spellings = {library: row.get(key, _NONE) for library, key in _KEYS.items()}
+        notes = [(note["libraries"], note["text"]) for note in row.get("notes", ())]
+        found.append(Task(row["task"], spellings, row["syncvar"], notes))
+    return found
+
+
+def add_migration_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `syncvar coming-from`."""
+    parser.add_argument(
+        "library",
+        nargs="?",
+        choices=(*LIBRARIES, WORDS),
+        type=lambda name: SHORT.get(name.lower(), name),
+        metavar="LIBRARY",
+        help=f"{', '.join(LIBRARIES)}: its rows and notes; {WORDS}: their single words [all]",
+    )
+
+
+def coming_from_text(library: str | None = None) -> str:
+    """Return the whole table in Markdown, or one library beside syncvar and the differences."""
+    shown = LIBRARIES if library is None else (library,)
+    titles = [_TITLES[LIBRARIES.index(one)] for one in shown]
+    rows = [
+        (one.title, *(_code(one.spellings[name]) for name in shown), _code(one.syncvar))
+        for one in tasks()
+    ]
+    table = _grid(("task", *titles, "syncvar"), rows)
+    if library is None:
+        return table
+    notes = []
+    for one in tasks():
+        texts = [text for libraries, text in one.notes if not libraries or library in libraries]
+        if texts:
+            notes.append(f"- {one.title}: {' '.join(texts)}\n")
+    return f"{table}\nNotes by task:\n\n{''.join(notes)}"
+
+
+def _code(spelling: str) -> str:
+    return spelling if spelling == _NONE else f"`{spelling}`"
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    shown = [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n"
+        for line in (head, *rows)
+    ]
+    return "".join([shown[0], "|---" * len(head) + "|\n", *shown[1:]])
